@@ -1,0 +1,49 @@
+"""The one reader of the process environment. Nothing else in megarl touches ``os.environ``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment, to hand on to child processes."""
+    return dict(os.environ)
+
+
+def text(name: str, default: str | None = None) -> str | None:
+    """The value of ``name``; a variable that is blank counts as unset."""
+    value = os.environ.get(name, "").strip()
+    return value or default
+
+
+def integer(name: str, default: int) -> int:
+    """The value of ``name`` as an integer.
+
+    Raises:
+        ValueError: the variable is set to something that is not an integer.
+    """
+    value = text(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"environment variable {name} = {value!r} is not an integer; unset it or write a whole number") from None
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """True for ``1``, ``true``, ``yes``, ``on`` (any case), False for ``0``, ``false``, ``no``, ``off``."""
+    value = text(name)
+    if value is None:
+        return default
+    if value.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if value.lower() in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError(f"environment variable {name} = {value!r} is not a yes or no; write 1 or 0")
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables for this process and its children (thread counts, rendezvous address)."""
+    os.environ.update(values)

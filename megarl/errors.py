@@ -1,0 +1,92 @@
+"""Every error megarl raises on purpose.
+
+A message names the thing, its value, the bound it broke and how to mend it. Errors that the NeMo-RL policy contract promises as
+``AssertionError`` or ``ValueError`` inherit from those as well, so that code which catches them goes on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class MegarlError(Exception):
+    """Base of all deliberate errors. ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule of a configuration.
+
+    Attributes:
+        key: dotted path of the key, for example ``policy.megatron_cfg.tensor_model_parallel_size``.
+        value: what stands there.
+        bound: what would have been accepted.
+        fix: what to write instead.
+    """
+
+    key: str
+    value: object
+    bound: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.bound}. Fix: {self.fix}"
+
+
+class ConfigError(MegarlError, ValueError):
+    """A configuration cannot be used. Carries every violation found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, violations: Sequence[Violation] | str) -> None:
+        self.violations: tuple[Violation, ...] = () if isinstance(violations, str) else tuple(violations)
+        if isinstance(violations, str):
+            text = violations
+        else:
+            plural = "s" if len(self.violations) != 1 else ""
+            lines = "\n".join(f"  {number}. {violation}" for number, violation in enumerate(self.violations, 1))
+            text = f"{len(self.violations)} configuration error{plural}:\n{lines}"
+        super().__init__(text)
+
+
+class DataError(MegarlError, ValueError):
+    """A data file or a record in it cannot be used (missing, empty, broken JSON line, missing field)."""
+
+    exit_code = 2
+
+
+class ModelError(MegarlError, ValueError):
+    """A model directory, its config and its weights do not fit together."""
+
+    exit_code = 2
+
+
+class BatchError(MegarlError, ValueError, AssertionError):
+    """A batch has the wrong keys, shapes, dtypes or values. Raised on the driver, before any worker is called."""
+
+
+class PackingError(MegarlError, ValueError):
+    """Sequences cannot be packed into the bins asked for."""
+
+
+class CheckpointError(MegarlError, RuntimeError):
+    """A checkpoint is missing, damaged, or does not fit the run that wants to load it."""
+
+
+class StateError(MegarlError, RuntimeError):
+    """A method was called in a state that does not allow it, for example training while the optimizer is offloaded."""
+
+
+class WorkerError(MegarlError, RuntimeError):
+    """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1 host]``."""
+
+
+class ClusterError(MegarlError, RuntimeError):
+    """The Ray cluster cannot give what was asked for."""
+
+
+class DeadlineError(MegarlError, TimeoutError):
+    """A phase did not finish within its deadline."""
