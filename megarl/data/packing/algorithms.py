@@ -1,0 +1,301 @@
+"""The packing algorithms: each turns sequence lengths into bins that never exceed a capacity."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from enum import Enum
+
+from megarl.data.packing.fitting import Bin, best_fit, first_fit, grow_by_splitting, longest_first, split_evenly, split_in_order, spread
+from megarl.data.packing.metrics import PackingMetrics
+from megarl.errors import PackingError
+
+
+class PackingAlgorithm(Enum):
+    """Names of the algorithms, as the configuration writes them."""
+
+    CONCATENATIVE = "concatenative"
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+    BEST_FIT_DECREASING = "best_fit_decreasing"
+
+
+DEFAULT_PACKING_ALGORITHM = PackingAlgorithm.BEST_FIT_DECREASING
+
+
+class SequencePacker(ABC):
+    """Packs sequences into bins of at most ``bin_capacity`` tokens.
+
+    Args:
+        bin_capacity: tokens a bin may hold.
+        collect_metrics: keep statistics of every ``pack`` in ``metrics``.
+        min_bin_count: make at least this many bins (default 0).
+        bin_count_multiple: make the number of bins a multiple of this (default 1).
+
+    Raises:
+        PackingError: ``min_bin_count`` is negative or ``bin_count_multiple`` is not positive.
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
+        if min_bin_count is not None and min_bin_count < 0:
+            raise PackingError(f"min_bin_count must be nonnegative, got {min_bin_count}; write 0 for no minimum")
+        if bin_count_multiple is not None and bin_count_multiple < 1:
+            raise PackingError(f"bin_count_multiple must be positive, got {bin_count_multiple}; write 1 to allow any number of bins")
+        self.bin_capacity = bin_capacity
+        self.min_bin_count = min_bin_count or 0
+        self.bin_count_multiple = bin_count_multiple or 1
+        self.collect_metrics = collect_metrics
+        self.metrics: PackingMetrics | None = PackingMetrics() if collect_metrics else None
+
+    def pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
+        """Distribute sequences over bins.
+
+        Args:
+            sequence_lengths: lengths in tokens.
+
+        Returns:
+            Bins of indices into ``sequence_lengths``: every index once, no bin empty, none above the capacity. There are at least
+            ``min_bin_count`` bins and their number is a multiple of ``bin_count_multiple``.
+
+        Raises:
+            PackingError: a length is negative or above the capacity, or there are fewer sequences than bins to fill.
+        """
+        lengths = [int(length) for length in sequence_lengths]
+        self._validate(lengths)
+        bins = self._pack_implementation(lengths)
+        wanted = self._wanted_bin_count(len(bins), len(lengths))
+        if wanted > len(bins):
+            bins = self._grow(bins, wanted, lengths)
+        if self.metrics is not None:
+            self.metrics.update(lengths, bins, self.bin_capacity)
+        return bins
+
+    def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Statistics of one packing (see :class:`PackingMetrics`), without recording it."""
+        return PackingMetrics().calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
+
+    def get_aggregated_metrics(self) -> dict[str, float]:
+        """Statistics of all packings so far; empty unless ``collect_metrics``."""
+        return self.metrics.get_aggregated_stats() if self.metrics is not None else {}
+
+    def reset_metrics(self) -> None:
+        """Forget the statistics collected so far."""
+        if self.metrics is not None:
+            self.metrics.reset()
+
+    @abstractmethod
+    def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
+        """Bins for validated lengths, without regard to the number of bins."""
+
+    def _validate(self, lengths: Sequence[int]) -> None:
+        if self.bin_capacity <= 0:
+            raise PackingError(f"bin_capacity = {self.bin_capacity} must be positive; give the number of tokens a bin may hold")
+        for index, length in enumerate(lengths):
+            if length > self.bin_capacity:
+                raise PackingError(
+                    f"sequence {index} has length {length}, which exceeds bin_capacity = {self.bin_capacity}; "
+                    f"raise the tokens per micro-batch to at least {max(lengths)} or shorten the sequences"
+                )
+            if length < 0:
+                raise PackingError(f"sequence {index} has length {length}, lengths must not be negative; check the input lengths")
+
+    def _wanted_bin_count(self, bin_count: int, sequence_count: int) -> int:
+        at_least = max(bin_count, self.min_bin_count)
+        wanted = -(-at_least // self.bin_count_multiple) * self.bin_count_multiple
+        if wanted > sequence_count:
+            raise PackingError(
+                f"Cannot create {wanted} bins with only {sequence_count} sequences, each bin must hold at least one. "
+                f"Give more sequences, or lower min_bin_count ({self.min_bin_count}) or bin_count_multiple ({self.bin_count_multiple})"
+            )
+        return wanted
+
+    def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
+        evenly = spread(lengths, wanted, self.bin_capacity)
+        return evenly if evenly is not None else grow_by_splitting(bins, wanted, lengths, split_evenly)
+
+
+class ConcatenativePacker(SequencePacker):
+    """Fills bins in input order and opens a new one when the next sequence does not fit. O(n)."""
+
+    def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
+        bins: list[Bin] = []
+        room = -1
+        for index, length in enumerate(lengths):
+            if length > room:
+                bins.append([])
+                room = self.bin_capacity
+            bins[-1].append(index)
+            room -= length
+        return bins
+
+    def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
+        return sorted(grow_by_splitting(bins, wanted, lengths, split_in_order))
+
+
+class FirstFitPacker(SequencePacker):
+    """Puts each sequence, in an order that subclasses choose (here: input order), into the first bin with room. O(n log n)."""
+
+    def _order(self, lengths: list[int]) -> list[int]:
+        return list(range(len(lengths)))
+
+    def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
+        return first_fit(lengths, self._order(lengths), self.bin_capacity)
+
+
+class FirstFitDecreasingPacker(FirstFitPacker):
+    """First fit, longest sequences first. Uses at most 11/9 of the least number of bins plus 6/9 (Dosa 2007)."""
+
+    def _order(self, lengths: list[int]) -> list[int]:
+        return longest_first(lengths)
+
+
+class FirstFitShufflePacker(FirstFitPacker):
+    """First fit in a random order, which mixes long and short sequences.
+
+    Args:
+        seed: makes ``pack`` a pure function of the lengths; None draws from the process-wide generator of Python's ``random``.
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+        self.seed = seed
+
+    def _order(self, lengths: list[int]) -> list[int]:
+        order = list(range(len(lengths)))
+        if self.seed is None:
+            random.shuffle(order)
+        else:
+            random.Random(self.seed).shuffle(order)
+        return order
+
+
+class BestFitDecreasingPacker(SequencePacker):
+    """Longest sequences first, each into the fullest bin with room. O(n log n), and the default: as full as the slower algorithms."""
+
+    def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
+        return best_fit(lengths, longest_first(lengths), self.bin_capacity)
+
+
+class ModifiedFirstFitDecreasingPacker(SequencePacker):
+    """Modified first fit decreasing of Johnson and Garey (*A 71/60 theorem for bin packing*, 1985). Lengths must be positive.
+
+    Sequences longer than half a bin get a bin each; then those above a third and pairs of those above a sixth are placed beside them where
+    they fit, then anything that fits, and what is left is packed first fit decreasing into new bins.
+    """
+
+    def _validate(self, lengths: Sequence[int]) -> None:
+        super()._validate(lengths)
+        for index, length in enumerate(lengths):
+            if length <= 0:
+                raise PackingError(
+                    f"sequence {index} has length {length}, this algorithm needs lengths of at least 1; drop empty sequences"
+                )
+
+    def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
+        shortest_first = sorted(range(len(lengths)), key=lengths.__getitem__)
+        capacity = self.bin_capacity
+        sizes = [lengths[index] for index in shortest_first]
+        sixth, third, half = (bisect_right(sizes, capacity // parts) for parts in (6, 3, 2))
+        large = shortest_first[: half - 1 : -1] if half else shortest_first[::-1]
+        bins: list[Bin] = [[index] for index in large]
+        room = [capacity - lengths[index] for index in large]
+        medium = _SortedPool(shortest_first[third:half], lengths)
+        small = _SortedPool(shortest_first[sixth:third], lengths)
+        tiny = _SortedPool(shortest_first[:sixth], lengths)
+
+        def place(number: int, index: int) -> None:
+            bins[number].append(index)
+            room[number] -= lengths[index]
+
+        without_medium: list[int] = []
+        for number in range(len(bins)):
+            if medium.fits(room[number]):
+                place(number, medium.pop_largest_within(room[number]))
+            else:
+                without_medium.append(number)
+        for number in reversed(without_medium):
+            if small.two_fit(room[number]):
+                place(number, small.pop_smallest())
+                place(number, small.pop_largest_within(room[number]))
+        rest = _SortedPool(tiny.members + small.members + medium.members, lengths)
+        for number in range(len(bins)):
+            while rest.fits(room[number]):
+                place(number, rest.pop_largest_within(room[number]))
+        return bins + first_fit(lengths, rest.members[::-1], capacity)
+
+
+class _SortedPool:
+    """Sequences not placed yet, shortest first."""
+
+    def __init__(self, members: list[int], lengths: Sequence[int]) -> None:
+        self.members = members
+        self._sizes = [lengths[index] for index in members]
+
+    def fits(self, room: int) -> bool:
+        return bool(self._sizes) and self._sizes[0] <= room
+
+    def two_fit(self, room: int) -> bool:
+        return len(self._sizes) >= 2 and self._sizes[0] + self._sizes[1] <= room
+
+    def pop_smallest(self) -> int:
+        return self._pop(0)
+
+    def pop_largest_within(self, room: int) -> int:
+        return self._pop(bisect_right(self._sizes, room) - 1)
+
+    def _pop(self, place: int) -> int:
+        self._sizes.pop(place)
+        return self.members.pop(place)
+
+
+_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+    PackingAlgorithm.BEST_FIT_DECREASING: BestFitDecreasingPacker,
+}
+
+
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+    seed: int | None = None,
+) -> SequencePacker:
+    """Make the packer called ``algorithm`` (a member, or its name in any case).
+
+    Args:
+        seed: for ``first_fit_shuffle``; the others are deterministic and ignore it.
+        The other arguments are those of :class:`SequencePacker`.
+
+    Raises:
+        PackingError: there is no such algorithm, or an argument is out of bounds.
+    """
+    if isinstance(algorithm, str):
+        try:
+            algorithm = PackingAlgorithm[algorithm.upper()]
+        except KeyError:
+            known = ", ".join(member.value for member in PackingAlgorithm)
+            raise PackingError(f"Unknown packing algorithm {algorithm!r}; choose one of: {known}") from None
+    if algorithm is PackingAlgorithm.FIRST_FIT_SHUFFLE:
+        return FirstFitShufflePacker(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, seed)
+    return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)

@@ -1,0 +1,131 @@
+"""The building blocks of the packers: first fit, best fit, spreading over a given number of bins, splitting bins."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+
+Bin = list[int]
+"""Indices into the list of sequence lengths."""
+Split = Callable[[Bin, Sequence[int]], tuple[Bin, Bin]]
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Indices by falling length; equal lengths keep their order."""
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
+
+
+def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[Bin]:
+    """Put each sequence of ``order`` into the lowest-numbered bin with room, none longer than ``capacity``. Takes O(n log n).
+
+    A tree over bins holds the largest room below each node; bins not opened yet are leaves with full room to the right of all others, so
+    that the same search also opens bins.
+    """
+    if not order:
+        return []
+    leaves = 1 << (len(order) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    bins: list[Bin] = []
+    for index in order:
+        length = lengths[index]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        room[node] -= length
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        while node > 1:
+            node //= 2
+            largest = max(room[2 * node], room[2 * node + 1])
+            if room[node] == largest:
+                break
+            room[node] = largest
+    return bins
+
+
+def best_fit(lengths: Sequence[int], order: Iterable[int], capacity: int) -> list[Bin]:
+    """Put each sequence of ``order`` into the fullest bin with room, the lowest-numbered of equals; bisection in a sorted list finds it."""
+    bins: list[Bin] = []
+    room_and_bin: list[tuple[int, int]] = []
+    for index in order:
+        length = lengths[index]
+        place = bisect_left(room_and_bin, (length, -1))
+        if place == len(room_and_bin):
+            room, number = capacity, len(bins)
+            bins.append([])
+        else:
+            room, number = room_and_bin.pop(place)
+        bins[number].append(index)
+        insort(room_and_bin, (room - length, number))
+    return bins
+
+
+def spread(lengths: Sequence[int], bin_count: int, capacity: int) -> list[Bin] | None:
+    """Spread sequences evenly over exactly ``bin_count`` bins: longest first, each into the emptiest bin (Graham's LPT rule).
+
+    Returns:
+        The bins, none empty when there are at least ``bin_count`` sequences of positive length; None when the rule breaks the capacity.
+    """
+    load_count_bin = [(0, 0, number) for number in range(bin_count)]
+    bins: list[Bin] = [[] for _ in range(bin_count)]
+    for index in longest_first(lengths):
+        load, count, number = load_count_bin[0]
+        if load + lengths[index] > capacity:
+            return None
+        bins[number].append(index)
+        # The count makes sequences of length zero visit every bin instead of piling up in one.
+        heapq.heapreplace(load_count_bin, (load + lengths[index], count + 1, number))
+    return bins
+
+
+def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
+    """Divide a bin of two or more sequences into two of nearly equal load, neither empty."""
+    halves: tuple[Bin, Bin] = ([], [])
+    loads = [0, 0]
+    for index in sorted(members, key=lambda member: -lengths[member]):
+        lighter = 0 if (loads[0], len(halves[0])) <= (loads[1], len(halves[1])) else 1
+        halves[lighter].append(index)
+        loads[lighter] += lengths[index]
+    return halves
+
+
+def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
+    """Divide a bin of two or more sequences at the point that comes nearest to equal loads, neither half empty; keeps the order."""
+    total = sum(lengths[index] for index in members)
+    best_cut, best_gap, left = 1, total, 0
+    for cut in range(1, len(members)):
+        left += lengths[members[cut - 1]]
+        gap = abs(total - 2 * left)
+        if gap < best_gap:
+            best_cut, best_gap = cut, gap
+    return members[:best_cut], members[best_cut:]
+
+
+def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int], split: Split) -> list[Bin]:
+    """Raise the number of bins to ``bin_count`` by splitting, each time the bin whose smaller half comes out largest.
+
+    That rule keeps bins from coming out nearly empty as long as the sequences allow it. ``bin_count`` must not exceed the number of
+    sequences.
+    """
+    single: list[Bin] = []
+    splittable: list[tuple[int, int, Bin, tuple[Bin, Bin]]] = []
+
+    def offer(members: Bin, tie_break: int) -> None:
+        if len(members) < 2:
+            single.append(members)
+            return
+        halves = split(members, lengths)
+        smaller = min(sum(lengths[index] for index in half) for half in halves)
+        heapq.heappush(splittable, (-smaller, tie_break, members, halves))
+
+    for number, members in enumerate(bins):
+        offer(members, number)
+    for number in range(len(bins), bin_count):
+        _, _, _, (left, right) = heapq.heappop(splittable)
+        offer(left, 2 * number)
+        offer(right, 2 * number + 1)
+    return single + [members for _, _, members, _ in sorted(splittable, key=lambda entry: entry[1])]

@@ -1,0 +1,86 @@
+"""Figures that say how good a packing is, for one call and summed over many."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class PackingMetrics:
+    """Accumulates statistics over packings.
+
+    Statistics of one packing (keys of the returned dictionaries):
+        num_sequences, num_bins: counts.
+        total_sequence_length, total_bin_capacity, total_waste: tokens.
+        average_utilization: tokens over capacity, 0 to 1; waste_ratio: one minus that.
+        bin_balance: 1 - (fullest - emptiest bin) / capacity; 1 means that all bins are equally full.
+        theoretical_min_bins: total length over capacity, rounded up.
+        bin_efficiency: theoretical_min_bins over num_bins, 0 to 1.
+
+    Statistics of an empty packing are all zero, except that efficiency and balance are 1.
+    """
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, float]] = []
+
+    def reset(self) -> None:
+        """Forget all packings."""
+        self.history.clear()
+
+    def update(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int) -> dict[str, float]:
+        """Add one packing and return its statistics."""
+        stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
+        self.history.append(stats)
+        return stats
+
+    def calculate_stats_only(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int) -> dict[str, float]:
+        """Statistics of one packing, without adding it.
+
+        Args:
+            sequence_lengths: lengths in tokens.
+            bins: lists of indices into ``sequence_lengths``.
+            bin_capacity: tokens a bin may hold.
+        """
+        loads = [sum(sequence_lengths[index] for index in members) for members in bins]
+        total = sum(loads)
+        room = len(bins) * bin_capacity
+        least_bins = -(-total // bin_capacity) if bin_capacity > 0 else 0
+        return {
+            "num_sequences": len(sequence_lengths),
+            "num_bins": len(bins),
+            "total_sequence_length": total,
+            "total_bin_capacity": room,
+            "total_waste": room - total,
+            "average_utilization": total / room if room else 0.0,
+            "waste_ratio": 1.0 - total / room if room else 0.0,
+            "bin_balance": 1.0 - (max(loads) - min(loads)) / bin_capacity if room else 1.0,
+            "theoretical_min_bins": least_bins,
+            "bin_efficiency": least_bins / len(bins) if bins else 1.0,
+        }
+
+    def get_aggregated_stats(self) -> dict[str, float]:
+        """The statistics over everything added: counts and tokens summed, ratios recomputed from the sums, ``bin_balance`` averaged.
+
+        ``num_packings`` counts the packings; the dictionary is empty when there is none.
+        """
+        if not self.history:
+            return {}
+        summed_keys = ("num_sequences", "num_bins", "total_sequence_length", "total_bin_capacity", "total_waste", "theoretical_min_bins")
+        stats = {key: sum(entry[key] for entry in self.history) for key in summed_keys}
+        room, bins = stats["total_bin_capacity"], stats["num_bins"]
+        stats["average_utilization"] = stats["total_sequence_length"] / room if room else 0.0
+        stats["waste_ratio"] = 1.0 - stats["average_utilization"] if room else 0.0
+        stats["bin_balance"] = sum(entry["bin_balance"] for entry in self.history) / len(self.history)
+        stats["bin_efficiency"] = stats["theoretical_min_bins"] / bins if bins else 1.0
+        stats["num_packings"] = len(self.history)
+        return stats
+
+    def print_aggregated_stats(self) -> None:
+        """Log the aggregated statistics, one line each, at level INFO."""
+        stats = self.get_aggregated_stats()
+        if not stats:
+            logger.info("packing: nothing packed yet")
+        for key, value in stats.items():
+            logger.info("packing: %s = %.6g", key, value)

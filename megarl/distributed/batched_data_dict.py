@@ -1,0 +1,434 @@
+"""A dictionary of columns with one row a sample: joining, sharding over data-parallel ranks, and micro-batching."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Generic, Self, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.collectives import all_gather_rows, gather_jagged_object_lists
+from megarl.distributed.row_values import count_rows, join_rows, take_rows
+from megarl.distributed.shard_plan import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    ShardPlan,
+    plan_dynamic,
+    plan_even,
+    plan_packed,
+    plan_uneven,
+)
+from megarl.errors import BatchError
+
+__all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
+
+DictT = TypeVar("DictT", bound=Mapping[str, Any])
+
+
+class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
+    """Columns of equal length: tensors ``[B, ...]`` whose dim 1, if any, is the sequence dimension, or lists of B items.
+
+    Attributes:
+        micro_batch_indices: for each global batch, ``[start, end]`` of each micro-batch, counted from the first row of that global batch;
+            None unless the batch came from dynamic batching or sequence packing.
+        micro_batch_lengths: for each global batch, the padded row length (dynamic) or padded total length (packed) of each micro-batch.
+        elem_counts_per_gb: for each global batch, its number of rows here; None unless the batch came from sequence packing.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.micro_batch_indices: list[list[list[int]]] | None = None
+        self.micro_batch_lengths: list[list[int]] | None = None
+        self.elem_counts_per_gb: list[int] | None = None
+
+    @classmethod
+    def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
+        """Stack batches; tensors are right-padded along dim 1 to the longest.
+
+        Args:
+            batches: at least one; the keys of the first are taken, in sorted order.
+            pad_value_dict: what to pad a key with, 0 where it is silent.
+
+        Raises:
+            BatchError: no batches, a key is missing from one, or tensors differ in more than dims 0 and 1.
+            NotImplementedError: a value is neither a tensor nor a list.
+        """
+        if not batches:
+            raise BatchError("from_batches got 0 batches, it needs at least 1; skip the call when there is nothing to stack")
+        padding = pad_value_dict or {}
+        joined = cls()
+        for key in sorted(batches[0]):
+            missing = [number for number, batch in enumerate(batches) if key not in batch]
+            if missing:
+                raise BatchError(f"batch key {key!r} is in batch 0 but not in batches {missing}; give every batch the same keys")
+            joined[key] = join_rows(key, [batch[key] for batch in batches], padding.get(key, 0))
+        return joined
+
+    def all_gather(self, group: dist.ProcessGroup | None) -> Self:
+        """The rows of all ranks of ``group`` in rank order, on every rank; ranks may hold different numbers of rows.
+
+        Raises:
+            BatchError: on every rank, if keys, dtypes or trailing dimensions differ.
+            NotImplementedError: a value is neither a tensor nor a list.
+        """
+        kinds = {key: "tensor" if isinstance(value, torch.Tensor) else type(value).__name__ for key, value in self.data.items()}
+        columns = sorted(kinds.items())
+        of_ranks = gather_jagged_object_lists([columns], group)
+        if any(other != of_ranks[0] for other in of_ranks):
+            raise BatchError(
+                f"the ranks of the group hold different columns, in rank order {of_ranks}; give all ranks the same keys and types"
+            )
+        gathered = type(self)()
+        for key, kind in columns:
+            if kind == "tensor":
+                gathered[key] = all_gather_rows(self.data[key], group)
+            elif kind == "list":
+                gathered[key] = gather_jagged_object_lists(self.data[key], group)
+            else:
+                raise NotImplementedError(f"batch key {key!r} holds a {kind}; only tensors and lists can be gathered, convert it first")
+        return gathered
+
+    @property
+    def size(self) -> int:
+        """Number of rows, B.
+
+        Raises:
+            StopIteration: there are no keys.
+        """
+        return len(self.data[next(iter(self.data))])
+
+    def get_dict(self) -> dict[str, Any]:
+        """The columns as a plain dictionary (not a copy)."""
+        return self.data
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move all tensors to ``device``, in place; returns self."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
+        """The ``rank``-th of ``chunks`` equal, contiguous parts.
+
+        Raises:
+            BatchError: the rows do not divide into ``chunks``, or ``rank`` is not one of them.
+        """
+        total = count_rows(self.data)
+        if chunks < 1 or total % chunks:
+            raise BatchError(f"Batch size ({total}) is not a multiple of chunks ({chunks}); choose a number of chunks that divides it")
+        if not 0 <= rank < chunks:
+            raise BatchError(f"rank = {rank} is not one of the chunks = {chunks}; use 0 to {chunks - 1}")
+        share = total // chunks
+        return self.slice(rank * share, (rank + 1) * share)
+
+    def slice(self, start: int, end: int) -> SlicedDataDict:
+        """Rows ``start`` up to, not including, ``end``. Tensors are views of this batch's tensors.
+
+        Raises:
+            BatchError: the range does not lie within the rows.
+        """
+        sliced = SlicedDataDict()
+        for key, value in self.data.items():
+            if not 0 <= start <= end <= len(value):
+                raise BatchError(
+                    f"rows {start} to {end} of batch key {key!r} were asked for, it has {len(value)}; use 0 <= start <= end <= rows"
+                )
+            sliced[key] = value[start:end]
+        return sliced
+
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+        """The given rows, in the given order, copied; rows may repeat.
+
+        Raises:
+            BatchError: an index is outside the rows.
+        """
+        rows = _row_numbers(indices)
+        total = count_rows(self.data)
+        if rows and not 0 <= min(rows) <= max(rows) < total:
+            raise BatchError(f"row indices run from {min(rows)} to {max(rows)}, the batch has {total} rows; use 0 to {total - 1}")
+        selected = type(self)()
+        for key, value in self.data.items():
+            selected[key] = take_rows(value, rows)
+        return selected
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Every row ``num_repeats`` times in a row; the items of lists are deep copies of each other."""
+        repeated = type(self)()
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                repeated[key] = value.repeat_interleave(num_repeats, dim=0)
+            else:
+                repeated[key] = [deepcopy(item) for item in value for _ in range(num_repeats)]
+        return repeated
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cut every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place (views, no copies)."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim > dim:
+                self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
+
+    def reorder_data(self, reordered_indices: Sequence[int] | torch.Tensor) -> None:
+        """Undo a reordering in place: what is row r now becomes row ``reordered_indices[r]``.
+
+        Given the order that ``shard_by_batch_size`` returned, this restores the original order of rows that were computed on the shards and
+        stacked in shard order.
+
+        Raises:
+            BatchError: the indices are not a permutation of the rows.
+        """
+        order = _row_numbers(reordered_indices)
+        total = count_rows(self.data)
+        if sorted(order) != list(range(total)):
+            raise BatchError(
+                f"{len(order)} reordering indices are not a permutation of the {total} rows; give every row number exactly once"
+            )
+        place_of = sorted(range(total), key=order.__getitem__)
+        for key, value in self.data.items():
+            self.data[key] = take_rows(value, place_of)
+
+    @overload
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[SlicedDataDict]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: DynamicBatchingArgs,
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        sequence_packing_args: SequencePackingArgs,
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
+        """Distribute rows over shards. Rows are cut into chunks of ``batch_size`` first.
+
+        Each shard gets its part of every chunk, in chunk order. Without further arguments a part is a contiguous slice. With dynamic
+        batching or sequence packing, rows are placed by length, the shards carry their micro-batches, and the order of the rows is returned
+        too. No row is physically packed or truncated here.
+
+        Args:
+            shards: number of data-parallel shards.
+            batch_size: rows of a chunk (a global batch); None takes all rows as one chunk.
+            allow_uneven_shards: accept any number of rows; shards have ``ceil(B / shards)`` rows, the last ones fewer. Needs
+                ``batch_size`` None; not for dynamic batching.
+            dynamic_batching_args, sequence_packing_args: at most one of them.
+
+        Returns:
+            The shards; with either argument, also a list whose r-th entry is the original row that is row r of the stacked shards
+            (what ``reorder_data`` takes).
+
+        Raises:
+            BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are missing or out of range.
+            PackingError: (a ValueError) rows cannot be packed as asked.
+        """
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise BatchError("dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of them out")
+        total = count_rows(self.data)
+        if total == 0 and not (allow_uneven_shards and dynamic_batching_args is None and sequence_packing_args is None):
+            raise BatchError(
+                "the batch has 0 rows, it needs at least one a shard; skip the step, or shard plainly with allow_uneven_shards"
+            )
+        chunk = self._chunk_size(total, shards, batch_size, allow_uneven_shards)
+        if dynamic_batching_args is not None:
+            if total % shards:
+                raise BatchError(
+                    f"Batch size ({total}) is not a multiple of shards ({shards}), which dynamic batching needs; pad the batch"
+                )
+            lengths, width = self._lengths_and_width(dynamic_batching_args)
+            return self._planned_shards(plan_dynamic(lengths, width, chunk, shards, dynamic_batching_args), packed=False)
+        if sequence_packing_args is not None:
+            lengths, _ = self._lengths_and_width(sequence_packing_args)
+            return self._planned_shards(plan_packed(lengths, chunk, shards, sequence_packing_args), packed=True)
+        row_lists = plan_uneven(total, shards) if allow_uneven_shards else plan_even(total, chunk, shards)
+        return [self._sliced(rows) for rows in row_lists]
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
+        """Rows of one global batch, with its micro-batches if there are any.
+
+        Args:
+            batch_idx: number of the global batch.
+            batch_size: rows of each global batch on this shard; ignored for packed batches, which know their own sizes.
+
+        Raises:
+            BatchError: there is no such global batch, or ``batch_size`` is missing or disagrees with the micro-batches.
+        """
+        if self.elem_counts_per_gb is not None:
+            self._require_batch_number(batch_idx, len(self.elem_counts_per_gb))
+            start = sum(self.elem_counts_per_gb[:batch_idx])
+            batch_size = self.elem_counts_per_gb[batch_idx]
+        elif batch_size is None or batch_size < 1:
+            raise BatchError(
+                f"batch_size = {batch_size} must be at least 1 for a batch that is not packed; give the rows of a global batch"
+            )
+        else:
+            self._require_batch_number(batch_idx, self.size // batch_size)
+            start = batch_idx * batch_size
+        batch = self.slice(start, start + batch_size)
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            self._require_batch_number(batch_idx, len(self.micro_batch_indices))
+            planned = self.micro_batch_indices[batch_idx][-1][1]
+            if planned != batch_size:
+                raise BatchError(f"batch_size = {batch_size}, but the micro-batches were planned for {planned} rows; ask for {planned}")
+            batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+            batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+            batch.elem_counts_per_gb = [batch_size] if self.elem_counts_per_gb is not None else None
+        return batch
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
+        """Micro-batches of ``microbatch_size`` rows, in order; their tensors are views.
+
+        Raises:
+            BatchError: the rows do not divide by ``microbatch_size``. Raised at the call, not at the first step.
+        """
+        total = count_rows(self.data)
+        if microbatch_size < 1 or total % microbatch_size:
+            raise BatchError(f"Batch size ({total}) is not a multiple of microbatch_size ({microbatch_size}); choose one that divides it")
+        return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
+        """The planned micro-batches, tensors cut along ``sequence_dim`` to the padded length of each.
+
+        Raises:
+            BatchError: the batch was not sharded with dynamic batching or packing.
+        """
+        return self._dynamic_micro_batches(self._micro_batches(), sequence_dim)
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Number of planned micro-batches.
+
+        Raises:
+            BatchError: the batch was not sharded with dynamic batching or packing.
+        """
+        return len(self._micro_batches())
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
+        """The rows of each pack, unpacked and at full width; the worker packs them.
+
+        Raises:
+            BatchError: the batch was not sharded with dynamic batching or packing.
+        """
+        return (self.slice(start, end) for start, end, _ in self._micro_batches())
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Number of packs, and the longest padded total length in tokens.
+
+        Raises:
+            BatchError: the batch was not sharded with dynamic batching or packing.
+        """
+        packs = self._micro_batches()
+        return len(packs), max(length for _, _, length in packs)
+
+    def _dynamic_micro_batches(self, micro_batches: list[tuple[int, int, int]], sequence_dim: int) -> Iterator[SlicedDataDict]:
+        for start, end, length in micro_batches:
+            micro_batch = self.slice(start, end)
+            micro_batch.truncate_tensors(sequence_dim, length)
+            yield micro_batch
+
+    def _micro_batches(self) -> list[tuple[int, int, int]]:
+        """First row, row after the last, and length of every micro-batch of every global batch held here."""
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise BatchError(
+                "this batch has no micro-batch plan (micro_batch_indices is None); "
+                "shard it with dynamic_batching_args or sequence_packing_args first"
+            )
+        planned: list[tuple[int, int, int]] = []
+        offset = 0
+        for ranges, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
+            planned.extend((offset + start, offset + end, length) for (start, end), length in zip(ranges, lengths, strict=True))
+            offset += ranges[-1][1]
+        return planned
+
+    @staticmethod
+    def _require_batch_number(batch_idx: int, available: int) -> None:
+        if not 0 <= batch_idx < available:
+            raise BatchError(f"batch_idx = {batch_idx}, but there are {available} global batches here; use 0 to {available - 1}")
+
+    @staticmethod
+    def _chunk_size(total: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
+        """Rows of a chunk, after checking that everything divides."""
+        if shards < 1:
+            raise BatchError(f"shards = {shards} must be at least 1; give the data-parallel size")
+        if allow_uneven:
+            if batch_size is not None:
+                raise BatchError(f"batch_size must be None if allow_uneven_shards is True, got {batch_size}; leave one of them out")
+            return max(total, 1)
+        chunk = total if batch_size is None else batch_size
+        if chunk < 1 or total % chunk:
+            raise BatchError(f"Total batch size ({total}) is not a multiple of batch_size ({chunk}); choose a batch_size that divides it")
+        if chunk % shards:
+            raise BatchError(
+                f"Batch size ({chunk}) is not a multiple of shards ({shards}); change the batch size or the data-parallel size"
+            )
+        return chunk
+
+    def _lengths_and_width(self, args: DynamicBatchingArgs | SequencePackingArgs) -> tuple[list[int], int]:
+        """Checked lengths of all rows, and S."""
+        inputs, lengths = (self._column(args[name], name) for name in ("input_key", "input_lengths_key"))
+        if inputs.ndim < 2:
+            raise BatchError(f"batch key {args['input_key']!r} has shape {tuple(inputs.shape)}, it must be [B, S]; name the padded inputs")
+        if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
+            raise BatchError(
+                f"batch key {args['input_lengths_key']!r} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}; "
+                "lengths must be integers of shape [B]"
+            )
+        values, width = lengths.tolist(), inputs.shape[1]
+        if values and not 1 <= min(values) <= max(values) <= width:
+            bad = next(row for row, value in enumerate(values) if not 1 <= value <= width)
+            raise BatchError(
+                f"{args['input_lengths_key']}[{bad}] = {values[bad]} is outside 1 to {width}, the width of {args['input_key']!r}; "
+                "correct the lengths or drop empty rows"
+            )
+        return values, width
+
+    def _column(self, key: str, role: str) -> torch.Tensor:
+        value = self.data.get(key)
+        if not isinstance(value, torch.Tensor):
+            raise BatchError(f"{role} = {key!r} must name a tensor of the batch, which has the keys {sorted(self.data)}; name one of them")
+        return value
+
+    def _planned_shards(self, plans: Sequence[ShardPlan], packed: bool) -> tuple[list[SlicedDataDict], list[int]]:
+        shards: list[SlicedDataDict] = []
+        for plan in plans:
+            shard = self._sliced(plan.rows)
+            shard.micro_batch_indices = plan.micro_batch_indices
+            shard.micro_batch_lengths = plan.micro_batch_lengths
+            shard.elem_counts_per_gb = plan.elem_counts_per_gb if packed else None
+            shards.append(shard)
+        return shards, [row for plan in plans for row in plan.rows]
+
+    def _sliced(self, rows: Sequence[int]) -> SlicedDataDict:
+        sliced = SlicedDataDict()
+        for key, value in self.data.items():
+            sliced[key] = take_rows(value, rows)
+        return sliced
+
+
+class SlicedDataDict(BatchedDataDict[Mapping[str, Any]]):
+    """Part of a batch: a shard, a global batch or a micro-batch."""
+
+
+def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
+    return [int(index) for index in indices]

@@ -1,0 +1,181 @@
+"""Decides from lengths alone which row goes to which shard and micro-batch. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.data.packing import DEFAULT_PACKING_ALGORITHM, deal_bins, get_packer, sequence_cost
+from megarl.data.packing.balance import DEFAULT_ATTENTION_CROSSOVER_LENGTH
+from megarl.errors import BatchError
+
+
+class DynamicBatchingArgs(TypedDict):
+    """How to form micro-batches of rows of similar length.
+
+    Keys:
+        max_tokens_per_microbatch: rows times padded length never exceeds this.
+        sequence_length_round: padded lengths are rounded up to a multiple of this.
+        input_key: key of the tensor ``[B, S]`` whose S caps padded lengths.
+        input_lengths_key: key of the lengths ``[B]``.
+    """
+
+    max_tokens_per_microbatch: int
+    sequence_length_round: int
+    input_key: str
+    input_lengths_key: str
+
+
+class SequencePackingArgs(TypedDict):
+    """How to form micro-batches that are packed into one row each.
+
+    Keys:
+        max_tokens_per_microbatch: the padded lengths of a micro-batch never sum to more than this.
+        input_key, input_lengths_key: keys of the tensor ``[B, S]`` and of the lengths ``[B]``.
+        algorithm: name of a packing algorithm, by default best_fit_decreasing.
+        sequence_length_pad_multiple: each sequence counts as rounded up to a multiple of this.
+        seed: for the algorithm first_fit_shuffle, by default 0.
+        attention_crossover_length: length in tokens at which attention costs as much as the matrix multiplications, to balance shards.
+    """
+
+    max_tokens_per_microbatch: int
+    input_key: str
+    input_lengths_key: str
+    algorithm: NotRequired[str]
+    sequence_length_pad_multiple: int
+    seed: NotRequired[int]
+    attention_crossover_length: NotRequired[int]
+
+
+@dataclass(slots=True)
+class ShardPlan:
+    """The rows of one shard, in order, and its micro-batches.
+
+    Attributes:
+        rows: row numbers of the whole batch.
+        micro_batch_indices: for each chunk (global batch), ``[start, end]`` of each micro-batch, counted from the chunk's first row.
+        micro_batch_lengths: for each chunk, the padded row length (dynamic) or the padded total length (packed) of each micro-batch.
+        elem_counts_per_gb: for each chunk, the number of rows of this shard.
+    """
+
+    rows: list[int]
+    micro_batch_indices: list[list[list[int]]]
+    micro_batch_lengths: list[list[int]]
+    elem_counts_per_gb: list[int]
+
+    @classmethod
+    def empty(cls) -> ShardPlan:
+        """A shard without rows."""
+        return cls([], [], [], [])
+
+    def add_chunk(self, rows: Sequence[int], ranges: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Append one chunk's rows and micro-batches."""
+        self.rows.extend(rows)
+        self.micro_batch_indices.append([list(limits) for limits in ranges])
+        self.micro_batch_lengths.append(list(lengths))
+        self.elem_counts_per_gb.append(len(rows))
+
+
+def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
+    """Rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
+    share = batch_size // shards
+    return [
+        [row for chunk in range(0, total, batch_size) for row in range(chunk + shard * share, chunk + (shard + 1) * share)]
+        for shard in range(shards)
+    ]
+
+
+def plan_uneven(total: int, shards: int) -> list[list[int]]:
+    """Rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last shards may be smaller or empty."""
+    share = -(-total // shards)
+    return [list(range(min(shard * share, total), min((shard + 1) * share, total))) for shard in range(shards)]
+
+
+def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: int, args: DynamicBatchingArgs) -> list[ShardPlan]:
+    """Group rows of similar length, with the same micro-batch limits and padded lengths on all shards.
+
+    Each chunk is sorted by length and dealt round-robin; slot i of all shards together decides the padded length, so that every shard
+    runs the same number of micro-batches of the same shape. A micro-batch closes when one more row would exceed the token budget.
+
+    Args:
+        lengths: one length a row, 1 to ``width``.
+        width: S, no padded length exceeds it.
+
+    Raises:
+        BatchError: a single padded row exceeds the budget, or a bound in ``args`` is not positive.
+    """
+    budget, multiple = args["max_tokens_per_microbatch"], args["sequence_length_round"]
+    _require_positive("sequence_length_round", multiple)
+    longest = max(lengths)
+    if min(_round_up(longest, multiple), width) > budget:
+        raise BatchError(
+            f"sequence length {longest}, padded to {min(_round_up(longest, multiple), width)} tokens, exceeds "
+            f"max_tokens_per_microbatch = {budget}; raise the token budget to at least the padded length or shorten the sequences"
+        )
+    plans = [ShardPlan.empty() for _ in range(shards)]
+    for start in range(0, len(lengths), batch_size):
+        shortest_first = sorted(range(start, start + batch_size), key=lengths.__getitem__)
+        slot_lengths = [min(_round_up(lengths[row], multiple), width) for row in shortest_first[shards - 1 :: shards]]
+        ranges, padded = _cut_by_budget(slot_lengths, budget)
+        for shard, plan in enumerate(plans):
+            plan.add_chunk(shortest_first[shard::shards], ranges, padded)
+    return plans
+
+
+def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: SequencePackingArgs) -> list[ShardPlan]:
+    """Pack each chunk into bins, the same number for every shard; a bin is a micro-batch. Shards may get different numbers of rows.
+
+    Raises:
+        PackingError: a padded length exceeds the budget, a chunk has fewer rows than shards, or the algorithm is unknown.
+        BatchError: ``sequence_length_pad_multiple`` is not positive.
+    """
+    multiple = args["sequence_length_pad_multiple"]
+    _require_positive("sequence_length_pad_multiple", multiple)
+    crossover = args.get("attention_crossover_length", DEFAULT_ATTENTION_CROSSOVER_LENGTH)
+    packer = get_packer(
+        args.get("algorithm", DEFAULT_PACKING_ALGORITHM),
+        args["max_tokens_per_microbatch"],
+        min_bin_count=shards,
+        bin_count_multiple=shards,
+        seed=args.get("seed", 0),
+    )
+    plans = [ShardPlan.empty() for _ in range(shards)]
+    for start in range(0, len(lengths), batch_size):
+        padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
+        bins = packer.pack(padded)
+        costs = [sum(sequence_cost(padded[member], crossover) for member in members) for members in bins]
+        dealt = [bins[number] for number in deal_bins(costs, shards)]
+        for shard, plan in enumerate(plans):
+            rows: list[int] = []
+            ranges: list[list[int]] = []
+            for members in dealt[shard::shards]:
+                ranges.append([len(rows), len(rows) + len(members)])
+                rows.extend(start + member for member in members)
+            plan.add_chunk(rows, ranges, [sum(padded[member] for member in members) for members in dealt[shard::shards]])
+    return plans
+
+
+def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:
+    """Ranges of slots, and the padded length of each range; slot lengths do not fall."""
+    ranges: list[list[int]] = []
+    padded: list[int] = []
+    for slot, length in enumerate(slot_lengths):
+        if ranges and (slot + 1 - ranges[-1][0]) * length <= budget:
+            ranges[-1][1] = slot + 1
+            padded[-1] = length
+        else:
+            ranges.append([slot, slot + 1])
+            padded.append(length)
+    return ranges, padded
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise BatchError(f"{name} = {value} must be at least 1; write 1 for no rounding")
