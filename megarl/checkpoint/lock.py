@@ -1,0 +1,197 @@
+"""Keeps a second live run out of a run directory.
+
+The owner holds a kernel lock (``flock``) on the lock file and writes into it who it is. The kernel lets go when the process
+dies, however it dies, so on one host a dead owner never blocks. Where the kernel lock does not reach (another host, a file
+system without locks) the written owner decides.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from megarl import env
+from megarl.errors import StateError
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "run.lock"
+_NO_KERNEL_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a lock.
+
+    Attributes:
+        pid: process id on ``host``.
+        host: host name.
+        boot_id: id of the boot of that host; another one means that the process is gone.
+        process_start: start of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``), which tells a reused pid.
+        job_id: Slurm job, or empty.
+        job_restart: how often Slurm had requeued that job.
+    """
+
+    pid: int
+    host: str
+    boot_id: str
+    process_start: int
+    job_id: str
+    job_restart: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}" + (f" (Slurm job {self.job_id})" if self.job_id else "")
+
+
+class RunLock:
+    """The right to write into a run directory.
+
+    Use it as a context manager, or call :meth:`acquire` and :meth:`release`.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Args:
+        directory: the run directory; made when missing.
+        """
+        self.directory = Path(directory)
+        self.path = self.directory / LOCK_NAME
+        self._descriptor = -1
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor >= 0
+
+    def acquire(self) -> RunLock:
+        """Take the lock, also from an owner that is certainly dead.
+
+        An owner is dead when its host's kernel says so, or when it is an earlier start of this very Slurm job.
+
+        Raises:
+            StateError: a live run has it, or one on another host of which nothing is known; names its process and host.
+        """
+        if self.held:
+            return self
+        self.directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            kernel_refuses = not _try_kernel_lock(descriptor)
+            owner = _read_owner(descriptor)
+            if kernel_refuses or (owner is not None and not _is_gone(owner)):
+                raise StateError(self._refusal(owner))
+            if owner is not None:
+                logger.warning("%s: taking over from %s, which ended without releasing it", self.path, owner)
+            _write_owner(descriptor, asdict(_this_process()))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        return self
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing. The empty file stays: removing it could hand the lock to two runs."""
+        if not self.held:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            os.ftruncate(descriptor, 0)
+        except OSError as error:
+            logger.warning("%s cannot be emptied: %s", self.path, error)
+        finally:
+            os.close(descriptor)
+
+    def __enter__(self) -> RunLock:
+        return self.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def _refusal(self, owner: Owner | None) -> str:
+        return (
+            f"run directory {self.directory} is in use by {owner or 'another process'}; one run a directory. "
+            f"Fix: wait for it, stop it, choose another run_dir, or remove {self.path} when that process is certainly dead"
+        )
+
+
+def _try_kernel_lock(descriptor: int) -> bool:
+    """False when another process holds it. A file system without locks counts as free: the written owner decides then."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_KERNEL_LOCKS:
+            raise
+        logger.debug("no kernel locks here: %s", error)
+    return True
+
+
+def _is_gone(owner: Owner) -> bool:
+    """Whether ``owner`` certainly runs no more."""
+    here = _this_process()
+    if owner.job_id and owner.job_id == here.job_id and owner.job_restart < here.job_restart:
+        return True
+    if owner.host != here.host:
+        return False
+    if owner.boot_id != here.boot_id:
+        return True
+    start = _process_start(owner.pid)
+    return start is None or start != owner.process_start
+
+
+def _this_process() -> Owner:
+    return Owner(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        boot_id=_boot_id(),
+        process_start=_process_start(os.getpid()) or 0,
+        job_id=env.text("SLURM_JOB_ID") or "",
+        job_restart=env.integer("SLURM_RESTART_COUNT", 0),
+    )
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> int | None:
+    """Start of a live process in clock ticks since boot; None when it has ended (a zombie too). 0 where /proc is missing."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    try:
+        # The name of the program, in brackets, may hold spaces and brackets itself.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _read_owner(descriptor: int) -> Owner | None:
+    """The written owner; None for an empty file or one that a crash left half-written."""
+    try:
+        fields = json.loads(os.pread(descriptor, 4096, 0))
+        owner = Owner(**fields)
+    except (ValueError, TypeError):
+        return None
+    return owner if isinstance(owner.pid, int) and isinstance(owner.job_restart, int) else None
+
+
+def _write_owner(descriptor: int, fields: dict[str, int | str]) -> None:
+    content = json.dumps(fields).encode()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, content, 0)
+    os.fsync(descriptor)

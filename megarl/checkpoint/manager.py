@@ -1,0 +1,289 @@
+"""The checkpoints of one run: begun, committed, found again, pruned.
+
+A checkpoint is written into ``tmp_step_N``, gets a manifest, reaches the disk, and becomes ``step_N`` by one rename. Until that
+rename it does not exist for readers, and nothing older is touched before it. Saving a step that is there already goes through
+``step_N_replacement``, so that one of the two is whole at every moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.checkpoint.atomic import (
+    TEMPORARY_PREFIX,
+    commit_directory,
+    fsync_directory,
+    fsync_tree,
+    json_bytes,
+    remove_directory,
+    remove_tree,
+    write_bytes_durably,
+)
+from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.manifest import verify, write_manifest
+from megarl.checkpoint.retention import ranked_steps, steps_to_keep
+from megarl.checkpoint.training_info import INFO_NAME, metric_of, plain_json, read_info
+from megarl.errors import CheckpointError
+from megarl.observe.redact import redacted
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.yaml"
+_FINAL = re.compile(r"step_(0|[1-9]\d*)(_replacement)?")
+_TEMPORARY = re.compile(rf"{TEMPORARY_PREFIX}(step_(0|[1-9]\d*)|deleted_step_.+)")
+
+
+class CheckpointManager:
+    """Writes, finds and prunes the checkpoints below ``checkpoint_dir``.
+
+    One writer a directory: hold a :class:`~megarl.checkpoint.lock.RunLock` on the run directory while saving. Readers need none.
+
+    Attributes:
+        checkpoint_dir: absolute path.
+        metric_name: key of ``training_info`` (or of its ``metrics``) that ranks checkpoints; None ranks by age.
+        higher_is_better: direction of that metric.
+        save_period: steps between two checkpoints; used by the drivers.
+        keep_top_k: how many of the best to keep, besides the latest; None keeps all.
+    """
+
+    def __init__(self, config: Mapping[str, Any], lock: RunLock | None = None, verify_hashes: bool = True) -> None:
+        """Args:
+            config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``, ``save_period``,
+                ``keep_top_k``.
+            lock: the lock of the run directory. When it is held, what a killed run left half-done is tidied up now.
+            verify_hashes: whether looking for a checkpoint reads every byte of it; sizes are compared in any case.
+
+        Raises:
+            CheckpointError: ``keep_top_k`` is negative.
+        """
+        self.checkpoint_dir = Path(config["checkpoint_dir"]).absolute()
+        self.metric_name: str | None = config.get("metric_name")
+        self.higher_is_better: bool = config.get("higher_is_better", True)
+        self.save_period: int | None = config.get("save_period")
+        self.keep_top_k: int | None = config.get("keep_top_k")
+        if self.keep_top_k is not None and self.keep_top_k < 0:
+            raise CheckpointError(f"checkpointing.keep_top_k = {self.keep_top_k}: must be at least 0. Fix: write null to keep all")
+        self._verify_hashes = verify_hashes
+        self._committed: set[Path] = set()
+        if lock is not None and lock.held and self.checkpoint_dir.is_dir():
+            self._tidy()
+
+    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Path:
+        """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, when given, ``config.yaml``.
+
+        Args:
+            step: finished training steps.
+            training_info: JSON values only; see :func:`~megarl.checkpoint.training_info.plain_json`.
+            run_config: the resolved configuration, saved with its secrets hidden.
+
+        Returns:
+            Absolute path to write weights and optimizer state into.
+
+        Raises:
+            CheckpointError: the step is negative, the info has no JSON form, or the directory cannot be written.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(
+                f"checkpoint step = {step!r}: must be a whole number of at least 0. Fix: pass the number of finished steps"
+            )
+        info = json_bytes(plain_json(training_info))
+        temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
+        try:
+            self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            if temporary.exists():
+                remove_tree(temporary)
+            temporary.mkdir()
+            write_bytes_durably(temporary / INFO_NAME, info)
+            if run_config is not None:
+                text = yaml.safe_dump(redacted(run_config), sort_keys=False, allow_unicode=True)
+                write_bytes_durably(temporary / CONFIG_NAME, text.encode())
+        except OSError as error:
+            raise self._failed(temporary, error) from error
+        return temporary
+
+    def finalize_checkpoint(self, checkpoint_path: str | Path) -> Path:
+        """Commit a checkpoint that :meth:`init_tmp_checkpoint` began and every worker has written, then prune old ones.
+
+        Returns:
+            Its final path ``step_N``.
+
+        Raises:
+            CheckpointError: the path is not a begun checkpoint, or it cannot be written. What was written of it is removed,
+                earlier checkpoints stay as they are.
+        """
+        temporary = Path(checkpoint_path).absolute()
+        step = self._step_of_temporary(temporary)
+        try:
+            fsync_tree(temporary)
+            write_manifest(temporary)
+            fsync_directory(temporary)
+            final = self._commit(temporary, step)
+        except (OSError, CheckpointError) as error:
+            raise self._failed(temporary, error) from error
+        self._committed.add(final)
+        self.remove_old_checkpoints()
+        return final
+
+    def discard_tmp_checkpoint(self, checkpoint_path: str | Path) -> None:
+        """Remove a begun checkpoint that the workers could not write, so that it takes no room on a disk that may be full.
+
+        Raises:
+            CheckpointError: the path is not a begun checkpoint.
+        """
+        temporary = Path(checkpoint_path).absolute()
+        self._step_of_temporary(temporary)
+        remove_tree(temporary)
+
+    def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
+        """Delete what :func:`~megarl.checkpoint.retention.steps_to_keep` does not keep.
+
+        Nothing is deleted unless the newest whole checkpoint was verified. Damaged ones count for nothing and are left for a
+        person to look at.
+
+        Args:
+            exclude_latest: keep the latest one whatever its metric.
+        """
+        if self.keep_top_k is None:
+            return
+        whole = _newest_of_each_step([(step, path) for step, path in self._checkpoints() if not verify(path, hashes=False)])
+        while whole and not self._is_trusted(whole[max(whole)]):
+            del whole[max(whole)]
+        metrics = {step: self._metric(path) for step, path in whole.items()}
+        self._warn_of_missing_metrics(metrics)
+        kept = steps_to_keep(metrics, self.keep_top_k, self.higher_is_better, exclude_latest)
+        for step in sorted(set(whole) - kept):
+            if remove_directory(whole[step]):
+                logger.info("removed checkpoint %s", whole[step])
+
+    def get_latest_checkpoint_path(self) -> Path | None:
+        """The whole checkpoint of the highest step; damaged ones are skipped with a warning. None when there is none."""
+        return next(self._whole(self._checkpoints()), None)
+
+    def get_best_checkpoint_path(self) -> Path | None:
+        """The whole checkpoint with the best metric, the newer of equals; the latest when none has the metric."""
+        checkpoints = _newest_of_each_step(self._checkpoints())
+        metrics = {step: self._metric(path) for step, path in checkpoints.items()}
+        if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
+            logger.warning("no checkpoint in %s has the metric %r; the latest counts as best", self.checkpoint_dir, self.metric_name)
+        return next(self._whole([(step, checkpoints[step]) for step in ranked_steps(metrics, self.higher_is_better)]), None)
+
+    def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
+        """The training info of a checkpoint, or of the latest whole one; None when there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: the given checkpoint has no readable training info.
+        """
+        path = Path(checkpoint_path) if checkpoint_path is not None else self.get_latest_checkpoint_path()
+        return None if path is None else read_info(path)
+
+    def verify_checkpoint(self, checkpoint_path: str | Path) -> None:
+        """Make sure that a checkpoint is whole before it is loaded.
+
+        Raises:
+            CheckpointError: lists everything that is wrong with it.
+        """
+        problems = verify(checkpoint_path, self._verify_hashes)
+        if problems:
+            raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
+
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, directory) of every committed checkpoint, latest first, a replacement before what it replaces."""
+        if not self.checkpoint_dir.is_dir():
+            return []
+        matches = [(match, path) for path in self.checkpoint_dir.iterdir() if (match := _FINAL.fullmatch(path.name)) and _is_real_dir(path)]
+        found = sorted(((int(match[1]), bool(match[2]), path) for match, path in matches), reverse=True)
+        return [(step, path) for step, _, path in found]
+
+    def _whole(self, checkpoints: list[tuple[int, Path]]) -> Iterator[Path]:
+        for _, path in checkpoints:
+            problems = verify(path, self._verify_hashes)
+            if not problems:
+                yield path
+            else:
+                logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
+
+    def _metric(self, path: Path) -> float | None:
+        if self.metric_name is None:
+            return None
+        try:
+            return metric_of(read_info(path), self.metric_name)
+        except CheckpointError:
+            return None
+
+    def _warn_of_missing_metrics(self, metrics: Mapping[int, float | None]) -> None:
+        missing = sorted(step for step, value in metrics.items() if value is None)
+        if self.metric_name is not None and missing:
+            logger.warning("checkpoints of steps %s have no metric %r; among them the most recent are kept", missing, self.metric_name)
+
+    def _is_trusted(self, path: Path) -> bool:
+        """Whether ``path`` may be the reason to delete others. One that this process committed was hashed a moment ago."""
+        return path in self._committed or not verify(path, self._verify_hashes)
+
+    def _step_of_temporary(self, path: Path) -> int:
+        match = _TEMPORARY.fullmatch(path.name)
+        if path.parent != self.checkpoint_dir or match is None or match[2] is None or not (path / INFO_NAME).is_file():
+            raise CheckpointError(
+                f"{path} is not a checkpoint begun in {self.checkpoint_dir}. Fix: pass the path that init_tmp_checkpoint returned, once"
+            )
+        return int(match[2])
+
+    def _commit(self, temporary: Path, step: int) -> Path:
+        final = self.checkpoint_dir / f"step_{step}"
+        self._settle_replacement(step)
+        if not final.exists():
+            commit_directory(temporary, final)
+            return final
+        commit_directory(temporary, _replacement_of(final))
+        return self._settle_replacement(step)
+
+    def _settle_replacement(self, step: int) -> Path:
+        """Let a replacement take the place of what it replaces, and return where the step stands. Safe to repeat after a crash."""
+        final = self.checkpoint_dir / f"step_{step}"
+        replacement = _replacement_of(final)
+        if not replacement.exists():
+            return final
+        if final.exists():
+            unwanted = replacement if verify(replacement, hashes=False) else final
+            if not remove_directory(unwanted) or unwanted == replacement:
+                return replacement if unwanted == final else final
+        commit_directory(replacement, final)
+        return final
+
+    def _tidy(self) -> None:
+        """Remove what killed runs left unfinished and end the replacements they began."""
+        for path in sorted(self.checkpoint_dir.iterdir()):
+            if _TEMPORARY.fullmatch(path.name) and _is_real_dir(path):
+                logger.warning("removing unfinished %s", path)
+                remove_tree(path)
+        for step in {step for step, _ in self._checkpoints()}:
+            self._settle_replacement(step)
+
+    def _failed(self, temporary: Path, error: Exception) -> CheckpointError:
+        """Remove an unfinished checkpoint and describe why."""
+        if temporary.exists():
+            remove_tree(temporary)
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        return CheckpointError(
+            f"checkpoint {temporary.name} could not be written to {self.checkpoint_dir}: {reason}. Earlier checkpoints are untouched. "
+            "Fix: see to free space and permissions there"
+        )
+
+
+def _newest_of_each_step(checkpoints: list[tuple[int, Path]]) -> dict[int, Path]:
+    """A replacement stands before what it replaces, so the first directory of a step is the one that counts."""
+    return dict(reversed(checkpoints))
+
+
+def _replacement_of(final: Path) -> Path:
+    return final.with_name(f"{final.name}_replacement")
+
+
+def _is_real_dir(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -1,0 +1,154 @@
+"""The manifest of a checkpoint: size and hash of every file, written last and checked before anything is loaded.
+
+Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes, "hash": hex}},
+"digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest itself visible.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megarl.checkpoint.atomic import json_bytes, write_bytes_durably
+from megarl.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+_VERSION = 1
+_ALGORITHM = "sha256"
+_HASHING_THREADS = 8  # hashlib lets go of the interpreter lock; more threads only compete for the disk
+
+
+def write_manifest(root: Path) -> dict[str, Any]:
+    """Hash every file below ``root`` and write ``manifest.json`` there.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must hold its own bytes.
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    names = sorted(_file_names(root))
+    entries = _parallel(lambda name: {"size": (root / name).stat().st_size, "hash": _hash(root / name)}, names)
+    files = dict(zip(names, entries, strict=True))
+    manifest = {"version": _VERSION, "algorithm": _ALGORITHM, "digest": _digest(files), "files": files}
+    write_bytes_durably(root / MANIFEST_NAME, json_bytes(manifest))
+    return manifest
+
+
+def verify(root: str | Path, hashes: bool = True) -> list[str]:
+    """Compare a directory with its manifest.
+
+    Files that the manifest does not name are ignored. No path of the manifest is opened that leads out of ``root`` or through
+    a symbolic link.
+
+    Args:
+        root: directory of a checkpoint.
+        hashes: read every byte; otherwise only names and sizes are compared.
+
+    Returns:
+        What is wrong, one sentence a problem; empty when the checkpoint is whole.
+    """
+    directory = Path(root)
+    try:
+        files = _read(directory)
+        problems = [problem for name, entry in files.items() if (problem := _check_size(directory, name, entry["size"]))]
+        if problems or not hashes:
+            return problems
+        return [problem for problem in _parallel(lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)) if problem]
+    except (OSError, CheckpointError) as error:
+        return [str(error)]
+
+
+def _read(root: Path) -> Mapping[str, Any]:
+    """The file table of a manifest whose own digest is right.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = root / MANIFEST_NAME
+    try:
+        manifest = json.loads(_open_regular(path).decode())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION or manifest.get("algorithm") != _ALGORITHM:
+        raise CheckpointError(f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {_ALGORITHM}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or manifest.get("digest") != _digest(files) or not all(map(_is_entry, files.values())):
+        raise CheckpointError(f"{path} is damaged: its file table does not match its digest")
+    return files
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("hash"), str)
+
+
+def _check_size(root: Path, name: str, size: int) -> str | None:
+    path = root / name
+    if not _is_inside(root, name):
+        return f"{MANIFEST_NAME} names {name!r}, which is not a plain path inside the checkpoint"
+    try:
+        status = path.lstat()
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is not a regular file"
+    return None if status.st_size == size else f"{name} has {status.st_size} bytes, the manifest says {size}"
+
+
+def _check_hash(root: Path, name: str, expected: str) -> str | None:
+    try:
+        found = _hash(root / name)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None if found == expected else f"{name} is damaged: {_ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."
+
+
+def _is_inside(root: Path, name: str) -> bool:
+    """Whether ``name`` is a plain relative path whose directories below ``root`` are real directories."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
+        return False
+    return not any((root / parent).is_symlink() for parent in path.parents if parent.parts)
+
+
+def _file_names(root: Path) -> Iterable[str]:
+    for directory, subdirectories, names in os.walk(root):
+        for name in [*names, *subdirectories]:
+            path = Path(directory) / name
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                continue
+            if not stat.S_ISREG(mode):
+                raise CheckpointError(f"{path} is a symbolic link or special file. Fix: put a copy of the file into the checkpoint")
+            if path != root / MANIFEST_NAME:
+                yield path.relative_to(root).as_posix()
+
+
+def _parallel(function: Any, names: list[str]) -> list[Any]:
+    if len(names) < 2:
+        return [function(name) for name in names]
+    with ThreadPoolExecutor(min(len(names), _HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, names))
+
+
+def _hash(path: Path) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+        return hashlib.file_digest(stream, _ALGORITHM).hexdigest()
+
+
+def _open_regular(path: Path) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+        return stream.read()
+
+
+def _digest(files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,182 @@
+"""What a person sees in the terminal while a run trains: one line a step, and a progress bar where the terminal can show one."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from megarl.observe.step_line import format_number, format_seconds, step_fields
+from megarl.observe.timing import STEP_SECONDS
+
+logger = logging.getLogger(__name__)
+
+_PLAIN_WIDTH = 100
+_ETA_WINDOW = 20
+_STYLES = {
+    "progress": "bold",
+    "loss": "cyan",
+    "reward": "bold green",
+    "grad": "yellow",
+    "time": "white",
+    "phases": "dim",
+    "throughput": "magenta",
+    "eta": "bright_black",
+}
+
+
+class TrainingConsole:
+    """Shows a run. On a terminal: coloured lines above a live progress bar; in a pipe or file: plain lines of at most 100 columns.
+
+    Use it as a context manager, or call :meth:`start` and :meth:`finish`. The terminal is given back as it was when an
+    exception ends the block.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        quiet: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        total_steps: number of the last step of the whole run, also when it resumes in the middle.
+        title: what is trained, in a few words.
+        quiet: show nothing at all.
+        console: where to write; standard output when None.
+        clock: monotonic seconds.
+        """
+        self._total_steps = total_steps
+        self._title = title
+        self._quiet = quiet
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._recent_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
+        self._started_at = self._last_step_at = clock()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._last_step: int | None = None
+        self._finished = False
+
+    def start(self, first_step: int = 0) -> None:
+        """Show the title and, on a terminal, the bar.
+
+        Args:
+            first_step: steps that an earlier launch has finished already.
+        """
+        self._started_at = self._last_step_at = self._clock()
+        if self._quiet:
+            return
+        text = Text(self._title, style="bold")
+        resumed = f", resumed after step {first_step}" if first_step else ""
+        self._print(text.append(f"  {self._total_steps} steps{resumed}", style="dim"))
+        if self._console.is_terminal:
+            self._progress = _progress_bar(self._console)
+            self._task = self._progress.add_task("training", total=self._total_steps, completed=first_step, eta="")
+            self._progress.start()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show one finished step.
+
+        Args:
+            step: its number, from 1 to ``total_steps``.
+            metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (each also under ``train/``) and the output of
+                ``PhaseTimer.collect`` (also under ``timing/``); what is missing is left out of the line.
+        """
+        now = self._clock()
+        self._recent_seconds.append(now - self._last_step_at)
+        self._last_step_at, self._last_step = now, step
+        if self._quiet:
+            return
+        remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
+        if STEP_SECONDS not in metrics and f"timing/{STEP_SECONDS}" not in metrics:
+            metrics = {**metrics, STEP_SECONDS: self._recent_seconds[-1]}
+        eta_in_line = remaining_s if self._progress is None and step < self._total_steps else None
+        fields = step_fields(step, self._total_steps, metrics, eta_in_line, self._width())
+        self._print(Text("  ").join(Text(text, style=_STYLES[kind]) for kind, text in fields))
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, eta=f"ETA {format_seconds(remaining_s)}")
+
+    def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the numbers of a validation, in the order they come."""
+        numbers = {name.removeprefix("validation/"): _number(value) for name, value in metrics.items()}
+        shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
+        self._say(Text(f"validation after step {step}", style="bold blue").append(f"  {shown}", style="blue"))
+
+    def note(self, text: str) -> None:
+        """Show a line of text, for example that a checkpoint was written."""
+        self._say(Text(text, style="bright_black"))
+
+    def finish(self) -> None:
+        """Take the bar away and say how long it took; a second call does nothing."""
+        self._stop_bar()
+        if self._finished:
+            return
+        self._finished = True
+        reached = f"step {self._last_step}/{self._total_steps}" if self._last_step is not None else "no step"
+        self._say(Text(f"finished: {reached} in {format_seconds(self._clock() - self._started_at)}", style="bold"))
+
+    def __enter__(self) -> TrainingConsole:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._stop_bar()
+
+    def _say(self, text: Text) -> None:
+        if not self._quiet:
+            self._print(text)
+
+    def _print(self, text: Text) -> None:
+        # Soft wrap: a terminal may fold a long line, a file gets it whole.
+        try:
+            self._console.print(text, soft_wrap=True)
+        except (OSError, SystemExit) as error:
+            # rich answers a closed pipe (``megarl train ... | head``) with SystemExit; nobody watching is no reason to stop.
+            self._quiet = True
+            logger.warning("nothing more is shown, the console cannot be written: %s", error)
+
+    def _width(self) -> int:
+        return self._console.width if self._console.is_terminal else _PLAIN_WIDTH
+
+    def _stop_bar(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _number(value: Any) -> str:
+    """A short number; empty for what is not one."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    try:
+        return "" if isinstance(value, str) else format_number(float(value))
+    except (TypeError, ValueError, RuntimeError):
+        return ""
+
+
+def _progress_bar(console: Console) -> Progress:
+    """A bar that stands below the lines and leaves nothing behind."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[eta]}"),
+        console=console,
+        transient=True,
+        expand=True,
+    )

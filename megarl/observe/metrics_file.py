@@ -1,0 +1,147 @@
+"""The file ``metrics.jsonl``: one JSON object a line, appended while training, cut back on resume, read by the plots."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines file.
+
+    Every row reaches the operating system before :meth:`append` returns. NaN and infinities have no JSON form: they are
+    written as null and logged as a warning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending and drop a half-written last line that a killed run left there.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._drop_partial_line()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row.
+
+        Raises:
+            OSError: the row could not be written whole; what was written of it is taken back.
+        """
+        line = (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
+        size_before = os.fstat(self._descriptor).st_size
+        try:
+            _write_all(self._descriptor, line)
+        except OSError:
+            os.ftruncate(self._descriptor, size_before)
+            raise
+
+    def truncate_after(self, step: int) -> int:
+        """Remove the rows of later steps, and return how many. The file is replaced in one rename, never half-written.
+
+        Raises:
+            OSError: the new file could not be written; the old one stays.
+        """
+        kept: list[bytes] = []
+        dropped = 0
+        with self.path.open("rb") as stream:
+            for line in stream:
+                row = _parse(line)
+                if row is None or row["step"] > step:
+                    dropped += 1
+                else:
+                    kept.append(line)
+        if not dropped:
+            return 0
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as stream:
+                stream.writelines(kept)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        return dropped
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _drop_partial_line(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
+            return
+        last_newline = self.path.read_bytes().rfind(b"\n")
+        os.ftruncate(self._descriptor, last_newline + 1)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics file in file order; a broken last line (a run killed while writing) is skipped.
+
+    Raises:
+        DataError: the file is missing, holds no row, or a line that is not the last is broken.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"metrics file {path} cannot be read: {error.strerror}. Fix: give the directory of a run that wrote one") from error
+    rows = list(_rows(path, lines))
+    if not rows:
+        raise DataError(f"metrics file {path} holds 0 rows, at least 1 is needed. Fix: let the run finish its first step")
+    return rows
+
+
+def _rows(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = _parse(line)
+        if row is not None:
+            yield row
+        elif number < len(lines):
+            raise DataError(
+                f"metrics file {path} line {number} = {line[:60]!r}: not a JSON object with an integer step. Fix: remove the line"
+            )
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The row on a line, or None for one that is broken."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    if broken:
+        values = ", ".join(f"{name} = {row[name]}" for name in broken)
+        logger.warning("step %s: %s is not finite; metrics.jsonl holds null instead", row.get("step"), values)
+    return {name: None if name in broken else value for name, value in row.items()}
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]

@@ -1,0 +1,63 @@
+"""Curves over training steps, made from the rows of a metrics file. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over a run: ``values[i]`` belongs to ``steps[i]``; steps rise strictly, values are finite."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def on(self, steps: Sequence[int]) -> list[float]:
+        """The values at ``steps``, 0 where the metric was not logged."""
+        known = dict(zip(self.steps, self.values, strict=True))
+        return [known.get(step, 0.0) for step in steps]
+
+
+def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+    """Every numeric metric of the rows as a curve.
+
+    Where two rows give the same metric for the same step, the later row counts. Null, NaN and infinite values are gaps.
+    """
+    points: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name in ("step", "time") or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if math.isfinite(value):
+                points.setdefault(name, {})[row["step"]] = float(value)
+    return {name: _sorted_series(values) for name, values in points.items()}
+
+
+def smoothing_window(count: int) -> int:
+    """Steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no smoothing) below 10 points."""
+    return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and its ``window // 2`` neighbours on either side (fewer at both ends).
+
+    Centred, so that the smooth curve does not lag behind the points it is drawn over.
+    """
+    reach = window // 2
+    neighbours = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
+    return [math.fsum(group) / len(group) for group in neighbours]
+
+
+def mean_over_runs(curves: Sequence[Series]) -> Series:
+    """The mean of several runs at the steps that all of them have."""
+    by_run = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
+    common = set.intersection(*(set(run) for run in by_run)) if by_run else set()
+    return _sorted_series({step: math.fsum(run[step] for run in by_run) / len(by_run) for step in common})
+
+
+def _sorted_series(points: Mapping[int, float]) -> Series:
+    steps = tuple(sorted(points))
+    return Series(steps, tuple(points[step] for step in steps))

@@ -1,0 +1,180 @@
+"""Fans the metrics of a step out to every sink, so that no failing sink can stop training."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from megarl.errors import ConfigError
+from megarl.observe.metrics_file import FILE_NAME, MetricsFile
+from megarl.observe.services import TensorBoardSink, WandbSink
+
+logger = logging.getLogger(__name__)
+
+_OWN_NAMES = ("step", "time")
+
+
+class Sink(Protocol):
+    """One place where rows go. Any method may raise; :class:`MetricSinks` contains it."""
+
+    name: str
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take one row ``{"step", "time", name: int | float | bool | str | None}``."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forget rows of later steps."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+class MetricsFileSink:
+    """The sink that every run has: ``metrics.jsonl`` in the run directory."""
+
+    name = FILE_NAME
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises: OSError, when the file cannot be opened."""
+        self._file = MetricsFile(run_dir / FILE_NAME)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line."""
+        self._file.append(row)
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps."""
+        dropped = self._file.truncate_after(step)
+        if dropped:
+            logger.info("%s: removed %d rows of steps after %d, they are computed again", FILE_NAME, dropped, step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class MetricSinks:
+    """All sinks of a run. A sink that fails is reported once, and reported again only after it worked in between."""
+
+    def __init__(self, sinks: list[Sink], clock: Callable[[], float] = time.time) -> None:
+        """Args:
+        sinks: where every row goes, in this order.
+        clock: unix seconds for the ``time`` of a row.
+        """
+        self._sinks = list(sinks)
+        self._clock = clock
+        self._failing: set[str] = set()
+        self._unusable: set[str] = set()
+
+    def log(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
+        """Write one row.
+
+        Args:
+            metrics: name to number, text, None, or a tensor or array of one element; nested mappings become ``outer/inner``.
+                Anything else is left out, with one warning a name.
+            step: number of the step.
+            prefix: put before every name with a slash, for example ``train`` makes ``train/loss``.
+        """
+        row: dict[str, Any] = {"step": int(step), "time": self._clock()}
+        for name, value in _flat(metrics, prefix):
+            if name in _OWN_NAMES:
+                continue
+            try:
+                row[name] = _scalar(value)
+            except (TypeError, ValueError) as error:
+                if name not in self._unusable:
+                    self._unusable.add(name)
+                    logger.warning("metric %s is not logged: %s", name, error)
+        for sink in self._sinks:
+            self._guard(sink, "write", row)
+
+    def truncate_after(self, step: int) -> None:
+        """On resume from the checkpoint of ``step``: forget what an earlier launch logged for later steps."""
+        for sink in self._sinks:
+            self._guard(sink, "truncate_after", step)
+
+    def close(self) -> None:
+        """Close every sink; a second call does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            self._guard(sink, "close")
+
+    def __enter__(self) -> MetricSinks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _guard(self, sink: Sink, method: str, *arguments: Any) -> None:
+        try:
+            getattr(sink, method)(*arguments)
+        except Exception as error:
+            if sink.name not in self._failing:
+                self._failing.add(sink.name)
+                logger.warning("%s failed in %s (%s: %s); training goes on without it", sink.name, method, type(error).__name__, error)
+        else:
+            self._failing.discard(sink.name)
+
+
+def open_sinks(logger_config: Mapping[str, Any], run_dir: str | Path, run_config: Mapping[str, Any] | None = None) -> MetricSinks:
+    """The sinks that a ``logger`` section asks for.
+
+    Args:
+        logger_config: ``wandb_enabled``, ``tensorboard_enabled``, their settings under ``wandb`` and ``tensorboard``, and
+            ``log_dir`` for the files of both (default: the run directory). ``metrics.jsonl`` is always written, in the run
+            directory.
+        run_dir: directory of the run; made when missing.
+        run_config: the resolved configuration, shown by W&B with its secrets hidden.
+
+    Raises:
+        ConfigError: a sink is switched on whose package is not installed.
+    """
+    directory = Path(run_dir)
+    log_dir = Path(logger_config.get("log_dir") or directory)
+    builders: list[tuple[str, Callable[[], Sink]]] = [(FILE_NAME, lambda: MetricsFileSink(directory))]
+    if logger_config.get("tensorboard_enabled"):
+        builders.append(("TensorBoard", lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir)))
+    if logger_config.get("wandb_enabled"):
+        builders.append(("Weights & Biases", lambda: WandbSink(logger_config.get("wandb") or {}, log_dir, run_config or {})))
+    sinks: list[Sink] = []
+    for name, build in builders:
+        try:
+            sinks.append(build())
+        except ConfigError:
+            MetricSinks(sinks).close()
+            raise
+        except Exception as error:
+            logger.warning("%s cannot be opened (%s: %s); training goes on without it", name, type(error).__name__, error)
+    return MetricSinks(sinks)
+
+
+def _flat(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in metrics.items():
+        path = f"{prefix}/{name}" if prefix else name
+        if isinstance(value, Mapping):
+            yield from _flat(value, path)
+        else:
+            yield path, value
+
+
+def _scalar(value: Any) -> int | float | bool | str | None:
+    """A plain value; tensors and arrays of one element give their element.
+
+    Raises:
+        TypeError: it has no single plain value.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value)
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"a {type(value).__name__} is not a number or text; log one number a name")
+    try:
+        return _scalar(item())
+    except RuntimeError as error:
+        raise TypeError(f"it has more than one element ({error})") from error

@@ -1,0 +1,141 @@
+"""The one line that the console shows for a step: which numbers, in which order, and what gives way on a narrow screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megarl.observe.timing import STEP_SECONDS
+
+LOSS_NAMES = ("train/loss", "loss")
+REWARD_NAMES = ("train/reward", "reward", "train/reward_mean", "reward_mean", "train/mean_reward", "mean_reward")
+GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
+THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
+_SHORT_PHASES = {
+    "generation": "gen",
+    "reward": "rew",
+    "logprobs": "logp",
+    "reference_logprobs": "ref",
+    "train": "train",
+    "validation": "val",
+    "checkpoint": "ckpt",
+    "refit": "refit",
+}
+_TIMING_PREFIX = "timing/"
+
+
+def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
+    """The first of ``names`` that is present with a number, as a float."""
+    for name in names:
+        value = metrics.get(name)
+        if value is not None and not isinstance(value, str):
+            return float(value)
+    return None
+
+
+def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of the phases of the top level, longest first; ``step_s`` and phases inside phases are left out."""
+    seconds: dict[str, float] = {}
+    for name, value in metrics.items():
+        bare_name = name.removeprefix(_TIMING_PREFIX)
+        is_timing = name.startswith(_TIMING_PREFIX) or bare_name.removesuffix("_s") in _SHORT_PHASES
+        if not is_timing or not bare_name.endswith("_s") or "/" in bare_name or bare_name == STEP_SECONDS or value is None:
+            continue
+        seconds[bare_name.removesuffix("_s")] = float(value)
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def format_number(value: float) -> str:
+    """Three to four significant digits in little room: ``0.0312``, ``-1.25``, ``12.3``, ``1,234``, ``2.1e-05``, ``nan``."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0.000"
+    if size < 1e-3 or size >= 1e7:
+        return f"{value:.1e}"
+    if size < 0.1:
+        return f"{value:.4f}"
+    if size < 10:
+        return f"{value:.3f}"
+    return f"{value:.1f}" if size < 1000 else f"{value:,.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.2f}s" if seconds < 0.995 else f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3570:
+        return f"{whole // 60}m{whole % 60:02d}s" if whole < 600 else f"{round(whole / 60)}m"
+    minutes = round(whole / 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes < 24 * 60 else f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+
+
+def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int) -> list[tuple[str, str]]:
+    """The parts of the line as (kind, text); two spaces join them.
+
+    When the line would be wider than ``width`` columns, the parts that matter least go first: phases (shortest first), then
+    ETA, then throughput, then the time of the step. Progress, loss, reward and gradient norm always stay. Phases of less
+    than 0.05 s are not worth a column.
+    """
+    fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
+    loss, reward, grad_norm = (first_number(metrics, names) for names in (LOSS_NAMES, REWARD_NAMES, GRAD_NORM_NAMES))
+    if loss is not None:
+        fields.append(("loss", f"loss {format_number(loss):>7}"))
+    if reward is not None:
+        fields.append(("reward", f"reward {reward:.3f}"))
+    if grad_norm is not None:
+        fields.append(("grad", f"grad {grad_norm:>4.3g}"))
+    optional: list[tuple[str, str]] = []
+    throughput = first_number(metrics, THROUGHPUT_NAMES)
+    if throughput is not None:
+        optional.append(("throughput", f"{_thousands(throughput):>4} tok/s"))
+    step_seconds = first_number(metrics, (_TIMING_PREFIX + STEP_SECONDS, STEP_SECONDS))
+    if step_seconds is not None:
+        optional.insert(0, ("time", f"{format_seconds(step_seconds):>5}"))
+    if eta_s is not None:
+        optional.append(("eta", f"ETA {format_seconds(eta_s)}"))
+    for field in optional:
+        if _width([*fields, field]) <= width:
+            fields.append(field)
+    return _with_phases(fields, phase_seconds(metrics), width)
+
+
+def _with_phases(fields: list[tuple[str, str]], phases: Mapping[str, float], width: int) -> list[tuple[str, str]]:
+    """Put the longest phases that fit behind the time of the step."""
+    position = next((index for index, (kind, _) in enumerate(fields) if kind == "time"), None)
+    shown = [f"{_SHORT_PHASES.get(name, name)} {_bare_seconds(seconds)}" for name, seconds in phases.items() if seconds >= 0.05]
+    if position is None:
+        return fields
+    while shown:
+        phase_text = ("phases", "(" + " ".join(shown) + ")")
+        candidate = [*fields[: position + 1], phase_text, *fields[position + 1 :]]
+        if _width(candidate) <= width:
+            return candidate
+        shown.pop()
+    return fields
+
+
+def _bare_seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 99.95 else f"{seconds:.0f}"
+
+
+def _thousands(count: float) -> str:
+    """``231``, ``2.3k``, ``23k``, ``2.3M``."""
+    if not math.isfinite(count):
+        return str(count)
+    for limit, divisor, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (math.inf, 1e6, "M")):
+        if count < limit:
+            scaled = count / divisor
+            return f"{scaled:.1f}{unit}" if unit and scaled < 9.95 else f"{scaled:.0f}{unit}"
+    raise AssertionError("the last limit is infinite")
+
+
+def _width(fields: list[tuple[str, str]]) -> int:
+    return sum(len(text) for _, text in fields) + 2 * (len(fields) - 1)

@@ -1,0 +1,57 @@
+"""Seconds spent in each phase of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STEP_SECONDS = "step_s"
+"""Name of the wall time of the whole step in :meth:`PhaseTimer.collect`."""
+
+
+class PhaseTimer:
+    """Adds up wall time per phase until :meth:`collect` hands it out.
+
+    A phase may contain phases; an inner one is reported under ``outer/inner``, so the phases of the top level never count a
+    second twice and add up to at most the step. For one thread only.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Args:
+        clock: monotonic seconds; replaced in tests.
+        """
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._open: list[tuple[str, float]] = []
+        self._step_start = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a ``with`` block under ``name``; the time counts also when the block raises."""
+        path = f"{self._open[-1][0]}/{name}" if self._open else name
+        self._open.append((path, self._clock()))
+        try:
+            yield
+        finally:
+            path, start = self._open.pop()
+            self._add(path, self._clock() - start)
+
+    def collect(self) -> dict[str, float]:
+        """The seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ..., "step_s": ...}``, and start afresh.
+
+        ``step_s`` is the wall time since the last call (or since construction). A phase that is still open is split here:
+        what has passed belongs to this step, the rest to the next.
+        """
+        now = self._clock()
+        for path, start in self._open:
+            self._add(path, now - start)
+        self._open = [(path, now) for path, _ in self._open]
+        collected = {f"{path}_s": seconds for path, seconds in self._seconds.items()}
+        collected[STEP_SECONDS] = now - self._step_start
+        self._seconds = {}
+        self._step_start = now
+        return collected
+
+    def _add(self, path: str, seconds: float) -> None:
+        self._seconds[path] = self._seconds.get(path, 0.0) + seconds

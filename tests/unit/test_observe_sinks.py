@@ -1,0 +1,252 @@
+"""The metrics file and the fan-out to TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.errors import ConfigError, DataError
+from megarl.observe import metrics_file
+from megarl.observe.metrics_file import FILE_NAME, MetricsFile, read_metrics
+from megarl.observe.sinks import MetricSinks, open_sinks
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines()]
+
+
+def test_rows_are_prefixed_and_readable_while_the_run_goes_on(tmp_path: Path) -> None:
+    sinks = open_sinks({}, tmp_path / "deep" / "run")
+    sinks.log({"loss": 1.5, "tokens": 7, "ok": True, "note": "x", "nothing": None, "nested": {"a": 2}}, step=3, prefix="train")
+    [row] = rows(tmp_path / "deep" / "run")
+    assert row.pop("time") > 1.7e9
+    names = {"train/loss": 1.5, "train/tokens": 7, "train/ok": True, "train/note": "x", "train/nothing": None, "train/nested/a": 2}
+    assert row == {"step": 3, **names}
+    sinks.close()
+    sinks.close()
+
+
+def test_tensors_become_numbers_and_unusable_values_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_sinks({}, tmp_path) as sinks:
+        for step in (1, 2):
+            metrics = {"loss": torch.tensor(0.5), "one": torch.tensor([[3]]), "many": torch.zeros(2), "list": [1, 2], "step": 99}
+            sinks.log(metrics, step)
+    assert [{key: row[key] for key in row if key != "time"} for row in rows(tmp_path)] == [
+        {"step": 1, "loss": 0.5, "one": 3},
+        {"step": 2, "loss": 0.5, "one": 3},
+    ]
+    assert sum("many" in message for message in caplog.messages) == 1
+    assert sum("list" in message for message in caplog.messages) == 1
+
+
+def test_non_finite_numbers_are_null_and_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_sinks({}, tmp_path) as sinks:
+        sinks.log({"loss": math.nan, "norm": -math.inf, "lr": 0.1}, 4, "train")
+    text = (tmp_path / FILE_NAME).read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    row = json.loads(text)
+    assert row["train/loss"] is None and row["train/norm"] is None and row["train/lr"] == 0.1
+    assert "train/loss = nan" in caplog.text and "step 4" in caplog.text
+
+
+def test_resume_drops_later_steps_and_goes_on(tmp_path: Path) -> None:
+    with open_sinks({}, tmp_path) as sinks:
+        for step in range(1, 8):
+            sinks.log({"loss": step}, step, "train")
+            sinks.log({"step_s": step}, step, "timing")
+    with open_sinks({}, tmp_path) as sinks:
+        sinks.truncate_after(5)
+        sinks.log({"loss": 60}, 6, "train")
+    assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert rows(tmp_path)[-1]["train/loss"] == 60
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_truncate_keeps_everything_when_nothing_is_later(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / FILE_NAME)
+    file.append({"step": 2, "a": 1})
+    inode = (tmp_path / FILE_NAME).stat().st_ino
+    assert file.truncate_after(2) == 0
+    assert (tmp_path / FILE_NAME).stat().st_ino == inode
+    assert file.truncate_after(0) == 1
+    assert (tmp_path / FILE_NAME).read_bytes() == b""
+
+
+def test_failed_truncation_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / FILE_NAME)
+    for step in (1, 2, 3):
+        file.append({"step": step})
+    before = (tmp_path / FILE_NAME).read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_file.os, "replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            file.truncate_after(1)
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_half_written_last_line_of_a_killed_run_is_dropped(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / FILE_NAME
+    file = MetricsFile(path)
+    file.append({"step": 1})
+    file.append({"step": 2})
+    file.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_metrics(path)[0]["step"] == 1
+    file = MetricsFile(path)
+    file.append({"step": 3})
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
+
+
+def test_half_written_row_is_taken_back_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / FILE_NAME)
+    file.append({"step": 1})
+    real_write, calls = os.write, []
+
+    def full_disk(descriptor: int, content: bytes) -> int:
+        calls.append(content)
+        if len(calls) == 1:
+            return real_write(descriptor, bytes(content)[:4])
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_file.os, "write", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            file.append({"step": 2})
+    file.append({"step": 3})
+    assert [row["step"] for row in read_metrics(tmp_path / FILE_NAME)] == [1, 3]
+
+
+def test_reading_reports_missing_empty_and_broken_files(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    with pytest.raises(DataError, match="cannot be read"):
+        read_metrics(path)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="0 rows"):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n{"step": }\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2"):
+        read_metrics(path)
+
+
+class FlakySink:
+    """Fails at the given calls."""
+
+    name = "flaky"
+
+    def __init__(self, failing_calls: set[int]) -> None:
+        self.failing_calls = failing_calls
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.calls += 1
+        if self.calls in self.failing_calls:
+            raise ConnectionError("service is down")
+        self.seen.append(row["step"])
+
+    def truncate_after(self, step: int) -> None:
+        raise ValueError("cannot")
+
+    def close(self) -> None:
+        raise ValueError("cannot close")
+
+
+def test_failing_sink_stops_neither_training_nor_other_sinks(caplog: pytest.LogCaptureFixture) -> None:
+    flaky, healthy = FlakySink({2, 3, 4, 6}), FlakySink(set())
+    healthy.name = "healthy"
+    sinks = MetricSinks([flaky, healthy])
+    for step in range(1, 8):
+        sinks.log({"loss": 1.0}, step)
+    assert flaky.seen == [1, 5, 7]
+    assert healthy.seen == list(range(1, 8))
+    assert sum("flaky failed in write" in message for message in caplog.messages) == 2
+    sinks.truncate_after(3)
+    sinks.close()
+
+
+def test_unwritable_run_directory_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").write_text("a file where the directory should be")
+    with open_sinks({}, tmp_path / "run") as sinks:
+        sinks.log({"loss": 1.0}, 1)
+    assert "cannot be opened" in caplog.text
+
+
+def test_tensorboard_holds_the_numbers_and_hides_repeated_steps(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = {"tensorboard_enabled": True, "tensorboard": {"log_dir": None}}
+    with open_sinks(config, tmp_path) as sinks:
+        for step in (1, 2, 3):
+            sinks.log({"loss": float(step), "note": "text"}, step, "train")
+    with open_sinks(config, tmp_path) as sinks:
+        sinks.truncate_after(1)
+        sinks.log({"loss": 20.0}, 2, "train")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_missing_package_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logger\.wandb_enabled = True.*Fix: pip install wandb"):
+        open_sinks({"wandb_enabled": True, "wandb": {"project": "p"}}, tmp_path)
+
+
+def test_wandb_run_is_continued_and_gets_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B needs its service, so a recorder stands in for the package."""
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, Any], int]] = []
+
+    class Run:
+        def log(self, row: dict[str, Any], step: int) -> None:
+            logged.append((row, step))
+
+        def finish(self) -> None:
+            logged.append(({}, -1))
+
+    def init(**keywords: Any) -> Run:
+        started.append(keywords)
+        return Run()
+
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = {"wandb_enabled": True, "wandb": {"project": "p", "name": None}, "log_dir": str(tmp_path / "elsewhere")}
+    for _ in range(2):
+        with open_sinks(config, tmp_path, {"env_vars": {"HF_TOKEN": "abc"}, "seed": 3}) as sinks:
+            sinks.log({"loss": 0.25}, 7, "train")
+    assert logged == [({"train/loss": 0.25}, 7), ({}, -1)] * 2
+    assert started[0] == started[1]
+    assert started[0]["project"] == "p" and "name" not in started[0] and started[0]["resume"] == "allow"
+    assert started[0]["config"] == {"env_vars": {"HF_TOKEN": "***"}, "seed": 3}
+    assert rows(tmp_path)[0]["train/loss"] == 0.25
+
+
+def test_a_service_that_cannot_start_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init(**_: Any) -> None:
+        raise TimeoutError("no network")
+
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with caplog.at_level(logging.WARNING), open_sinks({"wandb_enabled": True}, tmp_path) as sinks:
+        sinks.log({"loss": 1.0}, 1)
+    assert "no network" in caplog.text
+    assert len(rows(tmp_path)) == 1
