@@ -1,0 +1,173 @@
+"""The runtime: the one place that knows whether this process computes on a CPU (gloo) or on a CUDA device (NCCL)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl import env
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """Memory of this process in MiB: on a CUDA device the allocator's figures, on a CPU the resident set and its peak."""
+
+    allocated_mb: float
+    reserved_mb: float
+    peak_allocated_mb: float
+    peak_reserved_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRuntime:
+    """Device, communication backend and everything that differs between them.
+
+    Attributes:
+        device: where tensors of this process live.
+        backend: name of the torch.distributed backend that serves this device.
+    """
+
+    device: torch.device
+    backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
+
+    def activate(self) -> None:
+        """Make the device current in this thread."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        """Give unused allocator blocks back."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in page-locked host memory where that helps transfers; the same tensor on a CPU."""
+        return tensor.pin_memory() if self.is_cuda else tensor
+
+    def memory(self) -> MemoryFigures:
+        """Current and peak memory."""
+        if self.is_cuda:
+            figures = (
+                torch.cuda.memory_allocated(self.device),
+                torch.cuda.memory_reserved(self.device),
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.max_memory_reserved(self.device),
+            )
+            return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
+        resident = _resident_mebibytes()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return MemoryFigures(resident, resident, peak, peak)
+
+    def reset_peak_memory(self) -> None:
+        """Start peak figures anew (on a CPU the kernel keeps the peak of the whole process; nothing to reset)."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def identity(self) -> str:
+        """What tells this device from every other one: the NVML UUID of a GPU, the process of a CPU worker."""
+        if self.is_cuda:
+            return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        return f"CPU-{os.uname().nodename}-{os.getpid()}"
+
+    def profiler_start(self) -> None:
+        """Open the CUDA profiler's capture range (for nsys); nothing on a CPU."""
+        if self.is_cuda:
+            torch.cuda.profiler.start()
+
+    def profiler_stop(self) -> None:
+        """Close the CUDA profiler's capture range; nothing on a CPU."""
+        if self.is_cuda:
+            torch.cuda.profiler.stop()
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of torch's generators, as byte tensors."""
+        states = {"torch": torch.get_rng_state()}
+        if self.is_cuda:
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put back what :meth:`rng_state` gave."""
+        torch.set_rng_state(states["torch"])
+        if self.is_cuda and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[Stopwatch]:
+        """Measure a block, including the device work it queued."""
+        self.synchronize()
+        watch = Stopwatch()
+        start = time.perf_counter()
+        try:
+            yield watch
+        finally:
+            self.synchronize()
+            watch.seconds = time.perf_counter() - start
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds that a :meth:`DeviceRuntime.timed` block took."""
+
+    seconds: float = 0.0
+
+
+def _resident_mebibytes() -> float:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / MEBIBYTE
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@lru_cache(maxsize=1)
+def runtime() -> DeviceRuntime:
+    """The runtime of this process.
+
+    ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a configuration; ``auto`` means CUDA where there is
+    one. The CUDA device is ``LOCAL_RANK`` modulo the devices this process can see.
+    """
+    wanted = env.text("MEGARL_DEVICE", "auto")
+    if wanted not in {"auto", "cpu", "cuda"}:
+        raise ValueError(f"MEGARL_DEVICE = {wanted!r}: expected auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ValueError("MEGARL_DEVICE = 'cuda': this process sees no CUDA device; set cluster.device=cpu or run where there is one")
+    if wanted == "cpu" or not available:
+        return DeviceRuntime(torch.device("cpu"), "gloo")
+    return DeviceRuntime(torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl")
+
+
+def describe() -> dict[str, Any]:
+    """What a report says of the device."""
+    here = runtime()
+    return {"device": str(here.device), "name": here.device_name, "backend": here.backend, "torch": torch.__version__}

@@ -1,0 +1,82 @@
+"""What the engine asks of a backend. Everything that the backends share lives in the engine; a backend supplies only what really differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.heads import Head, HeadOutput
+from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.microbatches import MicroBatch
+
+Part = Literal["parameters", "gradients", "optimizer"]
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What an optimizer step did.
+
+    Attributes:
+        grad_norm: L2 norm of the whole model's gradient before clipping.
+        stepped: False when the step was skipped because gradients overflowed (float16 loss scaling).
+    """
+
+    grad_norm: float
+    stepped: bool
+
+
+class Backend(Protocol):
+    """A model spread over the workers, with its optimizer. Every method is collective unless it says otherwise.
+
+    Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks of the gradients of the losses that
+    the head returned.
+    """
+
+    groups: ParallelGroups
+    vocabulary: VocabularyShard
+    sequence_multiple: int
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool) -> list[HeadOutput]:
+        """Run the head on every micro-batch. All micro-batches have one shape. Results exist on the last pipeline stage, elsewhere the list is empty."""
+
+    def set_training(self, training: bool) -> None:
+        """Choose between training and evaluation behaviour. Local."""
+
+    def is_training(self) -> bool:
+        """What :meth:`set_training` chose last. Local."""
+
+    def zero_grad(self) -> None:
+        """Clear all gradients. Local."""
+
+    def apply_gradients(self) -> StepOutcome:
+        """Clip and take an optimizer step."""
+
+    def lr_step(self) -> None:
+        """Advance the learning-rate and weight-decay schedule by one ``train()`` call. Local."""
+
+    def schedule_values(self) -> dict[str, float]:
+        """``lr`` and ``wd`` of the next optimizer step. Local."""
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's shards, by the backend's own names. Local."""
+
+    def sync_parameters(self) -> None:
+        """Finish whatever still brings updated parameters together, so that parameters may be read or written."""
+
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and full tensors, in the same order on all ranks."""
+
+    def move(self, part: Part, place: Place) -> None:
+        """Move parameters, gradients or optimizer state between the device and host memory (nothing to do on a CPU). Local."""
+
+    def save(self, weights: Path, optimizer: Path | None) -> None:
+        """Write weights, and optimizer state with schedule and random-number states, each into its own directory."""
+
+    def load(self, weights: Path, optimizer: Path | None) -> None:
+        """Read what :meth:`save` wrote, from any layout."""

@@ -1,0 +1,92 @@
+"""The process groups of one worker, as the engine needs them. Built by a backend; nothing here knows which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroups:
+    """Process groups and this process's place in them.
+
+    Ranks are laid out with tensor parallel fastest, then context, data and pipeline parallel slowest, as in
+    ``NamedSharding(arange(world).reshape(pp, dp, cp, tp))``.
+    """
+
+    tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
+    data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+
+    @property
+    def tensor_rank(self) -> int:
+        return dist.get_rank(self.tensor)
+
+    @property
+    def tensor_size(self) -> int:
+        return dist.get_world_size(self.tensor)
+
+    @property
+    def data_rank(self) -> int:
+        return dist.get_rank(self.data)
+
+    @property
+    def data_size(self) -> int:
+        return dist.get_world_size(self.data)
+
+    @property
+    def pipeline_rank(self) -> int:
+        return dist.get_rank(self.pipeline)
+
+    @property
+    def pipeline_size(self) -> int:
+        return dist.get_world_size(self.pipeline)
+
+    @property
+    def context_rank(self) -> int:
+        return dist.get_rank(self.context)
+
+    @property
+    def context_size(self) -> int:
+        return dist.get_world_size(self.context)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def last_stage_global_rank(self) -> int:
+        """Global rank of the last pipeline stage that shares this process's other coordinates."""
+        return dist.get_global_rank(self.pipeline, self.pipeline_size - 1)
+
+    def coordinates(self) -> str:
+        """For error messages and logs: ``pp1 dp0 cp0 tp1``."""
+        return f"pp{self.pipeline_rank} dp{self.data_rank} cp{self.context_rank} tp{self.tensor_rank}"
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` summed in place over the data-parallel group."""
+        if self.data_size > 1:
+            dist.all_reduce(values, group=self.data)
+        return values
+
+    def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` of the last pipeline stage, on every stage; the tensor has to have the same shape and dtype everywhere."""
+        if self.pipeline_size > 1:
+            dist.broadcast(values, src=self.last_stage_global_rank, group=self.pipeline)
+        return values
+
+    def object_from_last_stage(self, value: Any) -> Any:
+        """A small picklable object of the last pipeline stage, on every stage."""
+        if self.pipeline_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.last_stage_global_rank, group=self.pipeline)
+        return box[0]

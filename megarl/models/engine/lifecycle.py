@@ -1,0 +1,75 @@
+"""Where a worker's parameters, gradients and optimizer state are, as a state machine with legal transitions.
+
+A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a worker says
+which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash inside a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from megarl.errors import StateError
+from megarl.models.engine.backend import Part, Place
+
+
+class Residence(Enum):
+    """What is on the device."""
+
+    TRAINING = "parameters, gradients and optimizer state on the device"
+    INFERENCE = "parameters on the device, gradients and optimizer state in host memory"
+    OFFLOADED = "everything in host memory"
+
+
+_ON_DEVICE: dict[Residence, frozenset[Part]] = {
+    Residence.TRAINING: frozenset({"parameters", "gradients", "optimizer"}),
+    Residence.INFERENCE: frozenset({"parameters"}),
+    Residence.OFFLOADED: frozenset(),
+}
+_PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+_LEGAL: dict[Residence, frozenset[Residence]] = {
+    Residence.TRAINING: frozenset({Residence.TRAINING, Residence.INFERENCE, Residence.OFFLOADED}),
+    Residence.INFERENCE: frozenset({Residence.TRAINING, Residence.INFERENCE, Residence.OFFLOADED}),
+    Residence.OFFLOADED: frozenset({Residence.TRAINING, Residence.INFERENCE, Residence.OFFLOADED}),
+}
+
+
+class Lifecycle:
+    """Keeps track of :class:`Residence` and moves parts when it changes.
+
+    Args:
+        move: moves one part; called with the parts that really have to move, parameters first.
+        has_optimizer: without one, training is no legal state.
+    """
+
+    def __init__(self, move: Callable[[Part, Place], None], has_optimizer: bool) -> None:
+        self._move = move
+        self._has_optimizer = has_optimizer
+        self.residence = Residence.TRAINING if has_optimizer else Residence.INFERENCE
+
+    def enter(self, target: Residence, because: str) -> None:
+        """Move to ``target``.
+
+        Raises:
+            StateError: the transition is not legal; ``because`` names the method that asked for it.
+        """
+        if target is Residence.TRAINING and not self._has_optimizer:
+            raise StateError(f"{because}: this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
+        if target not in _LEGAL[self.residence]:
+            legal = ", ".join(sorted(state.name for state in _LEGAL[self.residence]))
+            raise StateError(f"{because}: cannot go from {self.residence.name} to {target.name}; from here: {legal}")
+        before, after = _ON_DEVICE[self.residence], _ON_DEVICE[target]
+        for part in _PARTS:
+            if part in before - after:
+                self._move(part, "host")
+        for part in _PARTS:
+            if part in after - before:
+                self._move(part, "device")
+        self.residence = target
+
+    def require(self, part: Part, method: str, remedy: str) -> None:
+        """Refuse a call that needs ``part`` on the device when it is not there."""
+        if part not in _ON_DEVICE[self.residence]:
+            raise StateError(
+                f"{method}() needs {part} on the device, but the worker is {self.residence.name} ({self.residence.value}); call {remedy}() first"
+            )

@@ -1,0 +1,36 @@
+"""The global normalisers of a batch: what every loss divides by, so that losses and gradients are plain sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.models.engine.groups import ParallelGroups
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizers:
+    """Counts over the whole global batch, 0-d float32 tensors.
+
+    Attributes:
+        valid_sequences: sum of ``sample_mask``.
+        valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times the padded length.
+    """
+
+    valid_sequences: torch.Tensor
+    valid_tokens: torch.Tensor
+
+
+def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Normalizers:
+    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group."""
+    sample_mask = data["sample_mask"].to(torch.float64)
+    sequences = sample_mask.sum()
+    if "token_mask" in data:
+        tokens = (data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]).sum()
+    else:
+        tokens = sequences * data["input_ids"].shape[1]
+    totals = groups.sum_over_data(torch.stack([sequences, tokens]))
+    return Normalizers(totals[0].float(), totals[1].float())

@@ -1,0 +1,295 @@
+"""The worker that all backends share: the contract's methods, written once over the engine's :class:`Backend`.
+
+A concrete worker builds its backend and hands it to :class:`EngineWorker`; everything a caller of the contract sees is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from converters.writer import write_hf
+from megarl import env
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import BatchError, ConfigError, StateError
+from megarl.models.engine.backend import Backend
+from megarl.models.engine.lifecycle import Lifecycle, Residence
+from megarl.models.engine.microbatches import batch_size, move_to
+from megarl.models.engine.reference import ReferenceWeights
+from megarl.models.engine.step import logprobs_of_batch, train_on_batch
+
+logger = logging.getLogger(__name__)
+NOISE = 0.01
+
+
+class EngineWorker:
+    """The contract's worker methods over any backend.
+
+    Args:
+        config: the validated policy configuration.
+        tokenizer: goes into exported checkpoints.
+        backend: the model.
+        runtime: the device of this process.
+        init_reference_model: keep a copy of the present weights as the reference policy.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tokenizer: Any,
+        backend: Backend,
+        runtime: DeviceRuntime,
+        *,
+        has_optimizer: bool,
+        init_reference_model: bool,
+    ) -> None:
+        self.cfg = config
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self.runtime = runtime
+        self.lifecycle = Lifecycle(backend.move, has_optimizer)
+        self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
+        self._reference_is_in = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature, applied alike in training, log-probabilities and generation."""
+        return float((self.cfg.get("generation") or {}).get("temperature", 1.0))
+
+    # training and log-probabilities
+
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+    ) -> dict[str, Any]:
+        """Train on (or, with ``eval_mode``, only evaluate) this data-parallel rank's share of the batch.
+
+        Args:
+            data: rows of the contract, on the CPU.
+            loss_fn: a loss of the contract.
+            eval_mode: change nothing: no gradients, no optimizer step, no schedule step.
+            gbs: samples of a global batch over all data-parallel ranks; ``train_global_batch_size`` by default.
+            mbs: rows of a micro-batch; ``train_micro_batch_size`` by default.
+
+        Returns:
+            ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in evaluation), ``rank``,
+            ``all_mb_metrics`` a list for each metric.
+        """
+        self._require("train" if not eval_mode else None)
+        global_batch = gbs or self.cfg["train_global_batch_size"]
+        micro_batch = mbs or self.cfg["train_micro_batch_size"]
+        local_batch = self._local_batch_size(data, global_batch, micro_batch)
+        result = train_on_batch(
+            self.backend,
+            move_to(data, self.runtime.device),
+            loss_fn,
+            local_batch_size=local_batch,
+            micro_batch_size=micro_batch,
+            temperature=self.temperature,
+            update=not eval_mode,
+        )
+        return {
+            "global_loss": result.losses,
+            "grad_norm": torch.tensor(result.grad_norms[-1]) if result.grad_norms else None,
+            "rank": dist.get_rank(),
+            "all_mb_metrics": result.micro_batch_metrics,
+        }
+
+    def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
+        if "sample_mask" not in data:
+            raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
+        ranks = self.backend.groups.data_size
+        if global_batch % ranks:
+            raise BatchError(f"global batch size = {global_batch}: not a multiple of the {ranks} data-parallel ranks; choose a multiple")
+        local = global_batch // ranks
+        if local % micro_batch:
+            raise BatchError(
+                f"micro-batch size = {micro_batch}: does not divide the {local} samples of a global batch on one data-parallel rank; choose a divisor"
+            )
+        if batch_size(data) % local or batch_size(data) == 0:
+            raise BatchError(f"{batch_size(data)} rows on this data-parallel rank: need a positive multiple of {local} (one global batch)")
+        return local
+
+    def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are 0.
+
+        Args:
+            data: ``input_ids`` [B, S] and ``input_lengths`` [B].
+            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+        """
+        self._require(None)
+        rows = micro_batch_size or self.cfg["logprob_batch_size"]
+        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
+        logprobs = logprobs_of_batch(self.backend, batch, micro_batch_size=rows, temperature=self.temperature)
+        return BatchedDataDict({"logprobs": logprobs.cpu()})
+
+    @contextlib.contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """Inside, the model has the reference policy's weights."""
+        if self.reference is None:
+            raise StateError("there is no reference policy: the worker was built with init_reference_model=False; build it with True")
+        self._require(None)
+        with self.reference.swapped_in(self.backend):
+            self._reference_is_in = True
+            try:
+                yield
+            finally:
+                self._reference_is_in = False
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """As :meth:`get_logprobs` under the reference policy, key ``reference_logprobs``."""
+        with self.use_reference_model():
+            return BatchedDataDict({"reference_logprobs": self.get_logprobs(data=data, micro_batch_size=micro_batch_size)["logprobs"]})
+
+    def _require(self, training: str | None) -> None:
+        if training:
+            if self._reference_is_in:
+                raise StateError("train() inside use_reference_model() would train the reference policy; leave the context first")
+            self.lifecycle.require("optimizer", training, "prepare_for_training")
+        self.lifecycle.require("parameters", training or "get_logprobs", "prepare_for_lp_inference")
+
+    # where parameters, gradients and optimizer state are
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Everything on the device, training behaviour."""
+        self.lifecycle.enter(Residence.TRAINING, "prepare_for_training")
+        self.backend.set_training(True)
+        self.runtime.empty_cache()
+
+    def prepare_for_lp_inference(self) -> None:
+        """Parameters on the device, evaluation behaviour; gradients and optimizer state leave."""
+        self.lifecycle.enter(Residence.INFERENCE, "prepare_for_lp_inference")
+        self.backend.set_training(False)
+
+    def offload_before_refit(self) -> None:
+        """Gradients and optimizer state to host memory."""
+        self.lifecycle.enter(Residence.INFERENCE, "offload_before_refit")
+        self.runtime.empty_cache()
+
+    def offload_after_refit(self) -> None:
+        """Parameters to host memory as well."""
+        self.lifecycle.enter(Residence.OFFLOADED, "offload_after_refit")
+        self.backend.set_training(False)
+        self.runtime.empty_cache()
+        figures = self.runtime.memory()
+        logger.info("after refit: %.0f MiB allocated, %.0f MiB reserved", figures.allocated_mb, figures.reserved_mb)
+
+    # checkpoints
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
+        """Write weights, and optimizer state with schedule and random-number states when ``optimizer_path`` is given.
+
+        Each path is a directory that appears whole or not at all. Only rank 0 writes the tokenizer.
+
+        Raises:
+            CheckpointError: a directory exists already, or cannot be written.
+        """
+        self.lifecycle.require("parameters", "save_checkpoint", "prepare_for_training")
+        self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        if tokenizer_path and dist.get_rank() == 0:
+            self.tokenizer.save_pretrained(tokenizer_path)
+        dist.barrier()
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Read what :meth:`save_checkpoint` wrote, also on a live worker and from any other layout.
+
+        Raises:
+            CheckpointError: a directory is missing or holds another model.
+        """
+        self.lifecycle.require("parameters", "load_checkpoint", "prepare_for_training")
+        self.backend.load(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+
+    def export_hf(self, path: str) -> None:
+        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all."""
+        self.lifecycle.require("parameters", "export_hf", "prepare_for_lp_inference")
+        stream = self.backend.export_hf()
+        if dist.get_rank() == 0:
+            write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
+        else:
+            for _ in stream:
+                pass
+        dist.barrier()
+
+    @property
+    def hf_config(self) -> Any:
+        """The Hugging Face config that goes into an export."""
+        return self.backend.hf_config
+
+    # small methods of the contract
+
+    def is_alive(self) -> bool:
+        """True, from any worker that still answers."""
+        return True
+
+    def reset_peak_memory_stats(self) -> None:
+        """Start peak memory figures anew."""
+        self.runtime.reset_peak_memory()
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """Rank, device, memory figures (MiB) and one parameter as a sample."""
+        name, parameter = next(iter(self.backend.parameters()))
+        local_rank = env.integer("LOCAL_RANK", 0)
+        figures = self.runtime.memory()
+        return {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "local_rank": local_rank,
+            "local_device_id": self.runtime.device.index if self.runtime.is_cuda else None,
+            "global_device_id": local_rank,
+            "device_count": torch.cuda.device_count() if self.runtime.is_cuda else 0,
+            "device_name": self.runtime.device_name,
+            "host": socket.gethostname(),
+            "memory_allocated_mb": figures.allocated_mb,
+            "memory_reserved_mb": figures.reserved_mb,
+            "peak_memory_allocated_mb": figures.peak_allocated_mb,
+            "peak_memory_reserved_mb": figures.peak_reserved_mb,
+            "parameter_sample": {name: {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}},
+            "env_vars": {
+                key: value for key, value in env.snapshot().items() if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
+            },
+        }
+
+    def report_device_id(self) -> str:
+        """What tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""
+        return self.runtime.identity()
+
+    def start_gpu_profiling(self) -> None:
+        """Open the CUDA profiler's capture range."""
+        self.runtime.profiler_start()
+
+    def stop_gpu_profiling(self) -> None:
+        """Close the CUDA profiler's capture range."""
+        self.runtime.profiler_stop()
+
+    @torch.no_grad()
+    def _add_noise_to_weights(self) -> None:
+        """Add N(0, 0.01) to every trainable parameter, in place (for tests of refit)."""
+        self.backend.sync_parameters()
+        for _, parameter in self.backend.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * NOISE)
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        close = getattr(self.backend, "close", None)
+        if close is not None:
+            close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def require_key(config: Mapping[str, Any], key: str) -> Any:
+    """``config[key]`` or a typed error that names it."""
+    if key not in config:
+        raise ConfigError(f"policy.{key} is missing: add it to the configuration")
+    return config[key]

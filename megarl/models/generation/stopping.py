@@ -1,0 +1,48 @@
+"""When an answer is finished: stop tokens and stop strings, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class StopRules:
+    """Stop tokens and stop strings of the rows of one batch. What stops an answer stays part of it.
+
+    Args:
+        stop_token_ids: any of these ends an answer.
+        stop_strings: for each row, the texts that end it as soon as its decoded answer contains one.
+        tokenizer: decodes answers; needed only when some row has stop strings.
+    """
+
+    def __init__(self, stop_token_ids: Sequence[int], stop_strings: Sequence[Sequence[str]], tokenizer: Any) -> None:
+        self._token_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.int64)
+        self._strings = [tuple(strings) for strings in stop_strings]
+        self._tokenizer = tokenizer
+
+    def finished(self, rows: Sequence[int], newest: torch.Tensor, answers: Sequence[Sequence[int]]) -> list[bool]:
+        """For each of ``rows``, whether its newest token ends it.
+
+        Args:
+            rows: indices of rows in the batch.
+            newest: [len(rows)] int64, on the CPU.
+            answers: for each of ``rows``, all answer tokens so far, the newest included.
+        """
+        by_token = torch.isin(newest, self._token_ids).tolist()
+        return [stopped or self._contains_stop(row, answer) for row, stopped, answer in zip(rows, by_token, answers, strict=True)]
+
+    def _contains_stop(self, row: int, answer: Sequence[int]) -> bool:
+        if not self._strings[row]:
+            return False
+        text = self._tokenizer.decode(list(answer), skip_special_tokens=False)
+        return any(stop in text for stop in self._strings[row])
+
+
+def stop_strings_of_rows(configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int) -> list[tuple[str, ...]]:
+    """Stop strings of every row: those of the configuration and the row's own together."""
+    common = tuple(configured or ())
+    if of_samples is None:
+        return [common] * rows
+    return [common + tuple([own] if isinstance(own, str) else (own or ())) for own in of_samples]

@@ -1,0 +1,91 @@
+"""AdamW with one step counter a parameter group, as the fused optimizers of Transformer Engine and Apex keep it.
+
+torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves optimizer state as slices of
+parameters and carries only what stands in the parameter groups beside them, so torch's counters are lost or shared after a resume. With the counter
+in the group, save, load and resharding need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
+
+    The arithmetic is ``torch.optim.adamw.adamw``; only the place of the step counter differs: ``param_group["step"]``, an int.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        decoupled: False gives Adam with the decay added to the gradient instead.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        decoupled: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.decoupled = decoupled
+
+    def initialize_state(self, parameter: torch.Tensor) -> None:
+        """Give ``parameter`` its two moments, both zero, if it has none."""
+        if not self.state[parameter]:
+            self.state[parameter] = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update from the gradients now in ``.grad``; parameters without one are left alone."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        update = adamw if self.decoupled else adam
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            for parameter in parameters:
+                self.initialize_state(parameter)
+            steps = [torch.tensor(float(group.get("step", 0))) for _ in parameters]
+            update(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [self.state[parameter]["exp_avg"] for parameter in parameters],
+                [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+                [],
+                steps,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                foreach=True,
+                capturable=False,
+                differentiable=False,
+                fused=False,
+            )
+            group["step"] = int(group.get("step", 0)) + 1
+        return loss
+
+
+class GroupStepAdam(GroupStepAdamW):
+    """:class:`GroupStepAdamW` with weight decay added to the gradient (Kingma and Ba, arXiv:1412.6980)."""
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, decoupled=False, **options)

@@ -1,0 +1,160 @@
+"""The Megatron backend: the engine's :class:`Backend` protocol on real Megatron-Core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from converters.architecture import Architecture, read_architecture
+from converters.check import check_source
+from converters.source import HuggingFaceSource
+from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.backend import Part, Place, StepOutcome
+from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.heads import Head, HeadOutput
+from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.microbatches import MicroBatch
+from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
+from megarl.models.megatron.build import build_stage, wrap_for_data_parallel
+from megarl.models.megatron.mover import move_part
+from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values
+from megarl.models.megatron.schedule import forward_backward
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronBackend:
+    """One worker's part of a model on Megatron-Core, with its optimizer and schedule.
+
+    Args:
+        policy: the policy configuration, already validated.
+        source: Hugging Face weights to start from.
+        runtime: device of this process; torch.distributed is initialised on its backend.
+        seed: for Megatron's random-number tracker.
+        with_optimizer: False for a model that is only read.
+
+    Raises:
+        ConversionError: the model's config or weights cannot be carried over.
+    """
+
+    def __init__(
+        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int, with_optimizer: bool = True
+    ) -> None:
+        self.policy = policy
+        self.runtime = runtime
+        self.hf_config = source.read_json("config.json")
+        self.architecture: Architecture = read_architecture(self.hf_config)
+        cuda_redirect.install()
+        megatron = policy["megatron_cfg"]
+        sizes = parallel.ParallelSizes(
+            tensor=megatron["tensor_model_parallel_size"],
+            pipeline=megatron["pipeline_model_parallel_size"],
+            context=megatron["context_parallel_size"],
+        )
+        self.groups: ParallelGroups = parallel.initialize(sizes)
+        self.sequence_multiple = sizes.tensor if megatron["sequence_parallel"] else 1
+        check_source(source, self.architecture, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
+        with cuda_redirect.cuda_literals():
+            parallel.seed_model_parallel(seed)
+            stage = build_stage(policy, self.architecture, self.groups)
+            hf_state.load_from_hf(stage, source, self.architecture, self.groups)
+            self.model = wrap_for_data_parallel(stage, policy)
+            self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.model) if with_optimizer else None
+            self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
+        rows = stage.vocab_size // self.groups.tensor_size
+        self.vocabulary = VocabularyShard(
+            self.architecture.vocab_size,
+            self.groups.tensor_rank * rows,
+            self.groups.tensor if self.groups.tensor_size > 1 else None,
+        )
+        self._gathers_ahead = self.model.ddp_config.overlap_param_gather
+        self.model.train()
+
+    @property
+    def stage(self) -> Any:
+        """The bare GPTModel of this pipeline stage."""
+        return self.model.module
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool) -> list[HeadOutput]:
+        if not backward:
+            self.sync_parameters()
+        return forward_backward(self.model, micro_batches, head, backward=backward)
+
+    def set_training(self, training: bool) -> None:
+        self.model.train(training)
+
+    def is_training(self) -> bool:
+        return bool(self.model.training)
+
+    def zero_grad(self) -> None:
+        self._resume_gathering_ahead()
+        self.model.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def apply_gradients(self) -> StepOutcome:
+        assert self.optimizer is not None, "built without an optimizer"
+        with cuda_redirect.cuda_literals():
+            stepped, grad_norm, _ = self.optimizer.step()
+        return StepOutcome(float("nan") if grad_norm is None else float(grad_norm), bool(stepped))
+
+    def lr_step(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step(increment=1)
+
+    def schedule_values(self) -> dict[str, float]:
+        return schedule_values(self.optimizer) if self.optimizer is not None else {}
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.stage.named_parameters()
+
+    def sync_parameters(self) -> None:
+        """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting new ones."""
+        if self._gathers_ahead and self.model.remove_forward_pre_hook_handles:
+            self.model.disable_forward_pre_hook(param_sync=True)
+
+    def _resume_gathering_ahead(self) -> None:
+        if self._gathers_ahead and not self.model.remove_forward_pre_hook_handles:
+            self.model.enable_forward_pre_hook()
+
+    def parameters_changed(self) -> None:
+        """Parameters were written from outside: the optimizer's own copies have to follow."""
+        if self.optimizer is not None:
+            with cuda_redirect.cuda_literals():
+                self.optimizer.reload_model_params()
+
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sync_parameters()
+        return hf_state.stream_to_hf(self.stage, self.architecture, self.groups)
+
+    def move(self, part: Part, place: Place) -> None:
+        move_part(self.model, self.optimizer, self.runtime, part, place)
+
+    def save(self, weights: Path, optimizer: Path | None) -> None:
+        self.sync_parameters()
+        checkpoint.save_weights(self.model, weights)
+        if optimizer is not None:
+            checkpoint.save_optimizer(self.model, self._require_optimizer(), self.scheduler, self.runtime, optimizer)
+
+    def load(self, weights: Path, optimizer: Path | None) -> None:
+        self.sync_parameters()
+        checkpoint.load_weights(self.model, weights)
+        self.parameters_changed()
+        if optimizer is not None:
+            checkpoint.load_optimizer(self.model, self._require_optimizer(), self.scheduler, self.runtime, optimizer)
+
+    def _require_optimizer(self) -> MegatronOptimizer:
+        if self.optimizer is None:
+            raise ValueError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
+        return self.optimizer
+
+    def close(self) -> None:
+        """Destroy the parallel groups and take the redirection back."""
+        parallel.destroy()
+        cuda_redirect.restore()

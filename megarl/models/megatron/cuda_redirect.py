@@ -1,0 +1,197 @@
+"""Lets Megatron-Core, which is written for CUDA, run in a process without CUDA.
+
+Everything that is redirected is listed here and nowhere else. It happens in two layers:
+
+* *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device, streams and
+  events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
+* :class:`CudaLiterals`, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
+  ``Tensor.type()``. It costs about one microsecond for each torch call made under it, so :func:`cuda_literals` is entered only where Megatron-Core
+  uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again inside the
+  model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
+
+In a process with CUDA every function here does nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_TENSOR_TYPES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def needed() -> bool:
+    """True in a process without CUDA."""
+    return not torch.cuda.is_available()
+
+
+class _InertEvent:
+    """Stands for a CUDA event: everything on a CPU has happened by the time it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _InertEvent) -> float:
+        return 0.0
+
+
+class _InertStream:
+    """Stands for a CUDA stream: work on a CPU is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def wait_stream(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_event(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *args: Any, **kwargs: Any) -> _InertEvent:
+        return _InertEvent()
+
+    def __enter__(self) -> _InertStream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+_STREAM = _InertStream()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.random.default_generator.manual_seed(seed)
+
+
+_CUDA_STAND_INS: dict[str, Any] = {
+    "current_device": lambda: CPU,
+    "current_stream": lambda *args, **kwargs: _STREAM,
+    "default_stream": lambda *args, **kwargs: _STREAM,
+    "stream": lambda stream=None: contextlib.nullcontext(),
+    "Stream": _InertStream,
+    "Event": _InertEvent,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+}
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, replacement) of everything that :func:`install` changes."""
+    for name, replacement in _CUDA_STAND_INS.items():
+        yield torch.cuda, name, replacement
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    yield megatron_random, "_get_cuda_rng_state", _get_rng_state
+    yield megatron_random, "_set_cuda_rng_state", _set_rng_state
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # an undefined name without Transformer Engine in 0.16.1
+        yield moe_utils, "te_general_gemm", None
+
+
+_MISSING = object()
+_saved: list[tuple[Any, str, Any]] = []
+_depth = 0
+
+
+def install() -> None:
+    """Put the stand-ins in place. Calls nest; each needs its :func:`restore`. Does nothing in a process with CUDA."""
+    global _depth
+    if not needed():
+        return
+    _depth += 1
+    if _depth > 1:
+        return
+    for owner, name, replacement in list(_stand_ins()):
+        _saved.append((owner, name, getattr(owner, name, _MISSING)))
+        setattr(owner, name, replacement)
+
+
+def restore() -> None:
+    """Undo one :func:`install`; the outermost one puts every original back."""
+    global _depth
+    if _depth == 0:
+        return
+    _depth -= 1
+    if _depth:
+        return
+    while _saved:
+        owner, name, original = _saved.pop()
+        if original is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.split(":")[0] == "cuda"
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class CudaLiterals(TorchFunctionMode):
+    """Rewrites the literals in Megatron-Core's source that name CUDA (see the module's docstring)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _TENSOR_TYPES.get(args[0].dtype) or func(*args)
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def cuda_literals() -> contextlib.AbstractContextManager[Any]:
+    """Context in which CUDA literals mean the CPU (nothing in a process with CUDA)."""
+    return CudaLiterals() if needed() else contextlib.nullcontext()
+
+
+def plain_torch() -> contextlib.AbstractContextManager[Any]:
+    """Context inside :func:`cuda_literals` in which torch calls go straight through, for the forward pass."""
+    return torch._C.DisableTorchFunction() if needed() else contextlib.nullcontext()

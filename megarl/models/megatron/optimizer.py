@@ -1,0 +1,85 @@
+"""Megatron's optimizer and its learning-rate and weight-decay schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
+from megarl.models.megatron.settings import optimizer_config
+
+NEVER = 2**40
+
+
+@contextlib.contextmanager
+def fused_style_adam() -> Iterator[None]:
+    """Where Megatron-Core finds neither Transformer Engine nor Apex: build and checkpoint with our Adam, which counts its steps as theirs do.
+
+    Needed around building an optimizer and around reading or writing its state; the originals are put back at the end.
+    """
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        yield
+        return
+    replaced = (
+        (torch.optim, "AdamW", GroupStepAdamW),
+        (torch.optim, "Adam", GroupStepAdam),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (distrib_optimizer, "USING_TE_OPTIMIZER", True),
+    )
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def build_optimizer(policy: Mapping[str, Any], model: DistributedDataParallel) -> MegatronOptimizer:
+    """Megatron's optimizer over ``model``. Biases and norms (parameters of one dimension) get no weight decay, as in Megatron."""
+    config = optimizer_config(policy)
+    options: dict[str, Any] = {"use_gloo_process_groups": False}
+    overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
+    if overrides is not None:
+        options["config_overrides"] = overrides(config)
+    with fused_style_adam():
+        optimizer = megatron_optimizer.get_megatron_optimizer(config, [model], **options)
+    if config.fp16:
+        model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; constant values when there is none."""
+    chosen = policy["megatron_cfg"]["optimizer"]
+    scheduler = policy["megatron_cfg"].get("scheduler") or {}
+    warmup = scheduler.get("lr_warmup_iters") or 0
+    decay = scheduler.get("lr_decay_iters") or NEVER
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler.get("lr_warmup_init", 0.0) if warmup else 0.0,
+        max_lr=chosen["lr"],
+        min_lr=chosen["min_lr"] if scheduler else min(chosen["min_lr"], chosen["lr"]),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=scheduler.get("lr_decay_style", "constant"),
+        start_wd=scheduler.get("start_weight_decay", chosen["weight_decay"]),
+        end_wd=scheduler.get("end_weight_decay", chosen["weight_decay"]),
+        wd_incr_steps=decay if scheduler.get("weight_decay_incr_style", "constant") != "constant" else 1,
+        wd_incr_style=scheduler.get("weight_decay_incr_style", "constant"),
+        use_checkpoint_opt_param_scheduler=True,
+    )
+
+
+def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """``lr`` and ``wd`` that the next optimizer step will use."""
+    groups = optimizer.param_groups
+    return {"lr": float(groups[0]["lr"]) if groups else 0.0, "wd": max((float(group["weight_decay"]) for group in groups), default=0.0)}

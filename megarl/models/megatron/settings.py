@@ -1,0 +1,119 @@
+"""From the policy's configuration and the model's architecture to Megatron-Core's own configuration objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from converters.architecture import Architecture
+from converters.megatron_settings import megatron_settings
+from megarl.errors import ConfigError
+from megarl.models.megatron.specs import transformer_engine_available
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NO_CLIPPING = float("inf")
+
+
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """The torch dtype that a configuration names.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"{key} = {name!r}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def transformer_config(policy: Mapping[str, Any], architecture: Architecture) -> TransformerConfig:
+    """Megatron's model configuration.
+
+    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do), and fusions that need
+    CUDA extensions are on only where Transformer Engine is.
+    """
+    megatron = policy["megatron_cfg"]
+    dtype = dtype_of(policy["precision"], "policy.precision")
+    fused = transformer_engine_available()
+    recompute: dict[str, Any] = {}
+    if megatron.get("activation_checkpointing"):
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings = megatron_settings(architecture)
+    config = TransformerConfig(
+        **settings.transformer,
+        activation_func=F.silu,
+        tensor_model_parallel_size=megatron["tensor_model_parallel_size"],
+        pipeline_model_parallel_size=megatron["pipeline_model_parallel_size"],
+        num_layers_in_first_pipeline_stage=megatron.get("num_layers_in_first_pipeline_stage"),
+        num_layers_in_last_pipeline_stage=megatron.get("num_layers_in_last_pipeline_stage"),
+        sequence_parallel=megatron["sequence_parallel"],
+        pipeline_dtype=dtype_of(megatron.get("pipeline_dtype") or policy["precision"], "policy.megatron_cfg.pipeline_dtype"),
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        calculate_per_token_loss=True,
+        # Megatron marks sharded parameters while it initialises them, so initialisation stays on, but every weight is loaded afterwards
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        use_cpu_initialization=False,
+        attention_softmax_in_fp32=True,
+        apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)),
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=fused,
+        persist_layer_norm=fused,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+        **recompute,
+    )
+    for name, value in settings.attributes.items():
+        setattr(config, name, value)
+    return config
+
+
+def ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Megatron's data-parallel configuration: sums, never averages."""
+    megatron = policy["megatron_cfg"]
+    chosen = megatron["distributed_data_parallel_config"]
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=chosen["grad_reduce_in_fp32"],
+        overlap_grad_reduce=chosen["overlap_grad_reduce"],
+        overlap_param_gather=chosen["overlap_param_gather"],
+        use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"] if megatron.get("optimizer") else False,
+        average_in_collective=False,
+        check_for_nan_in_grad=False,
+        bucket_size=chosen.get("bucket_size"),
+    )
+
+
+def optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
+    """Megatron's optimizer configuration. ``clip_grad`` of 0 or null means no clipping; the gradient norm is computed all the same."""
+    chosen = policy["megatron_cfg"]["optimizer"]
+    overlap = policy["megatron_cfg"]["distributed_data_parallel_config"]["overlap_param_gather"]
+    return OptimizerConfig(
+        optimizer=chosen["optimizer"],
+        lr=chosen["lr"],
+        min_lr=chosen["min_lr"],
+        weight_decay=chosen["weight_decay"],
+        bf16=policy["precision"] == "bfloat16",
+        fp16=policy["precision"] == "float16",
+        params_dtype=dtype_of(policy["precision"], "policy.precision"),
+        adam_beta1=chosen["adam_beta1"],
+        adam_beta2=chosen["adam_beta2"],
+        adam_eps=chosen["adam_eps"],
+        sgd_momentum=chosen["sgd_momentum"],
+        use_distributed_optimizer=chosen["use_distributed_optimizer"],
+        use_precision_aware_optimizer=chosen["use_precision_aware_optimizer"],
+        overlap_param_gather=overlap,
+        clip_grad=chosen["clip_grad"] or NO_CLIPPING,
+    )

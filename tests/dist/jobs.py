@@ -1,0 +1,76 @@
+"""What the pool's processes run: a real worker on its share of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+
+def build(config: Mapping[str, Any], **options: Any) -> MegatronPolicyWorker:
+    return MegatronPolicyWorker(config, None, **options)
+
+
+def my_share(worker: MegatronPolicyWorker, batch: Mapping[str, Any], global_batch: int | None = None) -> BatchedDataDict[Any]:
+    groups = worker.backend.groups
+    return BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=global_batch)[groups.data_rank]
+
+
+def full_weights(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone().cpu() for name, tensor in worker.backend.export_hf()}
+
+
+def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tensor:
+    """Log-probabilities of the whole batch, in its order."""
+    worker = build(config, init_optimizer=False, init_reference_model=False)
+    mine = worker.get_logprobs(data=my_share(worker, batch))["logprobs"]
+    shares: list[Any] = [None] * worker.backend.groups.data_size
+    dist.all_gather_object(shares, mine, group=worker.backend.groups.data)
+    worker.backend.close()
+    return torch.cat(shares)
+
+
+def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
+    """Losses, gradient norms, summed metrics and the weights after one ``train()`` call for each batch."""
+    worker = build(config, init_reference_model=False)
+    losses, norms, metrics = [], [], []
+    for batch in batches:
+        result = worker.train(data=my_share(worker, batch, config["train_global_batch_size"]), loss_fn=loss_fn)
+        losses.append(result["global_loss"].tolist())
+        norms.append(float(result["grad_norm"]))
+        metrics.append(result["all_mb_metrics"])
+    weights = full_weights(worker)
+    worker.backend.close()
+    return {"losses": losses, "norms": norms, "metrics": metrics, "weights": weights}
+
+
+def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None) -> dict[str, Any]:
+    """Generated batch of every data-parallel rank in order, and the log-probabilities that get_logprobs gives the same tokens."""
+    worker = MegatronPolicyWorker(config, tokenizer, init_optimizer=False, init_reference_model=False)
+    output = worker.generate(data=my_share(worker, batch), greedy=greedy)
+    check = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
+    recomputed = worker.get_logprobs(data=BatchedDataDict(check))["logprobs"]
+    shares: list[Any] = [None] * worker.backend.groups.data_size
+    dist.all_gather_object(shares, (dict(output), recomputed), group=worker.backend.groups.data)
+    worker.backend.close()
+    rows = []
+    for share, logprobs in shares:
+        for row in range(share["output_ids"].shape[0]):
+            total = int(share["unpadded_sequence_lengths"][row])
+            new = int(share["generation_lengths"][row])
+            rows.append(
+                {
+                    "ids": share["output_ids"][row, :total].tolist(),
+                    "padding": share["output_ids"][row, total:].tolist(),
+                    "new": new,
+                    "logprobs": share["logprobs"][row, total - new : total],
+                    "others": torch.cat([share["logprobs"][row, : total - new], share["logprobs"][row, total:]]),
+                    "recomputed": logprobs[row, total - new : total],
+                }
+            )
+    return {"rows": rows}

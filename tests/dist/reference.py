@@ -1,0 +1,65 @@
+"""The independent reference: plain transformers in one process, plain torch Adam, no line of megarl's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def load(model: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+
+
+def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+    """[B, S-1], differentiable; padding is masked out of the attention."""
+    mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+    logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits.float() / temperature
+    return logits.log_softmax(-1)[:, :-1].gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
+
+
+def logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+    """[B, S] with column 0 and padding 0."""
+    with torch.no_grad():
+        values = torch.nn.functional.pad(next_token_logprobs(model, data, temperature), (1, 0))
+    return values * (torch.arange(values.shape[1])[None] < data["input_lengths"][:, None])
+
+
+class ReferenceTrainer:
+    """Gradient of the whole batch at once, clipped by its norm, AdamW without decay on vectors; the warm-up of ``policy_config``."""
+
+    def __init__(self, model: torch.nn.Module, policy: Mapping[str, Any]) -> None:
+        self.model = model.train()
+        self.policy = policy
+        chosen = policy["megatron_cfg"]["optimizer"]
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": chosen["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+            lr=chosen["lr"],
+            betas=(chosen["adam_beta1"], chosen["adam_beta2"]),
+            eps=chosen["adam_eps"],
+        )
+        self.calls = 0
+
+    def step(self, data: Mapping[str, Any], loss_fn: Callable[..., Any]) -> tuple[float, float]:
+        """(loss, gradient norm before clipping) of one global batch."""
+        scheduler, chosen = self.policy["megatron_cfg"]["scheduler"], self.policy["megatron_cfg"]["optimizer"]
+        progress = min(1.0, self.calls / scheduler["lr_warmup_iters"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = scheduler["lr_warmup_init"] + (chosen["lr"] - scheduler["lr_warmup_init"]) * progress
+        sequences = data["sample_mask"].sum()
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+        temperature = self.policy["generation"]["temperature"]
+        loss, _ = loss_fn(data, sequences, tokens, next_token_logprobs=next_token_logprobs(self.model, data, temperature))
+        self.optimizer.zero_grad()
+        loss.backward()
+        clip = chosen["clip_grad"] or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.calls += 1
+        return float(loss), float(norm)

@@ -1,0 +1,84 @@
+"""Generation by Megatron: greedy equals transformers token for token, its log-probabilities equal get_logprobs, and no layout changes what is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist import jobs, reference
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.dist.test_megatron_parity import LAYOUTS
+from tests.models import policy_config
+
+EOS = 2
+
+
+def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, torch.Tensor]:
+    batch = make_batch(rows, length, seed)
+    return {
+        "input_ids": batch["input_ids"],
+        "input_lengths": batch["input_lengths"],
+        "sampling_seeds": torch.arange(rows) * 7919 + 11,
+    }
+
+
+def transformers_greedy(model: Path, batch: dict[str, torch.Tensor], new_tokens: int, stop: list[int]) -> list[list[int]]:
+    """Prompt and answer of each row, one row at a time."""
+    loaded = reference.load(model)
+    rows = []
+    for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True):
+        output = loaded.generate(ids[None, :length], max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop or None, pad_token_id=0)
+        rows.append(output[0].tolist())
+    return rows
+
+
+def likely_stop(model: Path, batch: dict[str, torch.Tensor]) -> int:
+    """A token that greedy answers do contain, so that stopping happens."""
+    answers = transformers_greedy(model, batch, 8, [])
+    answer = answers[1][int(batch["input_lengths"][1]) :]
+    return answer[3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
+def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    batch = prompts()
+    stop = likely_stop(tiny_models[family], batch)
+    expected = transformers_greedy(tiny_models[family], batch, 8, [stop])
+    assert any(row[-1] == stop for row in expected), "the stop token has to occur for this test to mean anything"
+    config = policy_config(tiny_models[family], temperature=0.7, generation={"stop_token_ids": [stop]}, **changes)
+    for result in pool.run(world, jobs.generate, config, batch, True):
+        assert [row["ids"] for row in result["rows"]] == expected
+        check_logprobs(result["rows"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sampling_is_the_same_in_every_layout(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    settings = {"stop_token_ids": [EOS], "top_k": 20, "top_p": 0.9}
+    alone = pool.run(1, jobs.generate, policy_config(tiny_models["qwen3"], temperature=1.3, generation=settings), prompts(), False)[0]
+    config = policy_config(tiny_models["qwen3"], temperature=1.3, generation=settings, **changes)
+    for result in pool.run(world, jobs.generate, config, prompts(), False):
+        assert [row["ids"] for row in result["rows"]] == [row["ids"] for row in alone["rows"]]
+        check_logprobs(result["rows"])
+    assert len({tuple(row["ids"][-row["new"] :]) for row in alone["rows"]}) > 1
+
+
+def check_logprobs(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        torch.testing.assert_close(row["logprobs"], row["recomputed"], atol=1e-5, rtol=0)
+        assert row["others"].eq(0).all()
+        assert all(token == 0 for token in row["padding"])
+
+
+def test_total_length_is_bounded(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    config = policy_config(tiny_models["qwen3"], generation={"stop_token_ids": []})
+    config["max_total_sequence_length"] = 11
+    rows = pool.run(1, jobs.generate, config, prompts(), True)[0]["rows"]
+    lengths = prompts()["input_lengths"].tolist()
+    assert [len(row["ids"]) for row in rows] == [min(11, length + 8) for length in lengths]

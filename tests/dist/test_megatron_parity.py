@@ -1,0 +1,91 @@
+"""Every layout against one process of plain transformers: log-probabilities, loss, gradient norm and weights after three Adam steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from tests.dist import jobs, reference
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.models import policy_config
+
+FAMILIES = ["llama", "qwen2-tied", "qwen3-tied", "qwen2", "qwen3"]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp2-sp": (2, {"tp": 2, "sp": True}),
+    "pp2-uneven": (2, {"pp": 2, "first": 2, "last": 1}),
+    "dp2": (2, {}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2, "first": 1, "last": 2}),
+    "tp2-dp2": (4, {"tp": 2}),
+}
+PG_LOSS = {
+    "reference_policy_kl_penalty": 0.05,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.28,
+    "ratio_clip_c": 3.0,
+    "use_on_policy_kl_approximation": False,
+    "use_importance_sampling_correction": True,
+    "token_level_loss": True,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    batch = make_batch(rows=10, length=13, seed=3)
+    expected = reference.logprobs(reference.load(tiny_models[family]), batch, temperature=0.7)
+    config = policy_config(tiny_models[family], temperature=0.7, **changes)
+    for result in pool.run(world, jobs.logprobs, config, batch):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+        assert result[:, 0].eq(0).all()
+
+
+def run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
+    trainer = reference.ReferenceTrainer(reference.load(model), config)
+    measured = [trainer.step(batch, loss_fn) for batch in batches]
+    return [m[0] for m in measured], [m[1] for m in measured], dict(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3-tied"])
+def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models[family], mbs=2, clip=0.5, **changes)
+    check_training(pool, world, tiny_models[family], config, ClippedPGLossFn(PG_LOSS))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["tp2-dp2", "pp2-uneven"])
+def test_micro_batch_size_changes_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, micro_batch: int) -> None:
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models["qwen2-tied"], mbs=micro_batch, **changes)
+    check_training(pool, world, tiny_models["qwen2-tied"], config, NLLLoss())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"overlap": True}, {"distributed_optimizer": False}, {"recompute": True}, {"clip": 0.0}, {"tp": 2, "overlap": True, "sp": True}],
+    ids=lambda changes: "-".join(changes),
+)
+def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]) -> None:
+    config = policy_config(tiny_models["qwen3-tied"], **changes)
+    check_training(pool, 2 * changes.get("tp", 1), tiny_models["qwen3-tied"], config, NLLLoss())
+
+
+def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> None:
+    batches = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
+    losses, norms, weights = run_reference(model, config, batches, loss_fn)
+    for result in pool.run(world, jobs.train, config, batches, loss_fn):
+        torch.testing.assert_close([step[0] for step in result["losses"]], losses, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
+        assert result["weights"].keys() == weights.keys() - {"lm_head.weight"} or result["weights"].keys() == weights.keys()
+        for name, tensor in result["weights"].items():
+            difference = (tensor - weights[name]).norm() / weights[name].norm()
+            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
