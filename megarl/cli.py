@@ -1,0 +1,97 @@
+"""The ``megarl`` command: its subcommands and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl import __version__
+from megarl.config import load_config, read_model_facts, validate_config
+from megarl.config.sections import Config
+from megarl.errors import MegarlError
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning of language models on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="run an algorithm",
+        usage="megarl train CONFIG [key=value ...] [--dry-run]",
+        description="Run the algorithm of a configuration file. An unfinished run goes on from its newest checkpoint.",
+        epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
+        "Exit codes: 0 done, 2 wrong configuration or data, 1 any other failure, 130 interrupted.",
+    )
+    train.add_argument("config", metavar="CONFIG", help="YAML file")
+    train.add_argument("--dry-run", action="store_true", help="check everything, show ranks, batches and memory, and start nothing")
+    plot = commands.add_parser("plot", help="draw the metrics of a run", usage="megarl plot RUN")
+    plot.add_argument("run", metavar="RUN", help="directory of the run")
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The parsed command line, and the overrides of ``train`` wherever among the options they stand."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if arguments.command != "train" or word.startswith("-"):
+            parser.error(f"unrecognized argument: {word}")
+    return arguments, rest
+
+
+def load_and_check(path: str, overrides: Sequence[str]) -> Config:
+    """The configuration of a run: read, overridden, checked and filled in."""
+    return validate_config(load_config(path, overrides), name=Path(path).stem)
+
+
+def train(path: str, overrides: Sequence[str], dry_run: bool) -> int:
+    """Run a configuration, or show what it would do."""
+    config = load_and_check(path, overrides)
+    if dry_run:
+        from rich.console import Console
+
+        from megarl.config.report import WIDTH, print_report
+
+        console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
+        print_report(config, read_model_facts(config["policy"]["model_name"]), console)
+        return 0
+    from megarl.algorithms.run import run
+
+    return int(run(config) or 0)
+
+
+def plot(run_dir: str) -> int:
+    """Draw the metrics of a run."""
+    from megarl.observe.plots import plot_run
+
+    plot_run(Path(run_dir))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns its exit code; errors that nobody foresaw leave with their traceback."""
+    arguments, overrides = parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        if arguments.command == "train":
+            return train(arguments.config, overrides, arguments.dry_run)
+        return plot(arguments.run)
+    except MegarlError as error:
+        sys.stderr.write(f"megarl: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("megarl: interrupted\n")
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

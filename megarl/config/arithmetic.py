@@ -1,0 +1,61 @@
+"""How samples become global batches and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The batches of one step.
+
+    Attributes:
+        prompts: prompts a step.
+        generations: answers a prompt; 1 without generation.
+        global_batch_size: samples an optimizer step.
+        data_parallel: data-parallel ranks.
+        micro_batch_size: samples a forward pass on one of them.
+        sequence_length: longest sequence in tokens.
+    """
+
+    prompts: int
+    generations: int
+    global_batch_size: int
+    data_parallel: int
+    micro_batch_size: int
+    sequence_length: int
+
+    @property
+    def samples(self) -> int:
+        """Samples a step."""
+        return self.prompts * self.generations
+
+    @property
+    def global_batches(self) -> int:
+        """Optimizer steps a step of the algorithm."""
+        return self.samples // self.global_batch_size
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of a global batch on one data-parallel rank."""
+        return self.global_batch_size // self.data_parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of a global batch on one rank."""
+        return self.samples_per_rank // self.micro_batch_size
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Most tokens of a forward pass, padding included."""
+        return self.micro_batch_size * self.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Most tokens of a step over all ranks, padding included."""
+        return self.samples * self.sequence_length
+
+
+def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel

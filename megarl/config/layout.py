@@ -1,0 +1,74 @@
+"""Which rank stands where: the order of ranks over the parallel axes and nodes, and the layers of each pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a rank stands: its index along each parallel axis, its node, its place on the node."""
+
+    rank: int
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+    node: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel axes, in ranks. Tensor ranks are neighbours, then context, data and, farthest apart, pipeline ranks."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pipeline * self.data * self.context * self.tensor
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` stands.
+
+        Raises:
+            IndexError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        return Coordinates(rank, pipeline, data, context, tensor, node, local_rank)
+
+
+def layers_per_stage(num_layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
+    """Layers of each pipeline stage: ``first`` and ``last`` as given, the others share the rest evenly.
+
+    Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``, ``num_layers_in_last_pipeline_stage``).
+
+    Raises:
+        ValueError: the layers cannot be divided like that; the message says why.
+    """
+    if stages == 1:
+        if first is not None or last is not None:
+            raise ValueError("with one pipeline stage there is no first or last stage to give layers to")
+        return [num_layers]
+    fixed = [count for count in (first, last) if count is not None]
+    if any(count < 1 for count in fixed):
+        raise ValueError("a pipeline stage needs at least one layer")
+    rest, others = num_layers - sum(fixed), stages - len(fixed)
+    if others == 0:
+        if rest != 0:
+            raise ValueError(f"the two stages hold {sum(fixed)} layers, the model has {num_layers}")
+        return fixed
+    if rest < others or rest % others != 0:
+        raise ValueError(f"{rest} layers do not divide evenly over {others} pipeline stages")
+    middle = [rest // others] * others
+    return ([first] if first is not None else []) + middle + ([last] if last is not None else [])

@@ -1,0 +1,187 @@
+"""Reads a configuration: YAML files that inherit from others, then overrides from the command line, then interpolation."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from megarl.config.sections import Config
+from megarl.errors import ConfigError
+
+
+class OverridesError(ConfigError):
+    """An override of the command line cannot be read or applied."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of ``path`` with everything it inherits, overridden and interpolated, as plain containers. Not checked yet.
+
+    Raises:
+        ConfigError: a file is missing, empty or broken, inherits from itself, or holds an interpolation that leads nowhere.
+        OverridesError: an override cannot be read or applied.
+    """
+    if not OmegaConf.has_resolver("mul"):
+        OmegaConf.register_resolver("mul", operator.mul)
+    merged = parse_hydra_overrides(load_config_with_inheritance(path), overrides)
+    try:
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except InterpolationResolutionError as error:
+        raise ConfigError(
+            f"{path}: {error.full_key} cannot be interpolated: {_first_line(error)}. "
+            "Fix: write the whole dotted path of an existing key inside ${...}, or the value itself"
+        ) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)}. Fix: give the key a value") from error
+    return cast(Config, resolved)
+
+
+def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
+    """A YAML file merged over the files its ``defaults`` key names, depth first; later ones win, the file itself wins over all.
+
+    Args:
+        path: the file.
+        base_dir: where relative ``defaults`` of this file start; its own directory when None.
+
+    Raises:
+        ConfigError: as in :func:`load_config`.
+    """
+    return _load(Path(path), Path(base_dir) if base_dir is not None else None, ())
+
+
+def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> DictConfig:
+    path = path.expanduser().resolve()
+    if path in chain:
+        circle = " -> ".join(str(member) for member in (*chain, path))
+        raise ConfigError(f"configuration files inherit from each other in a circle: {circle}. Fix: remove one of the 'defaults'")
+    config = _read_yaml(path, chain)
+    start = path.parent if base_dir is None else base_dir
+    merged: Any = OmegaConf.create({})
+    for parent in _defaults_of(config, path):
+        merged = OmegaConf.merge(merged, _load(start / Path(parent).expanduser(), None, (*chain, path)))
+    return cast(DictConfig, OmegaConf.merge(merged, config))
+
+
+def _defaults_of(config: DictConfig, path: Path) -> list[str]:
+    """Takes the ``defaults`` key out of a file's configuration."""
+    defaults = config.pop("defaults", None)
+    if defaults is None:
+        return []
+    names = list(defaults) if isinstance(defaults, ListConfig) else [defaults]
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"{path}: defaults holds {name!r}. Fix: write the name of a YAML file, or a list of such names")
+    return names
+
+
+def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
+    origin = f", named in the defaults of {chain[-1]}" if chain else ""
+    if not path.is_file():
+        kind = "is a directory" if path.is_dir() else "does not exist"
+        raise ConfigError(f"configuration file {path} {kind}{origin}. Fix: give the path of a YAML file")
+    try:
+        if not path.read_text(encoding="utf-8").strip():
+            raise ConfigError(f"configuration file {path} is empty{origin}. Fix: write at least one key into it, or leave it out")
+        config = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: mend that line") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}. Fix: make it a readable text file in UTF-8") from error
+    if not isinstance(config, DictConfig) or len(config) == 0:
+        raise ConfigError(f"configuration file {path} holds no keys{origin}. Fix: write lines of the form 'key: value'")
+    return config
+
+
+def _place_of(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _problem_of(error: yaml.YAMLError) -> str:
+    return getattr(error, "problem", None) or _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Apply overrides in order, to a copy.
+
+    ``a.b=value`` and ``++a.b=value`` set, ``+a.b=value`` adds a key that must not be there yet, ``~a.b`` removes one that must be there
+    (``~a.b=value`` only with that value). Values are YAML.
+
+    Raises:
+        OverridesError: an override cannot be read or applied.
+    """
+    changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
+    for override in overrides:
+        try:
+            _apply(changed, override)
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            if isinstance(error, OverridesError):
+                raise
+            raise OverridesError(
+                f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write key.of.section=value"
+            ) from error
+    return changed
+
+
+def _apply(config: DictConfig, override: str) -> None:
+    sign = next((mark for mark in ("++", "+", "~") if override.startswith(mark)), "")
+    key, equals, text = override[len(sign) :].partition("=")
+    key = key.strip()
+    if not key or key.startswith(".") or key.endswith(".") or ".." in key:
+        raise OverridesError(f"override {override!r} names no key. Fix: write key.of.section=value")
+    if sign == "~":
+        _remove(config, override, key, _value_of(text) if equals else None, bool(equals))
+        return
+    if not equals:
+        raise OverridesError(f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key")
+    _refuse_path_through_value(config, override, key)
+    if sign == "+" and _is_there(config, key):
+        raise OverridesError(f"override {override!r} adds a key that is there already. Fix: write {key}={text}")
+    OmegaConf.update(config, key, _value_of(text), merge=True, force_add=True)
+
+
+def _value_of(text: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
+
+
+def _plain(section: DictConfig) -> Config:
+    """A section as a dictionary, interpolations left as they are written."""
+    return cast(Config, OmegaConf.to_container(section, resolve=False))
+
+
+def _parent_and_name(config: DictConfig, key: str) -> tuple[Any, str]:
+    parent, _, name = key.rpartition(".")
+    return (OmegaConf.select(config, parent) if parent else config), name
+
+
+def _is_there(config: DictConfig, key: str) -> bool:
+    parent, name = _parent_and_name(config, key)
+    return isinstance(parent, DictConfig) and name in _plain(parent)
+
+
+def _refuse_path_through_value(config: DictConfig, override: str, key: str) -> None:
+    parts = key.split(".")
+    for end in range(1, len(parts)):
+        above = ".".join(parts[:end])
+        node = OmegaConf.select(config, above)
+        if node is not None and not OmegaConf.is_config(node):
+            raise OverridesError(f"override {override!r}: {above} is the value {node!r}, not a section. Fix: override {above} itself")
+
+
+def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_value: bool) -> None:
+    if not _is_there(config, key):
+        raise OverridesError(f"override {override!r} removes a key that is not there. Fix: leave it out")
+    parent, name = _parent_and_name(config, key)
+    present = _plain(parent)[name]
+    if only_that_value and present != value:
+        raise OverridesError(f"override {override!r}: the value of {key} is {present!r}. Fix: write ~{key}")
+    del parent[name]

@@ -1,0 +1,149 @@
+"""The numbers of a model that the rules and the memory estimate need, read from its ``config.json`` without transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError, Violation
+
+KEY = "policy.model_name"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a model.
+
+    Attributes:
+        model_type: name of the architecture.
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads.
+        head_dim: width of a head.
+        ffn_hidden_size: width of the gated MLP.
+        vocab_size: rows of the embedding, unpadded.
+        tied: the output layer is the embedding.
+        max_position: longest sequence the model was made for; None when it does not say.
+        num_experts: experts a layer; 0 for a dense model.
+        qkv_bias: query, key and value have biases.
+        attention_output_bias: so has the attention's output.
+        mlp_bias: so has the MLP.
+        qk_norm: query and key are normalised by head.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    tied: bool
+    max_position: int | None = None
+    num_experts: int = 0
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def read_model_facts(model_name: str) -> ModelFacts | None:
+    """The facts of a model on this disk: a directory, or a Hugging Face id whose ``config.json`` has been downloaded before.
+
+    Returns:
+        None for an id that is not on this disk, which is no fault; the network is never asked.
+
+    Raises:
+        ConfigError: ``model_name`` is a path without a usable model.
+    """
+    path = Path(model_name).expanduser()
+    if path.is_dir():
+        file = path / "config.json"
+        if not file.is_file():
+            raise ConfigError(
+                [Violation(KEY, model_name, "the directory holds no config.json", "give a directory of a Hugging Face model")]
+            )
+        return _facts_of_file(file, model_name)
+    if looks_like_path(model_name):
+        kind = "is a file" if path.exists() else "does not exist"
+        raise ConfigError([Violation(KEY, model_name, f"this directory {kind}", "give a directory of a Hugging Face model, or its id")])
+    cached = _cached_config(model_name)
+    return None if cached is None else _facts_of_file(cached, model_name)
+
+
+def looks_like_path(model_name: str) -> bool:
+    """Whether a name cannot be a Hugging Face id (``name`` or ``owner/name``)."""
+    return model_name.startswith(("/", ".", "~")) or model_name.endswith("/") or model_name.count("/") > 1
+
+
+def _cached_config(model_name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model_name, "config.json")
+    except HFValidationError:
+        raise ConfigError(
+            [Violation(KEY, model_name, "this is no Hugging Face id", "write owner/name, or the path of a directory")]
+        ) from None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return facts_of(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{file} lacks the key {error}" if isinstance(error, KeyError) else f"{file} cannot be used: {error}"
+        raise ConfigError([Violation(KEY, model_name, problem, "give a directory of a Hugging Face language model")]) from error
+
+
+def facts_of(content: dict[str, Any]) -> ModelFacts:
+    """The facts in the content of a ``config.json``.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    text = content.get("text_config") or content
+    heads = int(text["num_attention_heads"])
+    model_type = str(text.get("model_type") or content["model_type"])
+    attention_bias = bool(text.get("attention_bias", False))
+    return ModelFacts(
+        model_type=model_type,
+        num_layers=int(text["num_hidden_layers"]),
+        hidden_size=int(text["hidden_size"]),
+        num_attention_heads=heads,
+        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        ffn_hidden_size=int(text["intermediate_size"]),
+        vocab_size=int(text["vocab_size"]),
+        tied=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
+        max_position=_max_position(text),
+        num_experts=_num_experts(text),
+        qkv_bias=attention_bias or model_type in {"qwen2", "qwen2_moe"},
+        attention_output_bias=attention_bias and model_type not in {"qwen2", "qwen2_moe"},
+        mlp_bias=bool(text.get("mlp_bias", False)),
+        qk_norm=model_type in {"qwen3", "qwen3_moe", "gemma3_text", "gemma3"},
+    )
+
+
+def _num_experts(text: dict[str, Any]) -> int:
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if text.get(key):
+            return int(text[key])
+    return 0
+
+
+def _max_position(text: dict[str, Any]) -> int | None:
+    """Longest sequence: the model's own bound, or what its rope scaling stretches it to."""
+    own = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    bounds = [int(own)] if own else []
+    if factor and original:
+        bounds.append(int(float(factor) * int(original)))
+    return max(bounds, default=None)

@@ -1,0 +1,127 @@
+"""What ``--dry-run`` shows: the resolved configuration, the ranks, the batches and the memory of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.arithmetic import BatchPlan
+from megarl.config.layout import Layout
+from megarl.config.memory import RankMemory, estimate
+from megarl.config.model_facts import ModelFacts
+from megarl.config.rules.parallel import layout_of
+from megarl.config.rules.view import View
+
+WIDTH = 100
+RANKS_SHOWN = 32
+
+
+def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
+    """The batches of one step of a checked run."""
+    policy = config["policy"]
+    grpo = config["algorithm"] == "grpo"
+    return BatchPlan(
+        prompts=config["grpo"]["num_prompts_per_step"] if grpo else policy["train_global_batch_size"],
+        generations=config["grpo"]["num_generations_per_prompt"] if grpo else 1,
+        global_batch_size=policy["train_global_batch_size"],
+        data_parallel=layout.data,
+        micro_batch_size=policy["train_micro_batch_size"],
+        sequence_length=policy["max_total_sequence_length"],
+    )
+
+
+def has_reference_policy(config: Mapping[str, Any]) -> bool:
+    """Whether the run keeps the weights it starts with."""
+    return bool(config["algorithm"] == "grpo" and config["loss_fn"]["reference_policy_kl_penalty"] > 0)
+
+
+def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: Console) -> None:
+    """Write the whole report.
+
+    Args:
+        config: a checked run with its defaults.
+        facts: sizes of the model, None where they are not known.
+        console: where to write; 100 columns are enough.
+    """
+    layout = layout_of(View(config))
+    plan = batch_plan(config, layout)
+    console.rule("configuration")
+    console.print(yaml.safe_dump(dict(config), sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
+    console.print(layout_table(layout))
+    console.print(batch_table(plan, generates=config["algorithm"] == "grpo"))
+    if facts is None:
+        console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
+        return
+    rows = estimate(config["policy"], facts, layout, plan, has_reference_policy(config))
+    console.print(memory_table(rows))
+
+
+def layout_table(layout: Layout) -> Table:
+    """Rank to pipeline, data, context and tensor index and node; of many ranks the first and last ones."""
+    sizes = f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
+    table = Table(title=f"{layout.world_size} ranks: {sizes}")
+    for heading in ("rank", "pipeline", "data", "context", "tensor", "node", "rank on node"):
+        table.add_column(heading, justify="right")
+    for rank in _shown(layout.world_size):
+        if rank is None:
+            table.add_row(*["..."] * 7)
+            continue
+        place = layout.coordinates(rank)
+        numbers = (place.rank, place.pipeline, place.data, place.context, place.tensor, place.node, place.local_rank)
+        table.add_row(*map(str, numbers))
+    return table
+
+
+def _shown(ranks: int) -> Iterable[int | None]:
+    if ranks <= RANKS_SHOWN:
+        return range(ranks)
+    half = RANKS_SHOWN // 2
+    return [*range(half), None, *range(ranks - half, ranks)]
+
+
+def batch_table(plan: BatchPlan, generates: bool) -> Table:
+    """The arithmetic of a step, one quantity a line."""
+    table = Table(title="batches of a step", show_header=False)
+    table.add_column("quantity")
+    table.add_column("arithmetic")
+    table.add_column("value", justify="right")
+    if generates:
+        table.add_row("samples", f"{plan.prompts} prompts x {plan.generations} answers", f"{plan.samples:,}")
+    table.add_row("global batches", f"{plan.samples} samples / {plan.global_batch_size} a global batch", f"{plan.global_batches:,}")
+    table.add_row("samples a rank", f"{plan.global_batch_size} / {plan.data_parallel} data-parallel ranks", f"{plan.samples_per_rank:,}")
+    table.add_row("micro-batches a rank", f"{plan.samples_per_rank} samples / {plan.micro_batch_size}", f"{plan.micro_batches:,}")
+    tokens = f"{plan.micro_batch_size} x {plan.sequence_length} tokens at most"
+    table.add_row("tokens a micro-batch", tokens, f"{plan.tokens_per_micro_batch:,}")
+    table.add_row("tokens a step", f"{plan.samples} x {plan.sequence_length} tokens at most", f"{plan.tokens_per_step:,}")
+    return table
+
+
+def memory_table(rows: list[RankMemory]) -> Table:
+    """Memory of a rank, one column a pipeline stage; of many stages the first, second and last one."""
+    shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
+    table = Table(title="estimated memory of a rank, by pipeline stage (parameters are exact)")
+    table.add_column("")
+    for row in shown:
+        table.add_column(f"stage {row.stage}", justify="right")
+    table.add_row("layers", *(str(row.layers) for row in shown))
+    table.add_row("parameters", *(f"{row.parameters:,}" for row in shown))
+    for name in ("weights", "gradients", "optimizer", "activations", "logits", "generation_cache"):
+        table.add_row(name.replace("_", " "), *(size_text(getattr(row, name)) for row in shown))
+    table.add_section()
+    table.add_row("peak", *(size_text(row.peak) for row in shown))
+    table.add_row("reference policy, host memory", *(size_text(row.reference_weights) for row in shown))
+    return table
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in binary units."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"

@@ -1,0 +1,96 @@
+"""Rules on generation and on the lengths of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.rules.backends import backend_of
+from megarl.config.rules.view import Rule, View
+from megarl.errors import Violation
+
+GENERATION = "policy.generation"
+LONGEST = "policy.max_total_sequence_length"
+BACKENDS = {"megatron": "megatron", "hf": "fsdp1"}
+
+
+def generation_fits_backend(view: View) -> Iterator[Violation]:
+    """An engine inside the policy generates with that policy's backend."""
+    key = f"{GENERATION}.backend"
+    engine = view[key]
+    wanted = BACKENDS.get(engine)
+    if wanted is not None and wanted != backend_of(view):
+        fix = {"megatron": "write megatron", "fsdp1": "write hf", "dtensor": "write vllm"}[backend_of(view)]
+        yield Violation(key, engine, f"it generates with a {wanted} policy, and this policy runs on {backend_of(view)}", fix)
+
+
+def megatron_generates_in_place(view: View) -> Iterator[Violation]:
+    """The Megatron engine is the training policy itself."""
+    key = f"{GENERATION}.colocated.enabled"
+    if view[f"{GENERATION}.backend"] == "megatron" and not view[key]:
+        yield Violation(key, False, "the megatron backend generates on the training ranks", "set it to true")
+
+
+def resources_of_generation(view: View) -> Iterator[Violation]:
+    """An engine of its own gets a part of a single node, or whole nodes of several."""
+    view.require(not view[f"{GENERATION}.colocated.enabled"])
+    per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
+    ranks_key, nodes_key = (f"{GENERATION}.colocated.resources.{key}" for key in ("gpus_per_node", "num_nodes"))
+    ranks, own_nodes = view.get(ranks_key), view.get(nodes_key)
+    if nodes == 1:
+        if ranks is None or not 0 < ranks < per_node:
+            bound = f"on a single node it must be at least 1 and leave some of the {per_node} ranks to training"
+            yield Violation(ranks_key, ranks, bound, "write a number of ranks")
+        if own_nodes not in {None, 1}:
+            yield Violation(nodes_key, own_nodes, "there is a single node", "write null")
+        return
+    if own_nodes is None or not 0 < own_nodes < nodes:
+        bound = f"with several nodes it must be at least 1 and leave some of the {nodes} nodes to training"
+        yield Violation(nodes_key, own_nodes, bound, "write a number of nodes")
+    if ranks not in {None, per_node}:
+        yield Violation(ranks_key, ranks, f"generation takes whole nodes of {per_node} ranks", "write null")
+
+
+def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
+    """The longest prompt and the longest answer fit into a sequence."""
+    view.require(view["algorithm"] == "grpo")
+    longest, prompt, answer = view[LONGEST], view["data.max_input_seq_length"], view[f"{GENERATION}.max_new_tokens"]
+    if prompt + answer > longest:
+        bound = f"it must hold data.max_input_seq_length = {prompt} and {GENERATION}.max_new_tokens = {answer}"
+        yield Violation(LONGEST, longest, bound, f"write {prompt + answer}, or shorten the others")
+
+
+def example_fits(view: View) -> Iterator[Violation]:
+    """The longest SFT example fits into a sequence."""
+    view.require(view["algorithm"] == "sft")
+    key = "data.max_input_seq_length"
+    if view[key] > view[LONGEST]:
+        yield Violation(key, view[key], f"it must be at most {LONGEST} = {view[LONGEST]}", f"write {view[LONGEST]}")
+
+
+def model_reaches_length(view: View) -> Iterator[Violation]:
+    """The model was made for sequences of that length."""
+    reach = view.facts.max_position
+    if reach is not None and view[LONGEST] > reach:
+        yield Violation(LONGEST, view[LONGEST], f"the model was made for at most {reach} positions", f"write {reach} or less")
+
+
+def token_ids_exist(view: View) -> Iterator[Violation]:
+    """Token ids named in the configuration are in the vocabulary."""
+    size = view.facts.vocab_size
+    for key in (f"{GENERATION}.stop_token_ids", f"{GENERATION}.pad_token_id"):
+        value = view.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        wrong = [token for token in ids if not 0 <= token < size]
+        if wrong:
+            yield Violation(key, value, f"{wrong} is outside the vocabulary of {size} tokens", f"write ids from 0 to {size - 1}")
+
+
+GENERATION_RULES: tuple[Rule, ...] = (
+    generation_fits_backend,
+    megatron_generates_in_place,
+    resources_of_generation,
+    prompt_and_answer_fit,
+    example_fits,
+    model_reaches_length,
+    token_ids_exist,
+)

@@ -1,0 +1,135 @@
+"""Rules on number types, Megatron's optimizer, its schedules and its data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.rules.backends import MEGATRON, backend_of
+from megarl.config.rules.view import Rule, View
+from megarl.errors import Violation
+
+OPTIMIZER = f"{MEGATRON}.optimizer"
+SCHEDULER = f"{MEGATRON}.scheduler"
+DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
+
+
+def _megatron(view: View) -> None:
+    view.require(backend_of(view) == "megatron")
+
+
+def optimizer_follows_precision(view: View) -> Iterator[Violation]:
+    """The optimizer keeps float32 copies exactly when the weights are not float32."""
+    _megatron(view)
+    precision = view["policy.precision"]
+    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        key = f"{OPTIMIZER}.{flag}"
+        if view.has(key) and view[key] != (precision == name):
+            wanted = precision == name
+            yield Violation(
+                key, view[key], f"policy.precision is {precision}, so it must be {str(wanted).lower()}", "remove the line; it is derived"
+            )
+
+
+def parameter_type(view: View) -> Iterator[Violation]:
+    """The optimizer updates float32 parameters, or parameters of the model's own type."""
+    _megatron(view)
+    key, precision = f"{OPTIMIZER}.params_dtype", view["policy.precision"]
+    if view[key] not in {"float32", precision}:
+        yield Violation(key, view[key], f"policy.precision is {precision}, so it must be float32 or {precision}", "write float32")
+
+
+def pipeline_type(view: View) -> Iterator[Violation]:
+    """Stages send activations in the type they compute in."""
+    _megatron(view)
+    key, precision = f"{MEGATRON}.pipeline_dtype", view["policy.precision"]
+    if view[key] != precision:
+        yield Violation(key, view[key], f"it must be policy.precision = {precision}", "write ${policy.precision}, or remove the line")
+
+
+def learning_rates(view: View) -> Iterator[Violation]:
+    """The learning rate starts and ends below its largest value."""
+    _megatron(view)
+    largest = view[f"{OPTIMIZER}.lr"]
+    for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
+        value = view.get(key, 0.0)
+        if value > largest:
+            yield Violation(key, value, f"it must be at most {OPTIMIZER}.lr = {largest}", f"write {largest} or less")
+
+
+def decay_of_learning_rate(view: View) -> Iterator[Violation]:
+    """A decaying learning rate says over how many steps, and the warm-up ends before."""
+    _megatron(view)
+    key = f"{SCHEDULER}.lr_decay_iters"
+    steps, style, warmup = view[key], view[f"{SCHEDULER}.lr_decay_style"], view[f"{SCHEDULER}.lr_warmup_iters"]
+    if steps is None and style != "constant":
+        yield Violation(key, None, f"lr_decay_style {style!r} needs the number of steps it decays over", "write the steps of the run")
+    if steps is not None and warmup >= steps:
+        yield Violation(
+            f"{SCHEDULER}.lr_warmup_iters", warmup, f"it must be less than lr_decay_iters = {steps}", f"write at most {steps - 1}"
+        )
+
+
+def weight_decay_schedule(view: View) -> Iterator[Violation]:
+    """Weight decay grows, and is constant when it says so."""
+    _megatron(view)
+    key = f"{SCHEDULER}.end_weight_decay"
+    start, end, style = view[f"{SCHEDULER}.start_weight_decay"], view[key], view[f"{SCHEDULER}.weight_decay_incr_style"]
+    if end < start:
+        yield Violation(key, end, f"weight decay can only grow, and start_weight_decay is {start}", f"write {start} or more")
+    elif style == "constant" and start != end:
+        yield Violation(key, end, f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}", f"write {start}")
+
+
+def clipping_agrees(view: View) -> Iterator[Violation]:
+    """One bound for the gradient, whichever key it is written under."""
+    _megatron(view)
+    clip, norm = view[f"{OPTIMIZER}.clip_grad"], view["policy.max_grad_norm"]
+    if clip != (norm or 0.0):
+        bound = f"it must be policy.max_grad_norm = {'null, that is 0' if norm is None else norm}"
+        yield Violation(f"{OPTIMIZER}.clip_grad", clip, bound, "remove the line; it is derived from policy.max_grad_norm")
+
+
+def precision_aware_optimizer(view: View) -> Iterator[Violation]:
+    """What Megatron-Core's precision-aware optimizer needs."""
+    _megatron(view)
+    key = f"{OPTIMIZER}.use_precision_aware_optimizer"
+    view.require(view[key])
+    if not view[f"{OPTIMIZER}.use_distributed_optimizer"]:
+        yield Violation(key, True, "it works only with the distributed optimizer", f"set {OPTIMIZER}.use_distributed_optimizer to true")
+    if view[f"{OPTIMIZER}.optimizer"] != "adam":
+        yield Violation(key, True, "it works only with adam", f"set {OPTIMIZER}.optimizer to adam")
+
+
+def gradients_are_summed(view: View) -> Iterator[Violation]:
+    """Losses divide by the global number of tokens or sequences themselves."""
+    _megatron(view)
+    key = f"{DATA_PARALLEL}.average_in_collective"
+    if view[key]:
+        bound = "losses are divided by the global number of tokens or sequences, so gradients are summed; averaging would divide twice"
+        yield Violation(key, True, bound, "set it to false")
+
+
+def overlap_of_parameter_gather(view: View) -> Iterator[Violation]:
+    """Parameters are gathered only by the distributed optimizer, after gradients that were reduced in overlap."""
+    _megatron(view)
+    key = f"{DATA_PARALLEL}.overlap_param_gather"
+    view.require(view[key])
+    if not view[f"{OPTIMIZER}.use_distributed_optimizer"]:
+        bound = "only the distributed optimizer gathers parameters"
+        yield Violation(key, True, bound, f"set it to false, or {OPTIMIZER}.use_distributed_optimizer to true")
+    if not view[f"{DATA_PARALLEL}.overlap_grad_reduce"]:
+        yield Violation(key, True, "it needs overlap_grad_reduce", f"set {DATA_PARALLEL}.overlap_grad_reduce to true")
+
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    optimizer_follows_precision,
+    parameter_type,
+    pipeline_type,
+    learning_rates,
+    decay_of_learning_rate,
+    weight_decay_schedule,
+    clipping_agrees,
+    precision_aware_optimizer,
+    gradients_are_summed,
+    overlap_of_parameter_gather,
+)

@@ -1,0 +1,154 @@
+"""Rules on how ranks, layers, heads and experts are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.layout import Layout, layers_per_stage
+from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
+from megarl.config.rules.view import NotApplicableError, Rule, View
+from megarl.errors import Violation
+
+TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
+PIPELINE = f"{MEGATRON}.pipeline_model_parallel_size"
+CONTEXT = f"{MEGATRON}.context_parallel_size"
+FIRST = f"{MEGATRON}.num_layers_in_first_pipeline_stage"
+LAST = f"{MEGATRON}.num_layers_in_last_pipeline_stage"
+
+
+def tensor_key(view: View) -> str:
+    """The key of the tensor-parallel size of the backend in use."""
+    return {"megatron": TENSOR, "dtensor": f"{DTENSOR}.tensor_parallel_size"}.get(backend_of(view), "")
+
+
+def axis_sizes(view: View) -> tuple[int, int, int]:
+    """Pipeline, context and tensor sizes of the backend in use."""
+    backend = backend_of(view)
+    if backend == "megatron":
+        sizes = (view[PIPELINE], view[CONTEXT], view[TENSOR])
+    elif backend == "dtensor":
+        sizes = (1, view[f"{DTENSOR}.context_parallel_size"], view[f"{DTENSOR}.tensor_parallel_size"])
+    else:
+        sizes = (1, 1, 1)
+    view.require(min(sizes) >= 1)
+    return sizes
+
+
+def world_size(view: View) -> int:
+    """Worker ranks in all."""
+    world = view["cluster.gpus_per_node"] * view["cluster.num_nodes"]
+    view.require(view["cluster.gpus_per_node"] >= 1 and view["cluster.num_nodes"] >= 1)
+    return int(world)
+
+
+def layout_of(view: View) -> Layout:
+    """The layout of the ranks; not applicable when the ranks do not divide."""
+    pipeline, context, tensor = axis_sizes(view)
+    world = world_size(view)
+    if world % (pipeline * context * tensor):
+        raise NotApplicableError("the ranks do not divide")
+    return Layout(pipeline, world // (pipeline * context * tensor), context, tensor, view["cluster.gpus_per_node"])
+
+
+def ranks_divide(view: View) -> Iterator[Violation]:
+    """The ranks are a multiple of one copy of the model."""
+    pipeline, context, tensor = axis_sizes(view)
+    world, copy = world_size(view), pipeline * context * tensor
+    if world % copy == 0:
+        return
+    shape = f"{world} ranks ({view['cluster.gpus_per_node']} x {view['cluster.num_nodes']} nodes)"
+    fix = f"give a multiple of {copy} ranks, or make the parallel sizes smaller"
+    bound = f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
+    yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix)
+
+
+def sequence_parallel_needs_tensor(view: View) -> Iterator[Violation]:
+    """Sequence parallelism shards over tensor-parallel ranks."""
+    view.require(backend_of(view) == "megatron")
+    key = f"{MEGATRON}.sequence_parallel"
+    if view[key] and view[TENSOR] == 1:
+        fix = f"set it to false, or {TENSOR} to 2 or more"
+        yield Violation(key, True, "it shards between tensor-parallel ranks and there is only one", fix)
+
+
+def sequence_length_divides(view: View) -> Iterator[Violation]:
+    """Padded sequences divide over the ranks that share them."""
+    view.require(backend_of(view) == "megatron")
+    key = "policy.make_sequence_length_divisible_by"
+    _, context, tensor = axis_sizes(view)
+    share = (tensor if view[f"{MEGATRON}.sequence_parallel"] else 1) * (2 * context if context > 1 else 1)
+    if view[key] % share:
+        bound = f"each sequence is shared by tensor {tensor} and context {context} ranks, so it must be a multiple of {share}"
+        yield Violation(key, view[key], bound, f"write {share}")
+
+
+def layers_divide(view: View) -> Iterator[Violation]:
+    """The layers divide over the pipeline stages."""
+    view.require(backend_of(view) == "megatron")
+    stages, first, last = view[PIPELINE], view[FIRST], view[LAST]
+    view.require(stages >= 1 and (first is None or first >= 1) and (last is None or last >= 1))
+    if stages == 1:
+        for key, value in ((FIRST, first), (LAST, last)):
+            if value is not None:
+                yield Violation(key, value, f"there is one pipeline stage ({PIPELINE} = 1)", "write null")
+        return
+    try:
+        layers_per_stage(view.facts.num_layers, stages, first, last)
+    except ValueError as error:
+        key, value = next(((key, value) for key, value in ((FIRST, first), (LAST, last)) if value is not None), (PIPELINE, stages))
+        fix = f"choose {PIPELINE}, {FIRST} and {LAST} so that the {view.facts.num_layers} layers divide"
+        yield Violation(key, value, str(error), fix)
+
+
+def widths_divide(view: View) -> Iterator[Violation]:
+    """Heads and MLP widths divide over the tensor-parallel ranks."""
+    key = tensor_key(view)
+    view.require(key != "")
+    tensor, facts = view[key], view.facts
+    view.require(tensor >= 1)
+    for name, width in (
+        ("attention heads", facts.num_attention_heads),
+        ("key-value heads", facts.num_key_value_heads),
+        ("MLP columns", facts.ffn_hidden_size),
+    ):
+        if width % tensor:
+            yield Violation(key, tensor, f"it must divide the model's {width} {name}", f"write a divisor of {width}")
+
+
+def hidden_divides(view: View) -> Iterator[Violation]:
+    """Attention heads make up the model's width."""
+    facts = view.facts
+    if facts.num_attention_heads % facts.num_key_value_heads:
+        bound = f"{facts.num_attention_heads} attention heads are not a multiple of {facts.num_key_value_heads} key-value heads"
+        yield Violation("policy.model_name", view["policy.model_name"], bound, "mend the model's config.json")
+
+
+def experts_divide(view: View) -> Iterator[Violation]:
+    """Experts divide over their ranks, and mixtures of experts want sequence parallelism beside tensor parallelism."""
+    view.require(backend_of(view) == "megatron" and view.facts.num_experts > 0)
+    key = f"{MEGATRON}.expert_model_parallel_size"
+    view.require(view[key] >= 1)
+    if view.facts.num_experts % view[key]:
+        yield Violation(key, view[key], f"it must divide the model's {view.facts.num_experts} experts", "write a divisor of that")
+    if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
+        bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
+        yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
+
+
+def context_parallel_needs_packing(view: View) -> Iterator[Violation]:
+    """Megatron shares packed rows, not single sequences, between context-parallel ranks."""
+    view.require(backend_of(view) == "megatron")
+    if view[CONTEXT] > 1 and not view["policy.sequence_packing.enabled"]:
+        yield Violation(CONTEXT, view[CONTEXT], "context parallelism needs sequence packing", "set policy.sequence_packing.enabled to true")
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    ranks_divide,
+    sequence_parallel_needs_tensor,
+    sequence_length_divides,
+    layers_divide,
+    widths_divide,
+    hidden_divides,
+    experts_divide,
+    context_parallel_needs_packing,
+)

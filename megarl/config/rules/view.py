@@ -1,0 +1,80 @@
+"""How a rule looks at a configuration: a rule that needs a key which is absent or of the wrong type does not apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from megarl.config.model_facts import ModelFacts
+from megarl.errors import Violation
+
+
+class NotApplicableError(Exception):
+    """A rule asked for something that is not there; never leaves ``check``."""
+
+
+class View:
+    """A configuration read by dotted paths.
+
+    Args:
+        config: plain containers.
+        faulty: paths whose values have the wrong type; they count as absent, as does all below them, and a list with such a member.
+        facts: sizes of the model, when they are known.
+    """
+
+    def __init__(self, config: Mapping[str, Any], faulty: Collection[str] = (), facts: ModelFacts | None = None) -> None:
+        self._config = config
+        self._faulty = frozenset(faulty)
+        self._facts = facts
+
+    def __getitem__(self, path: str) -> Any:
+        """The value at ``path``."""
+        current: Any = self._config
+        walked: list[str] = []
+        for part in path.split("."):
+            walked.append(part)
+            if not isinstance(current, Mapping) or part not in current or ".".join(walked) in self._faulty:
+                raise NotApplicableError(path)
+            current = current[part]
+        if isinstance(current, list) and any(other.startswith(f"{path}.") for other in self._faulty):
+            raise NotApplicableError(path)
+        return current
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at ``path``, or ``default`` where there is none."""
+        try:
+            return self[path]
+        except NotApplicableError:
+            return default
+
+    def has(self, path: str) -> bool:
+        """Whether there is a value at ``path``."""
+        try:
+            self[path]
+        except NotApplicableError:
+            return False
+        return True
+
+    def written(self, path: str) -> bool:
+        """Whether the key is there, of whatever type."""
+        current: Any = self._config
+        for part in path.split("."):
+            if not isinstance(current, Mapping) or part not in current:
+                return False
+            current = current[part]
+        return True
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes of the model."""
+        if self._facts is None:
+            raise NotApplicableError("the model's sizes are not known")
+        return self._facts
+
+    def require(self, condition: bool) -> None:
+        """The rest of the rule applies only if ``condition`` holds."""
+        if not condition:
+            raise NotApplicableError("does not apply")
+
+
+Rule: TypeAlias = Callable[[View], Iterator[Violation]]

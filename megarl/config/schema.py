@@ -1,0 +1,196 @@
+"""Checks a configuration against the TypedDicts: types, missing keys, unknown keys. Rules between keys are in ``megarl.config.rules``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, TypeAlias, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
+
+from megarl.config.sections import RunConfig
+from megarl.errors import Violation
+from megarl.models.policy import PolicyConfig
+
+Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+EXPECTED = {
+    "int_type": "a whole number is wanted",
+    "int_from_float": "a whole number is wanted",
+    "float_type": "a number is wanted",
+    "finite_number": "a finite number is wanted",
+    "bool_type": "true or false is wanted",
+    "string_type": "text is wanted",
+    "list_type": "a list is wanted",
+    "dict_type": "a section of keys and values is wanted",
+}
+
+
+class Absent:
+    """Stands in a violation for the value of a key that is not there."""
+
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+ABSENT = Absent()
+
+
+def section_types(annotation: Any) -> Iterator[Any]:
+    """The TypedDicts inside an annotation, through NotRequired, unions and lists."""
+    if is_typeddict(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from section_types(part)
+
+
+@cache
+def keys_of(section: Any) -> dict[str, Any]:
+    """The keys of a TypedDict with their annotations."""
+    return get_type_hints(section, include_extras=True)
+
+
+@cache
+def known_paths(section: Any) -> tuple[str, ...]:
+    """Every dotted path that a TypedDict allows, sections included."""
+    paths: list[str] = []
+    for key, annotation in keys_of(section).items():
+        paths.append(key)
+        for inner in section_types(annotation):
+            paths.extend(f"{key}.{path}" for path in known_paths(inner))
+    return tuple(dict.fromkeys(paths))
+
+
+@cache
+def _adapter(section: Any) -> TypeAdapter[Any]:
+    """The checker of a TypedDict, with every section inside it made strict."""
+    pending = [section]
+    while pending:
+        current = pending.pop()
+        current.__pydantic_config__ = STRICT
+        pending.extend(inner for annotation in keys_of(current).values() for inner in section_types(annotation))
+    return TypeAdapter(section)
+
+
+def check_run(config: Mapping[str, Any]) -> list[Violation]:
+    """All violations of the shape of a whole run's configuration."""
+    return check_section(config, RunConfig)
+
+
+def check_policy(config: Mapping[str, Any]) -> list[Violation]:
+    """All violations of the shape of a ``policy`` section; keys are reported below ``policy``."""
+    return check_section(config, PolicyConfig, prefix="policy")
+
+
+def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> list[Violation]:
+    """All violations of the shape of ``section``.
+
+    Args:
+        config: plain containers.
+        section: a TypedDict.
+        prefix: dotted path of ``config`` in the whole configuration.
+    """
+    try:
+        _adapter(section).validate_python(config)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    else:
+        return []
+    located = _likeliest_members([(_steps(config, fault), fault) for fault in faults])
+    violations = [_violation(fault, tuple(part for part, real in steps if real), section, prefix) for steps, fault in located]
+    return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
+
+
+def _steps(config: Any, fault: Any) -> Steps:
+    """A checker's location, each part with whether it is a step in ``config``; the others name a member of a union."""
+    steps: list[tuple[int | str, bool]] = []
+    current = config
+    for position, part in enumerate(fault["loc"]):
+        last = position == len(fault["loc"]) - 1
+        real = True
+        if isinstance(current, Mapping) and (part in current or (last and fault["type"] == "missing")):
+            current = current.get(part)
+        elif isinstance(current, list) and isinstance(part, int) and part < len(current):
+            current = current[part]
+        else:
+            real = False
+        steps.append((part, real))
+    return tuple(steps)
+
+
+def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
+    """Of the members of a union, keeps the faults of the one most likely meant: that fits deepest, then has fewest faults."""
+    kept = located
+    for level in range(max((len(steps) for steps, _ in located), default=0)):
+        members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}
+        for entry in kept:
+            steps = entry[0]
+            if level < len(steps) and not steps[level][1]:
+                members.setdefault(steps[:level], {}).setdefault(steps[level][0], []).append(entry)
+        for faults_by_member in members.values():
+            best = max(faults_by_member.values(), key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)))
+            dropped = [id(entry) for faults in faults_by_member.values() if faults is not best for entry in faults]
+            kept = [entry for entry in kept if id(entry) not in dropped]
+    return kept
+
+
+def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix: str) -> Violation:
+    path = ".".join(map(str, location))
+    key = ".".join(part for part in (prefix, path) if part)
+    kind, value = fault["type"], fault["input"]
+    if kind == "extra_forbidden":
+        near = nearest(path, known_paths(section))
+        full = ".".join(part for part in (prefix, near or "") if part)
+        return Violation(key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it")
+    if kind == "missing":
+        return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: <value>")
+    if value is None:
+        return Violation(key, None, f"null is not allowed here, {_expected(fault)}", "give a value, or remove the line to take the default")
+    return Violation(key, value, _expected(fault), _repair(fault, value))
+
+
+def _expected(fault: Any) -> str:
+    if fault["type"] == "literal_error":
+        return f"one of {fault['ctx']['expected']} is wanted"
+    message = str(fault["msg"])
+    return EXPECTED.get(fault["type"], message[:1].lower() + message[1:])
+
+
+def _repair(fault: Any, value: object) -> str:
+    if fault["type"] == "literal_error":
+        choices = [choice.strip("'") for choice in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        return f"did you mean {close[0]!r}?" if close else f"write for example {choices[0]}"
+    if isinstance(value, str) and fault["type"] in {"int_type", "float_type", "bool_type"}:
+        return f"write {value} without quotes" if _reads_as_number_or_flag(value) else "write the value itself, not a text"
+    if fault["type"] == "string_type":
+        return f'put it in quotes: "{value}"' if isinstance(value, (int, float)) else "write a text"
+    return "write a value of that kind"
+
+
+def _reads_as_number_or_flag(text: str) -> bool:
+    if text.lower() in {"true", "false"}:
+        return True
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def nearest(path: str, known: Iterable[str]) -> str | None:
+    """The allowed dotted path that was most likely meant: a key of like name in the same section, else one of the same name elsewhere."""
+    parent, _, name = path.rpartition(".")
+    paths = list(known)
+    siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    if close:
+        return siblings[close[0]]
+    same_name = [other for other in paths if other.rpartition(".")[2] == name]
+    if same_name:
+        return max(same_name, key=lambda other: difflib.SequenceMatcher(None, other, path).ratio())
+    return next(iter(difflib.get_close_matches(path, paths, n=1, cutoff=0.75)), None)

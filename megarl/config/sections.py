@@ -1,0 +1,288 @@
+"""The shape of a run's configuration: one TypedDict a section. The policy's own section is in ``megarl.models.policy``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.models.policy import PolicyConfig
+
+
+class ClippedPGLossConfig(TypedDict):
+    """Clipped policy-gradient loss.
+
+    Attributes:
+        reference_policy_kl_penalty: weight of the divergence from the reference policy; 0 needs no reference policy.
+        ratio_clip_min: the probability ratio is clipped below 1 minus this.
+        ratio_clip_max: the probability ratio is clipped above 1 plus this.
+        ratio_clip_c: bound of the second clip, for negative advantages; null turns it off.
+        use_on_policy_kl_approximation: weigh the divergence by the ratio of current to generation policy.
+        use_importance_sampling_correction: weigh each token by the ratio of training to generation policy.
+        token_level_loss: mean over tokens; otherwise mean over each sequence, then over sequences.
+        disable_ppo_ratio: plain policy gradient, no ratio to previous log-probabilities.
+    """
+
+    reference_policy_kl_penalty: float
+    ratio_clip_min: float
+    ratio_clip_max: float
+    ratio_clip_c: float | None
+    use_on_policy_kl_approximation: bool
+    use_importance_sampling_correction: bool
+    token_level_loss: bool
+    disable_ppo_ratio: NotRequired[bool]
+
+
+class DPOLossConfig(TypedDict):
+    """Direct preference optimisation.
+
+    Attributes:
+        reference_policy_kl_penalty: the beta of the method.
+        preference_loss_weight: weight of the preference loss.
+        sft_loss_weight: weight of the likelihood of the chosen answers.
+        preference_average_log_probs: mean instead of sum over the tokens in the preference loss.
+        sft_average_log_probs: mean instead of sum over the tokens in the likelihood.
+    """
+
+    reference_policy_kl_penalty: float
+    preference_loss_weight: float
+    sft_loss_weight: float
+    preference_average_log_probs: bool
+    sft_average_log_probs: bool
+
+
+class GRPOConfig(TypedDict):
+    """Group-relative policy optimisation.
+
+    Attributes:
+        num_prompts_per_step: prompts a step.
+        num_generations_per_prompt: answers a prompt.
+        max_num_steps: steps of the run.
+        max_num_epochs: passes over the training data after which the run ends even so; null for no such end.
+        normalize_rewards: divide advantages by the standard deviation of the group.
+        use_leave_one_out_baseline: the baseline of an answer is the mean of the group's other answers.
+        val_period: steps between validations; 0 for none.
+        val_at_start: validate before the first step.
+        val_at_end: validate after the last step.
+        max_val_samples: prompts of a validation; null for all.
+        val_batch_size: prompts of a validation that are generated together.
+        max_rollout_turns: turns of a conversation; 1.
+    """
+
+    num_prompts_per_step: int
+    num_generations_per_prompt: int
+    max_num_steps: int
+    max_num_epochs: NotRequired[int | None]
+    normalize_rewards: NotRequired[bool]
+    use_leave_one_out_baseline: NotRequired[bool]
+    val_period: NotRequired[int]
+    val_at_start: NotRequired[bool]
+    val_at_end: NotRequired[bool]
+    max_val_samples: NotRequired[int | None]
+    val_batch_size: NotRequired[int]
+    max_rollout_turns: NotRequired[int]
+
+
+class SFTConfig(TypedDict):
+    """Supervised fine-tuning.
+
+    Attributes:
+        max_num_steps: steps of the run.
+        max_num_epochs: passes over the training data after which the run ends even so; null for no such end.
+        val_period: steps between validations; 0 for none.
+        val_batches: global batches of a validation; null for all.
+        val_global_batch_size: samples of a global batch of a validation.
+        val_micro_batch_size: samples of a forward pass on one data-parallel rank.
+        val_at_start: validate before the first step.
+    """
+
+    max_num_steps: int
+    max_num_epochs: NotRequired[int | None]
+    val_period: NotRequired[int]
+    val_batches: NotRequired[int | None]
+    val_global_batch_size: NotRequired[int]
+    val_micro_batch_size: NotRequired[int]
+    val_at_start: NotRequired[bool]
+
+
+class DataSource(TypedDict):
+    """Where records come from: exactly one of ``path`` and ``name``.
+
+    Attributes:
+        path: a file of one JSON object a line.
+        name: a data set of the ``datasets`` library, by id or local directory.
+        subset: a configuration of that data set.
+        split: a split of that data set.
+        prompt_key: field of a record that holds the prompt.
+        answer_key: field that holds the answer.
+        max_samples: only the first so many records; null for all.
+    """
+
+    path: NotRequired[str]
+    name: NotRequired[str]
+    subset: NotRequired[str | None]
+    split: NotRequired[str]
+    prompt_key: str
+    answer_key: str
+    max_samples: NotRequired[int | None]
+
+
+class DataConfig(TypedDict):
+    """The data of a run.
+
+    Attributes:
+        train: training data.
+        validation: validation data; null for none.
+        max_input_seq_length: longest prompt (SFT: prompt and answer) in tokens.
+        shuffle: a new order every epoch, drawn from the seed.
+        system_prompt: put before every prompt as a system message.
+        prompt_template: text with ``{prompt}`` in the place of the prompt.
+    """
+
+    train: DataSource
+    validation: NotRequired[DataSource | None]
+    max_input_seq_length: int
+    shuffle: NotRequired[bool]
+    system_prompt: NotRequired[str | None]
+    prompt_template: NotRequired[str | None]
+
+
+class EnvConfig(TypedDict):
+    """How answers are rewarded.
+
+    Attributes:
+        reward: the rule that compares an answer with the right one.
+        strip: leave white space at the ends out of the comparison (``exact_match``).
+    """
+
+    reward: Literal["exact_match", "math_verify"]
+    strip: NotRequired[bool]
+
+
+class CheckpointingConfig(TypedDict):
+    """Checkpoints.
+
+    Attributes:
+        enabled: write checkpoints.
+        checkpoint_dir: where; ``checkpoints`` in the run's directory when absent.
+        metric_name: metric that tells good checkpoints from bad; null keeps the newest.
+        higher_is_better: whether more of that metric is better.
+        save_period: steps between checkpoints.
+        keep_top_k: checkpoints to keep, the newest always among them; null keeps all.
+        resume: "auto" goes on from the newest valid checkpoint, "never" starts over.
+        export_hf: write the final weights as a Hugging Face model too.
+    """
+
+    enabled: bool
+    checkpoint_dir: NotRequired[str]
+    metric_name: NotRequired[str | None]
+    higher_is_better: NotRequired[bool]
+    save_period: NotRequired[int]
+    keep_top_k: NotRequired[int | None]
+    resume: NotRequired[Literal["auto", "never"]]
+    export_hf: NotRequired[bool]
+
+
+class WandbConfig(TypedDict):
+    """Weights & Biases."""
+
+    project: str
+    name: NotRequired[str | None]
+    entity: NotRequired[str | None]
+    group: NotRequired[str | None]
+    tags: NotRequired[list[str] | None]
+    mode: NotRequired[Literal["online", "offline"]]
+
+
+class TensorboardConfig(TypedDict):
+    """TensorBoard.
+
+    Attributes:
+        log_dir: where; ``tensorboard`` in the logger's directory when absent or null.
+    """
+
+    log_dir: NotRequired[str | None]
+
+
+class LoggerConfig(TypedDict):
+    """Where metrics go besides ``metrics.jsonl``, which is always written.
+
+    Attributes:
+        log_dir: where TensorBoard and Weights & Biases put their files; ``logs`` in the run's directory when absent.
+        wandb_enabled: send metrics to Weights & Biases.
+        tensorboard_enabled: write TensorBoard files.
+        wandb: settings of Weights & Biases.
+        tensorboard: settings of TensorBoard.
+    """
+
+    log_dir: NotRequired[str]
+    wandb_enabled: NotRequired[bool]
+    tensorboard_enabled: NotRequired[bool]
+    wandb: NotRequired[WandbConfig | None]
+    tensorboard: NotRequired[TensorboardConfig | None]
+
+
+class ClusterConfig(TypedDict):
+    """The machines.
+
+    Attributes:
+        gpus_per_node: worker ranks a node, also where the ranks run on a CPU.
+        num_nodes: nodes.
+        device: what the ranks run on; "auto" takes CUDA where there is one.
+    """
+
+    gpus_per_node: int
+    num_nodes: int
+    device: NotRequired[Literal["auto", "cpu", "cuda"]]
+
+
+class DeadlinesConfig(TypedDict):
+    """How long a phase may take, in seconds; a phase that takes longer ends the run with an error.
+
+    Attributes:
+        init_s: building all workers.
+        step_s: one phase of a step.
+        save_s: one checkpoint.
+    """
+
+    init_s: NotRequired[float]
+    step_s: NotRequired[float]
+    save_s: NotRequired[float]
+
+
+class RunConfig(TypedDict):
+    """A whole run.
+
+    Attributes:
+        algorithm: the algorithm; its section must be there.
+        seed: every random number of the run is drawn from it.
+        run_dir: where everything the run leaves goes; ``runs/<name of the configuration file>`` when absent.
+        deadlines: how long a phase may take.
+        policy: the model and its backend.
+        loss_fn: the loss of GRPO.
+        grpo: settings of GRPO.
+        sft: settings of SFT.
+        data: the data.
+        env: the rewards of GRPO.
+        checkpointing: checkpoints.
+        logger: where metrics go.
+        cluster: the machines.
+    """
+
+    algorithm: Literal["grpo", "sft"]
+    seed: int
+    run_dir: NotRequired[str]
+    deadlines: NotRequired[DeadlinesConfig]
+    policy: PolicyConfig
+    loss_fn: NotRequired[ClippedPGLossConfig]
+    grpo: NotRequired[GRPOConfig]
+    sft: NotRequired[SFTConfig]
+    data: DataConfig
+    env: NotRequired[EnvConfig]
+    checkpointing: NotRequired[CheckpointingConfig]
+    logger: NotRequired[LoggerConfig]
+    cluster: ClusterConfig
+
+
+Config = dict[str, Any]
+"""A configuration as plain containers, the way it comes from YAML."""

@@ -1,0 +1,63 @@
+"""All checks of a configuration in one go: shape, rules between keys, and the model on disk. Every violation is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config.defaults import complete_policy, complete_run
+from megarl.config.model_facts import ModelFacts, read_model_facts
+from megarl.config.rules import check
+from megarl.config.schema import ABSENT, check_policy, check_run
+from megarl.config.sections import Config
+from megarl.errors import ConfigError, Violation
+
+
+def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
+    """A run's configuration, checked, with every absent optional key filled in.
+
+    Args:
+        config: plain containers, as ``load_config`` returns them.
+        name: what the run's directory is called when the configuration does not say.
+
+    Raises:
+        ConfigError: carries every violation found.
+    """
+    return _finish(complete_run(config, name), check_run(config))
+
+
+def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> Config:
+    """A ``policy`` section alone, checked and filled in, for programs that build a ``Policy`` themselves.
+
+    Args:
+        policy: plain containers.
+        world_size: worker ranks, for the rules that need them.
+
+    Raises:
+        ConfigError: carries every violation found; keys start with ``policy``.
+    """
+    config: Config = {"policy": complete_policy(policy)}
+    if world_size is not None:
+        config["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1}
+    completed: Config = _finish(config, check_policy(policy))["policy"]
+    return completed
+
+
+def _finish(completed: Config, found: list[Violation]) -> Config:
+    faulty = {violation.key for violation in found if violation.value is not ABSENT}
+    facts, model_violations = facts_or_violations(completed, faulty)
+    violations = [*found, *model_violations, *check(completed, facts, faulty)]
+    if violations:
+        raise ConfigError(violations)
+    return completed
+
+
+def facts_or_violations(config: Mapping[str, Any], faulty: set[str]) -> tuple[ModelFacts | None, list[Violation]]:
+    """The sizes of the configured model, as far as they are on this disk, and what is wrong with it."""
+    model_name = config["policy"].get("model_name")
+    if not isinstance(model_name, str) or faulty & {"policy", "policy.model_name"}:
+        return None, []
+    try:
+        return read_model_facts(model_name), []
+    except ConfigError as error:
+        return None, list(error.violations)

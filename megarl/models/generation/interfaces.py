@@ -1,0 +1,202 @@
+"""What every generation engine offers: its configuration, what goes in, what comes out, and the check of right padding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.errors import BatchError
+
+if TYPE_CHECKING:
+    import ray
+    import torch
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+
+LENGTH_KEYS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
+
+
+class ResourcesConfig(TypedDict):
+    """Where a generation engine of its own runs.
+
+    Attributes:
+        gpus_per_node: its worker ranks a node; null for all of a node.
+        num_nodes: its nodes; null for a part of the only node.
+    """
+
+    gpus_per_node: NotRequired[int | None]
+    num_nodes: NotRequired[int | None]
+
+
+class ColocationConfig(TypedDict):
+    """Whether generation shares its devices with training.
+
+    Attributes:
+        enabled: the same devices serve both, in turn.
+        resources: the engine's own devices when ``enabled`` is false.
+    """
+
+    enabled: bool
+    resources: NotRequired[ResourcesConfig]
+
+
+class GenerationConfig(TypedDict):
+    """How answers are generated.
+
+    Attributes:
+        backend: engine: the Megatron policy itself, vLLM, or plain transformers (FSDP1 policy).
+        max_new_tokens: longest answer in tokens.
+        temperature: logits are divided by it, in sampling and wherever log-probabilities are computed.
+        top_p: smallest set of tokens with at least this probability is kept; 1 keeps all.
+        top_k: only this many tokens are kept; null keeps all.
+        model_name: model of the engine; the policy's when absent.
+        stop_token_ids: tokens that end an answer; null or absent for the tokenizer's end of sequence.
+        stop_strings: texts that end an answer.
+        pad_token_id: fills answers up; the tokenizer's when absent.
+        colocated: whether training and generation share devices.
+    """
+
+    backend: Literal["megatron", "vllm", "hf"]
+    max_new_tokens: int
+    temperature: NotRequired[float]
+    top_p: NotRequired[float]
+    top_k: NotRequired[int | None]
+    model_name: NotRequired[str]
+    stop_token_ids: NotRequired[list[int] | None]
+    stop_strings: NotRequired[list[str] | None]
+    pad_token_id: NotRequired[int]
+    colocated: NotRequired[ColocationConfig]
+
+
+class GenerationDatumSpec(TypedDict):
+    """What goes into ``generate``.
+
+    Attributes:
+        input_ids: int64 [B, S], right-padded prompts.
+        input_lengths: int64 [B], tokens without padding.
+        stop_strings: texts that end the answer, per sample.
+        sampling_seeds: int64 [B]; the random numbers of a row depend on its seed alone.
+    """
+
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
+    stop_strings: NotRequired[list[list[str] | None]]
+    sampling_seeds: NotRequired[torch.Tensor]
+
+
+class GenerationOutputSpec(TypedDict):
+    """What comes out of ``generate``.
+
+    Attributes:
+        output_ids: int64 [B, S'], prompt and answer, right-padded with the pad token.
+        generation_lengths: int64 [B], tokens of the answer.
+        unpadded_sequence_lengths: int64 [B], tokens of prompt and answer.
+        logprobs: float32 [B, S'], of the tokens of the answer; 0 on the prompt and on padding.
+    """
+
+    output_ids: torch.Tensor
+    generation_lengths: torch.Tensor
+    unpadded_sequence_lengths: torch.Tensor
+    logprobs: torch.Tensor
+
+
+def verify_right_padding(data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True) -> tuple[bool, str | None]:
+    """Check that nothing but ``pad_value`` follows the last token of any row.
+
+    Args:
+        data: holds ``input_ids`` and ``input_lengths``, or ``output_ids`` and ``unpadded_sequence_lengths``: int64 [B, S] and [B].
+        pad_value: the pad token.
+        raise_error: raise for a badly padded row instead of returning the message.
+
+    Returns:
+        (True, None), or (False, message) for a badly padded row when ``raise_error`` is false.
+
+    Raises:
+        BatchError: the data cannot be checked (wrong type, keys, shapes or lengths), or, with ``raise_error``, a row is badly padded.
+    """
+    token_key, tokens, lengths = _padded_pair(data, pad_value)
+    if tokens.shape[1] == 0:
+        return True, None
+    import torch
+
+    beyond = torch.arange(tokens.shape[1], device=tokens.device)[None, :] >= lengths.to(tokens.device)[:, None]
+    wrong = beyond & (tokens != pad_value)
+    if not bool(wrong.any()):
+        return True, None
+    row, column = (int(index) for index in wrong.nonzero()[0])
+    message = (
+        f"{token_key}[{row}, {column}] = {int(tokens[row, column])}: non-padding token after the sequence's {int(lengths[row])} tokens; "
+        f"only the pad token {pad_value} may stand there. Pad on the right, and with that token"
+    )
+    if raise_error:
+        raise BatchError(message)
+    return False, message
+
+
+def _padded_pair(data: BatchedDataDict[Any], pad_value: int) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The tokens and lengths to check, and the key of the tokens, after all checks of type and shape."""
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+
+    if not isinstance(data, BatchedDataDict):
+        raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
+    if pad_value is None:
+        raise BatchError("pad_value = None: the pad token's id is needed to tell padding from tokens; give the tokenizer's pad_token_id")
+    for token_key, length_key in LENGTH_KEYS:
+        if token_key in data and length_key in data:
+            break
+    else:
+        raise BatchError(
+            "data must contain either input_ids and input_lengths, or output_ids and unpadded_sequence_lengths; "
+            f"it contains {sorted(map(str, data.keys()))}"
+        )
+    tokens, lengths = data[token_key], data[length_key]
+    if tokens.ndim != 2:
+        raise BatchError(f"{token_key} must be 2-D [batch, sequence], got {tokens.ndim}-D of shape {tuple(tokens.shape)}")
+    if tuple(lengths.shape) != (tokens.shape[0],):
+        raise BatchError(
+            f"{length_key} has shape {tuple(lengths.shape)}, expected ({tokens.shape[0]},): one length for each row of {token_key}"
+        )
+    if lengths.numel() and (int(lengths.max()) > tokens.shape[1] or int(lengths.min()) < 0):
+        raise BatchError(
+            f"{length_key} ranges from {int(lengths.min())} to {int(lengths.max())}: every length must lie between 0 and "
+            f"the width {tokens.shape[1]} of {token_key}"
+        )
+    return token_key, tokens, lengths
+
+
+class GenerationInterface(ABC):
+    """An engine that completes prompts."""
+
+    @abstractmethod
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
+        """Join the process group that weights arrive by. Returns futures."""
+
+    @abstractmethod
+    def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt; ``greedy`` takes the likeliest token instead of sampling."""
+
+    @abstractmethod
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Make ready to generate."""
+
+    @abstractmethod
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Give the devices back."""
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """Learn the names, shapes and types of the weights that will arrive."""
+        raise NotImplementedError
+
+    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
+        """Take weights from handles of device memory; False when that failed."""
+        raise NotImplementedError
+
+    def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
+        """Older name of :meth:`update_weights_from_ipc_handles`."""
+        return self.update_weights_from_ipc_handles(ipc_handles)
+
+    def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
+        """Take weights from the process group of :meth:`init_collective`. Returns futures."""
+        raise NotImplementedError

@@ -1,0 +1,94 @@
+"""Valid configurations and model sizes that the configuration tests start from. All sizes differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import complete_run
+from megarl.config.model_facts import ModelFacts
+
+FACTS = ModelFacts(
+    model_type="qwen2",
+    num_layers=10,
+    hidden_size=96,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=8,
+    ffn_hidden_size=180,
+    vocab_size=1003,
+    tied=False,
+    max_position=700,
+    qkv_bias=True,
+)
+
+
+def _shared() -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "policy": {
+            "model_name": "owner/a-model-that-is-on-no-disk",
+            "tokenizer": {"name": "owner/a-model-that-is-on-no-disk"},
+            "train_global_batch_size": 30,
+            "train_micro_batch_size": 5,
+            "precision": "bfloat16",
+            "max_total_sequence_length": 610,
+            "megatron_cfg": {
+                "enabled": True,
+                "tensor_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "optimizer": {"lr": 1e-4},
+            },
+        },
+        "data": {
+            "train": {"path": "train.jsonl", "prompt_key": "question", "answer_key": "answer"},
+            "validation": {"name": "owner/records", "split": "test", "prompt_key": "question", "answer_key": "answer"},
+            "max_input_seq_length": 110,
+        },
+        "cluster": {"gpus_per_node": 6, "num_nodes": 2, "device": "cpu"},
+    }
+
+
+def raw_grpo() -> dict[str, Any]:
+    """A GRPO run as a user writes it: required keys and a few others. 12 ranks: pipeline 2, data 3, tensor 2."""
+    run = _shared()
+    run["policy"]["generation"] = {"backend": "megatron", "max_new_tokens": 500}
+    return {
+        "algorithm": "grpo",
+        **run,
+        "grpo": {"num_prompts_per_step": 15, "num_generations_per_prompt": 4, "max_num_steps": 9},
+        "loss_fn": {
+            "reference_policy_kl_penalty": 0.01,
+            "ratio_clip_min": 0.2,
+            "ratio_clip_max": 0.28,
+            "ratio_clip_c": None,
+            "use_on_policy_kl_approximation": False,
+            "use_importance_sampling_correction": True,
+            "token_level_loss": True,
+        },
+        "env": {"reward": "exact_match"},
+    }
+
+
+def raw_sft() -> dict[str, Any]:
+    """An SFT run on the same ranks."""
+    run = _shared()
+    return {"algorithm": "sft", **run, "sft": {"max_num_steps": 11, "val_period": 3}}
+
+
+def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with the values at dotted paths replaced; ``...`` removes the key."""
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        if value is ...:
+            section.pop(name, None)
+        else:
+            section[name] = value
+    return config
+
+
+def complete(raw: dict[str, Any], changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A changed run with its defaults."""
+    return complete_run(changed(raw, changes or {}))

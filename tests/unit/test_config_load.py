@@ -1,0 +1,228 @@
+"""Reading configuration files: inheritance, overrides, interpolation, and what is said about broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from megarl.config import OverridesError, load_config, load_config_with_inheritance, parse_hydra_overrides
+from megarl.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_later_parents_win_and_the_file_wins_over_all(tmp_path: Path) -> None:
+    write(tmp_path, "deep/root.yaml", "a: root\nb: root\nc: root\nd: root\nlist: [1, 2, 3]\n")
+    write(tmp_path, "first.yaml", "defaults: deep/root.yaml\nb: first\nc: first\nd: first\n")
+    write(tmp_path, "second.yaml", "c: second\nd: second\nlist: [9]\n")
+    main = write(tmp_path, "main.yaml", "defaults: [first.yaml, second.yaml]\nd: main\n")
+    assert load_config(main) == {"a": "root", "b": "first", "c": "second", "d": "main", "list": [9]}
+
+
+def test_sections_merge_key_by_key_and_null_replaces_a_section(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "kept: {x: 1, y: 2}\ngone: {x: 1}\n")
+    main = write(tmp_path, "main.yaml", "defaults: base.yaml\nkept: {y: 3}\ngone: null\n")
+    assert load_config(main) == {"kept": {"x": 1, "y": 3}, "gone": None}
+
+
+def test_defaults_are_relative_to_their_own_file_or_absolute(tmp_path: Path) -> None:
+    far = write(tmp_path, "elsewhere/far.yaml", "defaults: ../near.yaml\nfar: 1\n")
+    write(tmp_path, "near.yaml", "near: 2\n")
+    main = write(tmp_path, "deep/er/main.yaml", f"defaults: {far}\n")
+    assert load_config(main) == {"near": 2, "far": 1}
+
+
+def test_base_dir_moves_the_start_of_the_file_s_own_defaults_only(tmp_path: Path) -> None:
+    write(tmp_path, "other/base.yaml", "defaults: leaf.yaml\nx: 1\n")
+    write(tmp_path, "other/leaf.yaml", "y: 2\n")
+    main = write(tmp_path, "main.yaml", "defaults: base.yaml\n")
+    assert OmegaConf.to_container(load_config_with_inheritance(main, tmp_path / "other")) == {"x": 1, "y": 2}
+
+
+def test_a_diamond_is_no_circle(tmp_path: Path) -> None:
+    write(tmp_path, "root.yaml", "x: 1\n")
+    for side in ("left", "right"):
+        write(tmp_path, f"{side}.yaml", f"defaults: root.yaml\n{side}: true\n")
+    main = write(tmp_path, "main.yaml", "defaults: [left.yaml, right.yaml]\n")
+    assert load_config(main) == {"x": 1, "left": True, "right": True}
+
+
+def test_a_circle_is_shown_in_order(tmp_path: Path) -> None:
+    for name, parent in (("a", "b"), ("b", "c"), ("c", "a")):
+        write(tmp_path, f"{name}.yaml", f"defaults: {parent}.yaml\nx: 1\n")
+    with pytest.raises(ConfigError, match=r"circle: .*a\.yaml -> .*b\.yaml -> .*c\.yaml -> .*a\.yaml"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_interpolation_crosses_files_and_sees_overrides(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: {name: m, copies: '${size}'}\ntokens: ${mul:${size},${length}}\nlength: 7\n")
+    main = write(tmp_path, "main.yaml", "defaults: base.yaml\nsize: 2\nname: ${model.name}\n")
+    expected = {"model": {"name": "m", "copies": 3}, "tokens": 21, "length": 7, "size": 3, "name": "m"}
+    assert load_config(main, ["size=3"]) == expected
+    assert type(load_config(main)["model"]) is dict
+
+
+def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", "lr: 5e-6\n")
+    assert load_config(main) == {"lr": 5e-6}
+    assert load_config(main, ["lr=1e-3"]) == {"lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("  \n\n", "is empty"),
+        ("# nothing but a comment\n", "holds no keys"),
+        ("- a\n- b\n", "holds no keys"),
+        ("a: 1\nb: [1, 2\nc: 3\n", r"line 3.*not valid YAML"),
+        ("a: 1\nb: 2\na: 3\n", r"line 3.*not valid YAML.*duplicate key"),
+        ("a: ${nowhere.b}\n", r"a cannot be interpolated.*nowhere"),
+        ("a: ${mul:2}\n", "a cannot be interpolated"),
+        ("a: ???\n", "give the key a value"),
+        ("defaults: 3\n", "defaults holds"),
+        ("defaults: [3]\na: 1\n", "defaults holds 3"),
+        ("defaults: missing.yaml\n", r"missing\.yaml does not exist, named in the defaults of .*main\.yaml"),
+    ],
+)
+def test_broken_files_say_where_and_what(tmp_path: Path, text: str, message: str) -> None:
+    main = write(tmp_path, "main.yaml", text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(main)
+    assert "Fix: " in str(caught.value)
+    assert "main.yaml" in str(caught.value)
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(tmp_path)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "main.yaml").write_bytes(b"\xff\xfe\x00a: 1")
+    with pytest.raises(ConfigError, match=r"main\.yaml"):
+        load_config(tmp_path / "main.yaml")
+
+
+START: dict[str, Any] = {"a": {"b": 1, "c": {"d": 2}}, "list": [{"x": 1}, {"x": 2}], "t": "text", "link": "${a.b}"}
+
+
+def overridden(*overrides: str) -> Any:
+    return OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(START), overrides), resolve=True)
+
+
+def test_no_override_changes_nothing_and_the_original_stays() -> None:
+    config = OmegaConf.create(START)
+    assert parse_hydra_overrides(config, []) == config
+    parse_hydra_overrides(config, ["a.b=5", "~t"])
+    assert OmegaConf.to_container(config) == START
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("a.b=5", ("a", "b"), 5),
+        ("a.b=null", ("a", "b"), None),
+        ("a.b=", ("a", "b"), None),
+        ("a.b=true", ("a", "b"), True),
+        ("a.b='3'", ("a", "b"), "3"),
+        ("a.b=x=y", ("a", "b"), "x=y"),
+        ("a.b=[1, two]", ("a", "b"), [1, "two"]),
+        ("a.b=-1e-3", ("a", "b"), -1e-3),
+        ("a.new=5", ("a", "new"), 5),
+        ("+a.new=5", ("a", "new"), 5),
+        ("+new.section.key=5", ("new", "section", "key"), 5),
+        ("++a.b=6", ("a", "b"), 6),
+        ("++a.new=6", ("a", "new"), 6),
+        ("a.c={e: 3}", ("a", "c"), {"d": 2, "e": 3}),
+        ("list.1.x=7", ("list", 1, "x"), 7),
+        ("t=${a.c.d}", ("t",), 2),
+        ("a.b=9", ("link",), 9),
+    ],
+)
+def test_override_sets(override: str, path: tuple[str | int, ...], value: object) -> None:
+    found = overridden(override)
+    for part in path:
+        found = found[part]
+    assert found == value and type(found) is type(value)
+
+
+def test_overrides_apply_in_order_and_remove() -> None:
+    assert overridden("a.b=1", "a.b=2")["a"]["b"] == 2
+    assert "c" not in overridden("~a.c")["a"]
+    assert "c" not in overridden("~a.c.d", "~a.c")["a"]
+    assert "t" not in overridden("~t=text")
+    assert overridden("~t", "+t=again")["t"] == "again"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("a.b", "has no '='"),
+        ("=3", "names no key"),
+        ("", "names no key"),
+        ("a..b=3", "names no key"),
+        (".a=3", "names no key"),
+        ("+a.b=3", "there already"),
+        ("~a.none", "not there"),
+        ("~none.b", "not there"),
+        ("~t=other", "the value of t is 'text'"),
+        ("t.x=3", "t is the value 'text', not a section"),
+        ("a.b=[1", "cannot be applied"),
+        ("list.7.x=3", "cannot be applied"),
+    ],
+)
+def test_bad_overrides_are_named(override: str, message: str) -> None:
+    with pytest.raises(OverridesError, match=message) as caught:
+        overridden(override)
+    assert repr(override) in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+KEYS = st.text("abcd_", min_size=1, max_size=3)
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text("xyz ", max_size=4) | st.lists(st.integers(0, 9), max_size=3),
+    lambda inner: st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def merged_by_hand(lower: Any, upper: Any) -> Any:
+    """The slow reference: dictionaries merge key by key, everything else is replaced."""
+    if not (isinstance(lower, dict) and isinstance(upper, dict)):
+        return upper
+    result = dict(lower)
+    for key, value in upper.items():
+        result[key] = merged_by_hand(lower[key], value) if key in lower else value
+    return result
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(trees=st.lists(st.dictionaries(KEYS, TREES, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_inheritance_is_a_merge_in_order(trees: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("configs")
+    for number, tree in enumerate(trees):
+        OmegaConf.save(OmegaConf.create(tree), folder / f"{number}.yaml")
+    expected: Any = {}
+    for tree in trees:
+        expected = merged_by_hand(expected, tree)
+    main = write(folder, "main.yaml", f"defaults: {[f'{number}.yaml' for number in range(len(trees))]}\nown: 1\n")
+    assert load_config(main) == {**expected, "own": 1}
+
+
+def test_types_returned(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", "a: {b: [1]}\n")
+    assert isinstance(load_config_with_inheritance(main), DictConfig)
+    assert type(load_config(str(main))["a"]["b"]) is list

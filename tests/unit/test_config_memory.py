@@ -1,0 +1,176 @@
+"""Parameters counted by stage and rank against real transformers models, and the estimates against slow tallies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from megarl.config.arithmetic import BatchPlan
+from megarl.config.layout import Layout, layers_per_stage
+from megarl.config.memory import estimate, in_flight, layer_activation_bytes, layer_parameters, optimizer_bytes, stage_parameters
+from megarl.config.model_facts import ModelFacts, read_model_facts
+from tests.unit.config_samples import FACTS, complete, raw_grpo
+
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 132,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "vocab_size": 101,
+}
+MODELS = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
+    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 14, "tie_word_embeddings": False}),
+    "qwen3-tied": (Qwen3Config, {"head_dim": 6, "tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
+    config_class, options = MODELS[name]
+    config: PretrainedConfig = config_class(**SHAPE, **options)
+    config.save_pretrained(folder)
+    facts = read_model_facts(str(folder))
+    assert facts is not None
+    with torch.device("meta"):
+        return facts, AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_one_rank_holds_as_many_parameters_as_transformers(name: str, tmp_path: Path) -> None:
+    facts, model = real_model(name, tmp_path)
+    assert stage_parameters(facts, 1, 0, [facts.num_layers]) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("stages", [[6], [2, 4], [1, 2, 3]])
+@pytest.mark.parametrize("tensor", [1, 2, 3, 6])
+def test_ranks_and_stages_hold_each_parameter_once(name: str, stages: list[int], tensor: int, tmp_path: Path) -> None:
+    facts, model = real_model(name, tmp_path)
+    padded = -(-facts.vocab_size // tensor) * tensor
+    replicated = ("norm", "o_proj.bias", "down_proj.bias")
+    expected = 0
+    for key, parameter in model.named_parameters():
+        count = parameter.numel()
+        if "embed_tokens" in key or "lm_head" in key:
+            count = padded * facts.hidden_size
+        expected += count * (tensor if any(part in key for part in replicated) else 1)
+    if facts.tied and len(stages) > 1:
+        expected += padded * facts.hidden_size
+    assert sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages))) == expected
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    stages=st.integers(1, 6),
+    micro_batches=st.integers(1, 9),
+)
+def test_micro_batches_in_flight_by_playing_the_schedule(stages: int, micro_batches: int) -> None:
+    """Plays 1F1B: a stage runs its warm-up forwards, then alternates one forward and one backward."""
+    for stage in range(stages):
+        warm_up = min(stages - stage - 1, micro_batches)
+        moves = ["forward"] * warm_up + ["forward", "backward"] * (micro_batches - warm_up) + ["backward"] * warm_up
+        held = peak = 0
+        for move in moves:
+            held += 1 if move == "forward" else -1
+            peak = max(peak, held)
+        assert held == 0
+        assert in_flight(stage, stages, micro_batches) == peak
+
+
+def test_activations_by_listing_the_tensors() -> None:
+    tokens, tensor, element = 14, 2, 2
+    heads, groups, width = FACTS.num_attention_heads // tensor, FACTS.num_key_value_heads // tensor, FACTS.head_dim
+    ffn = FACTS.ffn_hidden_size // tensor
+    divided = [heads * width, groups * width, groups * width, heads * width, ffn, ffn, ffn, ffn]
+    whole = [FACTS.hidden_size] * 4
+    normaliser = heads * 4
+    per_token = sum(divided) * element + normaliser
+    assert layer_activation_bytes(FACTS, tokens, tensor, False, element) == tokens * (per_token + sum(whole) * element)
+    assert layer_activation_bytes(FACTS, tokens, tensor, True, element) == tokens * (per_token + sum(whole) * element // tensor)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "weight", "gradient", "expected"),
+    [
+        # The rows of Megatron-Core's table, less weights and gradients: 20 - 4, 18 - 6, 16 - 8.
+        ("adam", 2, 2, 16),
+        ("adam", 2, 4, 12),
+        ("adam", 4, 4, 8),
+        ("sgd", 4, 4, 4),
+    ],
+)
+def test_optimizer_state(optimizer: str, weight: int, gradient: int, expected: int) -> None:
+    assert optimizer_bytes({"optimizer": optimizer, "sgd_momentum": 0.9}, weight, gradient) == expected
+    assert optimizer_bytes({"optimizer": "sgd", "sgd_momentum": 0.0}, 4, 4) == 0
+
+
+def estimate_of(changes: dict[str, Any], reference: bool = True) -> Any:
+    config = complete(raw_grpo(), changes)
+    plan = BatchPlan(15, 4, 30, 3, 5, 610)
+    return estimate(config["policy"], FACTS, Layout(2, 3, 1, 2, 6), plan, reference)
+
+
+def test_estimate_of_two_stages() -> None:
+    first, last = estimate_of({})
+    assert [first.layers, last.layers] == layers_per_stage(10, 2)
+    layers = 5 * layer_parameters(FACTS, 2)
+    vocabulary = 502 * 96
+    assert (first.parameters, last.parameters) == (layers + vocabulary, layers + vocabulary + 96)
+    assert (first.weights, first.gradients) == (2 * first.parameters, 2 * first.parameters)
+    assert first.optimizer == -(-16 * first.parameters // 3)
+    assert (first.logits, last.logits) == (0, 5 * 610 * 502 * 10)
+    assert first.generation_cache == 5 * 610 * 5 * 2 * (2 * 8) * 2
+    assert first.activations == 2 * last.activations
+    assert first.reference_weights == first.weights
+    assert last.peak == last.weights + last.gradients + last.optimizer + last.activations + last.logits
+
+
+def test_estimate_follows_the_switches() -> None:
+    plain = estimate_of({})
+    megatron = "policy.megatron_cfg"
+    checkpointed = estimate_of({f"{megatron}.activation_checkpointing": True})
+    assert checkpointed[0].activations < plain[0].activations
+    assert estimate_of({f"{megatron}.optimizer.use_distributed_optimizer": False})[0].optimizer == 16 * plain[0].parameters
+    wide = estimate_of({f"{megatron}.distributed_data_parallel_config.grad_reduce_in_fp32": True})[0]
+    assert (wide.gradients, wide.optimizer) == (4 * wide.parameters, 12 * wide.parameters // 3)
+    assert estimate_of({"policy.precision": "float32"})[0].weights == 4 * plain[0].parameters
+    assert estimate_of({"policy.generation": None})[0].generation_cache == 0
+    assert estimate_of({}, reference=False)[0].reference_weights == 0
+    scoring = estimate_of({"policy.logprob_batch_size": 50})[1]
+    assert scoring.logits == 50 * 610 * 502 * 6
+    generating = estimate_of({"policy.generation_batch_size": 5000})[0]
+    assert generating.peak == generating.weights + generating.gradients + generating.optimizer + generating.generation_cache
+
+
+def test_facts_of_old_and_new_ways_to_write_rope(tmp_path: Path) -> None:
+    base = {**SHAPE, "model_type": "llama", "max_position_embeddings": 640}
+    for extra, expected in [
+        ({}, 640),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 640}}, 2560),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}, 640),
+        ({"rope_parameters": None, "max_position_embeddings": None}, None),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({**base, **extra}))
+        facts = read_model_facts(str(tmp_path))
+        assert facts is not None and facts.max_position == expected
+
+
+def test_facts_of_experts_and_of_a_text_config_inside(tmp_path: Path) -> None:
+    inner = {**SHAPE, "model_type": "gemma3_text", "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": True}))
+    facts = read_model_facts(str(tmp_path))
+    assert facts is not None
+    assert dataclasses.astuple(facts)[:2] == ("gemma3_text", 6)
+    assert (facts.num_experts, facts.tied, facts.head_dim) == (4, True, 4)

@@ -1,0 +1,74 @@
+"""Which model names are paths, and what is said about paths without a usable model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import read_model_facts
+from megarl.config.model_facts import looks_like_path
+from megarl.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ["/a/b", "./a", "../a", "~/a", "a/", "a/b/c"])
+def test_paths(name: str) -> None:
+    assert looks_like_path(name)
+    with pytest.raises(ConfigError, match=r"policy\.model_name = .*this directory does not exist"):
+        read_model_facts(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/name-that-nobody-has"])
+def test_ids_are_not_looked_for_on_the_network(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert not looks_like_path(name)
+    assert read_model_facts(name) is None
+
+
+def test_an_id_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--tiny"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 20, "num_attention_heads": 5, '
+        '"intermediate_size": 44, "vocab_size": 77}'
+    )
+    facts = read_model_facts("owner/tiny")
+    assert facts is not None
+    assert (facts.num_layers, facts.num_key_value_heads, facts.head_dim, facts.tied, facts.max_position) == (3, 5, 4, False, None)
+
+
+@pytest.mark.parametrize("name", ["-dash", "a--b", "white space", ""])
+def test_names_that_are_neither(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.model_name"):
+        read_model_facts(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "cannot be used"),
+        ("[]", "cannot be used"),
+        ("{}", "lacks the key 'num_attention_heads'"),
+        ('{"num_attention_heads": "many"}', "cannot be used"),
+    ],
+)
+def test_broken_model_directories(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_model_facts(str(tmp_path))
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        read_model_facts(str(tmp_path / "weights"))

@@ -1,0 +1,292 @@
+"""Every rule between keys: a valid run passes, and each rule is seen to fire on the key it is about."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megarl.config import check, complete_run
+from megarl.config.not_yet import NOT_YET_RULES
+from megarl.config.rules import RULES
+from megarl.config.rules.ranges import RANGES
+from megarl.config.rules.view import NotApplicableError, View
+from tests.unit.config_samples import FACTS, complete, raw_grpo, raw_sft
+
+MEGATRON = "policy.megatron_cfg"
+DTENSOR = "policy.dtensor_cfg"
+OPTIMIZER = f"{MEGATRON}.optimizer"
+SCHEDULER = f"{MEGATRON}.scheduler"
+DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
+GENERATION = "policy.generation"
+SHORT = {"m": MEGATRON, "d": DTENSOR, "o": OPTIMIZER, "s": SCHEDULER, "ddp": DATA_PARALLEL, "g": GENERATION}
+ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
+ON_FSDP1 = {"m.enabled": False}
+
+
+def long(path: str) -> str:
+    """A dotted path with its section written out."""
+    section, dot, rest = path.partition(".")
+    return SHORT.get(section, section) + dot + rest
+
+
+# (rule, changes to the GRPO run, changes to the model's sizes, keys the rule must name); SHORT names sections by one letter.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
+    ("one_backend", {"d.enabled": True}, {}, {"d.enabled"}),
+    ("torch_optimizer_unused", {"policy.optimizer": {"name": "torch.optim.AdamW", "kwargs": {}}}, {}, {"policy.optimizer"}),
+    (
+        "dtensor_context_parallel",
+        {**ON_DTENSOR, "d.context_parallel_size": 3, "policy.sequence_packing.enabled": True},
+        {},
+        {"d.context_parallel_size"},
+    ),
+    (
+        "dtensor_context_parallel",
+        {**ON_DTENSOR, "d.context_parallel_size": 3, "d.sequence_parallel": True},
+        {},
+        {"d.context_parallel_size"},
+    ),
+    ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"model_type": "gemma3_text"}, {"d.context_parallel_size"}),
+    ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
+    ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),
+    ("dtensor_tied_weights", ON_DTENSOR, {"tied": True}, {"d.tensor_parallel_size"}),
+    ("fsdp1_limits", {**ON_FSDP1, "policy.precision": "float16"}, {"tied": True}, {"policy.precision", "policy.model_name"}),
+    ("ranks_divide", {"cluster.gpus_per_node": 5}, {}, {"cluster.gpus_per_node"}),
+    ("ranks_divide", {"cluster.gpus_per_node": 1}, {}, {"cluster.gpus_per_node"}),
+    ("sequence_parallel_needs_tensor", {"m.sequence_parallel": True, "m.tensor_model_parallel_size": 1}, {}, {"m.sequence_parallel"}),
+    (
+        "sequence_length_divides",
+        {"m.sequence_parallel": True, "policy.make_sequence_length_divisible_by": 3},
+        {},
+        {"policy.make_sequence_length_divisible_by"},
+    ),
+    (
+        "sequence_length_divides",
+        {"m.context_parallel_size": 3, "policy.make_sequence_length_divisible_by": 4},
+        {},
+        {"policy.make_sequence_length_divisible_by"},
+    ),
+    ("layers_divide", {}, {"num_layers": 11}, {"m.pipeline_model_parallel_size"}),
+    (
+        "layers_divide",
+        {"m.num_layers_in_first_pipeline_stage": 4, "m.num_layers_in_last_pipeline_stage": 5},
+        {},
+        {"m.num_layers_in_first_pipeline_stage"},
+    ),
+    (
+        "layers_divide",
+        {"m.num_layers_in_last_pipeline_stage": 5, "m.pipeline_model_parallel_size": 1},
+        {},
+        {"m.num_layers_in_last_pipeline_stage"},
+    ),
+    ("widths_divide", {"m.tensor_model_parallel_size": 8}, {"num_key_value_heads": 3}, {"m.tensor_model_parallel_size"}),
+    ("widths_divide", {**ON_DTENSOR, "d.tensor_parallel_size": 8}, {}, {"d.tensor_parallel_size"}),
+    ("hidden_divides", {}, {"num_key_value_heads": 5}, {"policy.model_name"}),
+    ("experts_divide", {"m.expert_model_parallel_size": 3}, {"num_experts": 8}, {"m.expert_model_parallel_size", "m.sequence_parallel"}),
+    ("context_parallel_needs_packing", {"m.context_parallel_size": 3}, {}, {"m.context_parallel_size"}),
+    ("samples_fill_global_batches", {"policy.train_global_batch_size": 45}, {}, {"policy.train_global_batch_size"}),
+    ("global_batch_divides", {"policy.train_global_batch_size": 20}, {}, {"policy.train_global_batch_size"}),
+    ("global_batch_divides", {"policy.train_micro_batch_size": 4}, {}, {"policy.train_micro_batch_size"}),
+    (
+        "one_way_of_batching",
+        {"policy.dynamic_batching.enabled": True, "policy.sequence_packing.enabled": True},
+        {},
+        {"policy.dynamic_batching.enabled"},
+    ),
+    ("dynamic_batching_without_pipeline", {"policy.dynamic_batching.enabled": True}, {}, {"policy.dynamic_batching.enabled"}),
+    (
+        "token_budgets_given",
+        {"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": 609},
+        {},
+        {"policy.dynamic_batching.train_mb_tokens", "policy.dynamic_batching.logprob_mb_tokens"},
+    ),
+    ("optimizer_follows_precision", {"o.bf16": False, "o.fp16": True}, {}, {"o.bf16", "o.fp16"}),
+    ("parameter_type", {"o.params_dtype": "float16"}, {}, {"o.params_dtype"}),
+    ("pipeline_type", {"m.pipeline_dtype": "float32"}, {}, {"m.pipeline_dtype"}),
+    ("learning_rates", {"o.min_lr": 2e-4, "s.lr_warmup_init": 3e-4}, {}, {"o.min_lr", "s.lr_warmup_init"}),
+    ("decay_of_learning_rate", {"s.lr_decay_style": "cosine"}, {}, {"s.lr_decay_iters"}),
+    ("decay_of_learning_rate", {"s.lr_decay_iters": 5, "s.lr_warmup_iters": 5}, {}, {"s.lr_warmup_iters"}),
+    ("weight_decay_schedule", {"s.end_weight_decay": 0.02}, {}, {"s.end_weight_decay"}),
+    ("weight_decay_schedule", {"s.end_weight_decay": 0.001, "s.weight_decay_incr_style": "linear"}, {}, {"s.end_weight_decay"}),
+    ("clipping_agrees", {"o.clip_grad": 0.5, "policy.max_grad_norm": None}, {}, {"o.clip_grad"}),
+    (
+        "precision_aware_optimizer",
+        {"o.use_precision_aware_optimizer": True, "o.use_distributed_optimizer": False},
+        {},
+        {"o.use_precision_aware_optimizer"},
+    ),
+    ("precision_aware_optimizer", {"o.use_precision_aware_optimizer": True, "o.optimizer": "sgd"}, {}, {"o.use_precision_aware_optimizer"}),
+    ("gradients_are_summed", {"ddp.average_in_collective": True}, {}, {"ddp.average_in_collective"}),
+    ("overlap_of_parameter_gather", {"ddp.overlap_param_gather": True}, {}, {"ddp.overlap_param_gather"}),
+    ("generation_fits_backend", ON_DTENSOR, {}, {"g.backend"}),
+    ("generation_fits_backend", {"g.backend": "hf"}, {}, {"g.backend"}),
+    ("megatron_generates_in_place", {"g.colocated.enabled": False}, {}, {"g.colocated.enabled"}),
+    (
+        "resources_of_generation",
+        {"g.colocated": {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 2}}},
+        {},
+        {"g.colocated.resources.num_nodes", "g.colocated.resources.gpus_per_node"},
+    ),
+    (
+        "resources_of_generation",
+        {"g.colocated": {"enabled": False, "resources": {"gpus_per_node": 6, "num_nodes": 2}}, "cluster.num_nodes": 1},
+        {},
+        {"g.colocated.resources.num_nodes", "g.colocated.resources.gpus_per_node"},
+    ),
+    ("prompt_and_answer_fit", {"data.max_input_seq_length": 111}, {}, {"policy.max_total_sequence_length"}),
+    ("model_reaches_length", {}, {"max_position": 609}, {"policy.max_total_sequence_length"}),
+    ("token_ids_exist", {"g.stop_token_ids": [1002, 1003], "g.pad_token_id": 1003}, {}, {"g.stop_token_ids", "g.pad_token_id"}),
+    ("sections_of_algorithm", {"loss_fn": ..., "env": ..., "g": None}, {}, {"loss_fn", "env", "g"}),
+    ("megatron_trains", {"o": ...}, {}, {"o"}),
+    ("one_source", {"data.train.name": "owner/records"}, {}, {"data.train"}),
+    ("one_source", {"data.validation.name": ...}, {}, {"data.validation"}),
+    ("one_source", {"data.train.split": "train", "data.train.subset": "main"}, {}, {"data.train.split", "data.train.subset"}),
+    ("prompt_template_has_place", {"data.prompt_template": "Answer: {question}"}, {}, {"data.prompt_template"}),
+    ("validation_has_data", {"data.validation": None, "grpo.val_at_end": True}, {}, {"grpo.val_at_end"}),
+    ("single_turn", {"grpo.max_rollout_turns": 2}, {}, {"grpo.max_rollout_turns"}),
+    ("wandb_is_named", {"logger.wandb_enabled": True}, {}, {"logger.wandb"}),
+    (
+        "values_in_range",
+        {"grpo.num_generations_per_prompt": 1, "g.temperature": 0},
+        {},
+        {"grpo.num_generations_per_prompt", "g.temperature"},
+    ),
+    (
+        "unbuilt_flags",
+        {"policy.sequence_packing.enabled": True, "ddp.use_custom_fsdp": True},
+        {},
+        {"policy.sequence_packing.enabled", "ddp.use_custom_fsdp"},
+    ),
+    ("unbuilt_sizes", {"m.virtual_pipeline_model_parallel_size": 2}, {}, {"m.virtual_pipeline_model_parallel_size"}),
+    ("unbuilt_backends", ON_DTENSOR, {}, {"d.enabled"}),
+    ("unbuilt_backends", ON_FSDP1, {}, {"m.enabled"}),
+    ("unbuilt_generation", {"g.backend": "vllm", "g.colocated.enabled": False}, {}, {"g.backend", "g.colocated.enabled"}),
+    ("unbuilt_models", {}, {"num_experts": 8}, {"policy.model_name"}),
+    ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
+]
+SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("validation_batch_divides", {"sft.val_global_batch_size": 16}, {"sft.val_global_batch_size"}),
+    ("validation_batch_divides", {"sft.val_global_batch_size": 12, "sft.val_micro_batch_size": 3}, {"sft.val_micro_batch_size"}),
+    ("example_fits", {"data.max_input_seq_length": 611}, {"data.max_input_seq_length"}),
+    ("sections_of_algorithm", {"sft": ...}, {"sft"}),
+]
+BY_NAME = {rule.__name__: rule for rule in (*RULES, *NOT_YET_RULES)}
+
+
+def keys_named(rule: str, config: dict[str, Any], facts: Any = None) -> set[str]:
+    """The keys that one rule complains about; every complaint says all four things."""
+    try:
+        violations = list(BY_NAME[rule](View(config, facts=facts)))
+    except NotApplicableError:
+        return set()
+    assert all(violation.bound and violation.fix for violation in violations)
+    return {violation.key for violation in violations}
+
+
+def test_valid_runs_break_no_rule() -> None:
+    assert check(complete(raw_grpo()), FACTS) == []
+    assert check(complete(raw_sft()), FACTS) == []
+
+
+@pytest.mark.parametrize(("rule", "changes", "sizes", "keys"), CASES, ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)])
+def test_rule_fires_on_its_key(rule: str, changes: dict[str, Any], sizes: dict[str, Any], keys: set[str]) -> None:
+    config = complete(raw_grpo(), {long(path): value for path, value in changes.items()})
+    keys = {long(key) for key in keys}
+    facts = dataclasses.replace(FACTS, **sizes)
+    assert keys_named(rule, config, facts) == keys
+    assert keys <= {violation.key for violation in check(config, facts)}
+    assert keys_named(rule, complete(raw_grpo()), FACTS) == set()
+
+
+@pytest.mark.parametrize(("rule", "changes", "keys"), SFT_CASES)
+def test_rule_of_sft_fires_on_its_key(rule: str, changes: dict[str, Any], keys: set[str]) -> None:
+    config = complete(raw_sft(), changes)
+    assert keys_named(rule, config) == keys
+    assert keys <= {violation.key for violation in check(config)}
+    assert keys_named(rule, complete(raw_sft())) == set()
+
+
+def test_no_rule_is_untested() -> None:
+    assert set(BY_NAME) == {case[0] for case in CASES} | {case[0] for case in SFT_CASES}
+    assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES)
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+def test_range_accepts_its_inside_and_refuses_its_outside(key: str) -> None:
+    allowed = RANGES[key]
+    inside = [
+        bound
+        for bound, is_open in ((allowed.low, allowed.low_open), (allowed.high, allowed.high_open))
+        if bound is not None and not is_open
+    ]
+    outside = [allowed.low - 1] if allowed.low is not None else []
+    outside += [allowed.low] if allowed.low_open and allowed.low is not None else []
+    outside += [allowed.high + 1] if allowed.high is not None else []
+    outside += [allowed.high] if allowed.high_open and allowed.high is not None else []
+    assert outside
+    for value in inside:
+        assert key not in keys_named("values_in_range", complete(raw_grpo(), {key: value})), value
+    for value in outside:
+        assert key in keys_named("values_in_range", complete(raw_grpo(), {key: value})), value
+
+
+def test_rule_on_a_key_is_silent_where_the_feature_is_not_built() -> None:
+    violations = check(complete(raw_grpo(), {f"{MEGATRON}.context_parallel_size": 3}), FACTS)
+    assert [violation.bound for violation in violations if violation.key == f"{MEGATRON}.context_parallel_size"] == [
+        "context parallelism is not in this version"
+    ]
+
+
+def test_all_broken_rules_come_at_once() -> None:
+    changes = {"cluster.gpus_per_node": 5, f"{DATA_PARALLEL}.average_in_collective": True, "loss_fn.ratio_clip_c": 1.0}
+    keys = {violation.key for violation in check(complete(raw_grpo(), changes), FACTS)}
+    assert keys == set(changes)
+
+
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft()], ids=["grpo", "sft"])
+def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
+    full = complete_run(raw)
+    for path in _paths(full):
+        check(_without(full, path), FACTS)
+    check({}, FACTS)
+
+
+@pytest.mark.parametrize("value", ["text", None, [3], -1, 0])
+def test_no_rule_stumbles_over_a_faulty_value(value: object) -> None:
+    full = complete_run(raw_grpo())
+    for path in _paths(full):
+        check(_with(full, path, value), FACTS, faulty={".".join(path)})
+
+
+def test_a_list_with_a_faulty_member_is_left_to_the_type_check() -> None:
+    config = complete(raw_grpo(), {f"{GENERATION}.stop_token_ids": [1, "two", 5000]})
+    assert check(config, FACTS, faulty={f"{GENERATION}.stop_token_ids.1"}) == []
+
+
+def test_range_keys_exist_in_the_schema() -> None:
+    from megarl.config.schema import known_paths
+    from megarl.config.sections import RunConfig
+
+    assert set(RANGES) <= set(known_paths(RunConfig))
+
+
+def _paths(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in config.items():
+        found.append((*above, key))
+        if isinstance(value, dict):
+            found.extend(_paths(value, (*above, key)))
+    return found
+
+
+def _without(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        key: (_without(value, path[1:]) if key == path[0] and len(path) > 1 else value)
+        for key, value in config.items()
+        if key != path[0] or len(path) > 1
+    }
+
+
+def _with(config: dict[str, Any], path: tuple[str, ...], new: object) -> dict[str, Any]:
+    return {key: ((_with(value, path[1:], new) if len(path) > 1 else new) if key == path[0] else value) for key, value in config.items()}

@@ -1,0 +1,218 @@
+"""Shape of a configuration: types, unknown and missing keys, null against absent, and everything in one report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megarl.config import complete_run, validate_config, validate_policy_config
+from megarl.config.schema import check_policy, check_run, known_paths, nearest
+from megarl.config.sections import RunConfig
+from megarl.errors import ConfigError, Violation
+from tests.unit.config_samples import changed, raw_grpo, raw_sft
+
+MEGATRON = "policy.megatron_cfg"
+
+
+def violations_after(changes: dict[str, Any]) -> dict[str, Violation]:
+    return {violation.key: violation for violation in check_run(changed(raw_grpo(), changes))}
+
+
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft()], ids=["grpo", "sft"])
+def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any]) -> None:
+    assert check_run(raw) == []
+    assert check_run(complete_run(raw)) == []
+    validate_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("seed", "7", "whole number"),
+        ("seed", 7.5, "whole number"),
+        ("seed", True, "whole number"),
+        ("seed", None, "null is not allowed"),
+        ("policy.max_total_sequence_length", "610", "whole number"),
+        (f"{MEGATRON}.optimizer.lr", "1e-4", "a number"),
+        (f"{MEGATRON}.optimizer.lr", True, "a number"),
+        (f"{MEGATRON}.optimizer.lr", float("nan"), "finite"),
+        (f"{MEGATRON}.optimizer.lr", float("inf"), "finite"),
+        (f"{MEGATRON}.enabled", "true", "true or false"),
+        (f"{MEGATRON}.enabled", 1, "true or false"),
+        ("policy.model_name", 3, "text"),
+        ("policy.precision", "bf16", "one of 'float32', 'bfloat16' or 'float16'"),
+        (f"{MEGATRON}.empty_unused_memory_level", 3, "one of 0, 1 or 2"),
+        ("policy.generation", [1], "a section"),
+        ("policy.generation.stop_token_ids", [1, "two"], "whole number"),
+        ("policy", 3, "a section"),
+        ("env.reward", "exactmatch", "one of"),
+    ],
+)
+def test_wrong_types_are_refused(key: str, value: object, bound: str) -> None:
+    found = violations_after({key: value})
+    (violation,) = found.values()
+    assert violation.key.startswith(key)
+    assert bound in violation.bound
+    assert violation.fix
+
+
+@pytest.mark.parametrize("value", [1, 0.5])
+def test_a_whole_number_is_a_number(value: float) -> None:
+    assert violations_after({f"{MEGATRON}.optimizer.lr": value}) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        (f"{MEGATRON}.tensor_model_paralel_size", f"{MEGATRON}.tensor_model_parallel_size"),
+        ("sede", "seed"),
+        ("policy.temperature", "policy.generation.temperature"),
+        ("grpo.num_generation_per_prompt", "grpo.num_generations_per_prompt"),
+        ("tensor_model_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"),
+        ("policy.generation.colocated.resources.gpu_per_node", "policy.generation.colocated.resources.gpus_per_node"),
+    ],
+)
+def test_unknown_keys_name_the_nearest_known_key(wrong: str, meant: str) -> None:
+    violation = violations_after({wrong: 3})[wrong]
+    assert violation.bound == "there is no such key"
+    assert repr(meant) in violation.fix
+
+
+def test_a_key_like_no_other_is_to_be_removed() -> None:
+    assert violations_after({"qqqqqqqq": 1})["qqqqqqqq"].fix == "remove it"
+
+
+def test_null_is_allowed_exactly_where_the_type_says_so() -> None:
+    allowed = {"policy.generation.top_k": None, "policy.max_grad_norm": None, "data.validation": None, "loss_fn.ratio_clip_c": None}
+    assert violations_after(allowed) == {}
+    refused = ["policy.generation.top_p", "policy.train_micro_batch_size", f"{MEGATRON}.optimizer.min_lr", "data.train"]
+    assert set(violations_after(dict.fromkeys(refused))) == set(refused)
+
+
+def test_absent_and_null_are_told_apart() -> None:
+    assert repr(violations_after({"seed": ...})["seed"].value) == "<absent>"
+    assert violations_after({"seed": None})["seed"].value is None
+    assert violations_after({"loss_fn.ratio_clip_c": ...})["loss_fn.ratio_clip_c"].bound == "this key is required"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "keys"),
+    [
+        ([{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {}}, {"milestones": [50]}], set()),
+        ({"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0}}, set()),
+        (None, set()),
+        (3, {"policy.scheduler"}),
+        ([{"name": 3, "kwargs": {}}], {"policy.scheduler.0.name"}),
+        ([{"name": "x"}], {"policy.scheduler.0.kwargs"}),
+        ([{"milestones": ["a"]}], {"policy.scheduler.0.milestones.0"}),
+    ],
+)
+def test_a_union_reports_the_form_that_was_meant(scheduler: object, keys: set[str]) -> None:
+    assert set(violations_after({"policy.scheduler": scheduler})) == keys
+
+
+def test_types_rules_and_model_come_in_one_report() -> None:
+    changes = {
+        "sede": 1,
+        "policy.precision": "bf16",
+        "loss_fn": ...,
+        "cluster.gpus_per_node": 5,
+        "policy.model_name": "/no/such/directory",
+        "policy.sequence_packing": {"enabled": True},
+    }
+    with pytest.raises(ConfigError) as caught:
+        validate_config(changed(raw_grpo(), changes))
+    keys = {violation.key for violation in caught.value.violations}
+    assert {"sede", "policy.precision", "loss_fn", "cluster.gpus_per_node", "policy.model_name", "policy.sequence_packing.enabled"} <= keys
+    assert str(caught.value).startswith(f"{len(caught.value.violations)} configuration errors:")
+    assert all(violation.key in str(caught.value) for violation in caught.value.violations)
+
+
+@pytest.mark.parametrize("config", [{}, {"policy": None}, {"policy": []}, {"policy": {"megatron_cfg": 3}}, {3: 4}])
+def test_a_broken_configuration_is_still_a_report(config: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config(config)
+    assert caught.value.violations
+
+
+def test_every_single_wrong_value_is_a_report_and_no_crash() -> None:
+    full = complete_run(raw_grpo())
+    wrong: list[Any] = ["text", None, [3], {"a": 1}, -1, float("inf")]
+    for path in known_paths(RunConfig):
+        for value in wrong:
+            broken = changed(complete_run(raw_grpo()), {path: value}) if _reachable(full, path) else None
+            if broken is not None:
+                try:
+                    validate_config(broken)
+                except ConfigError as error:
+                    assert error.violations
+
+
+def _reachable(config: dict[str, Any], path: str) -> bool:
+    current: Any = config
+    for part in path.split(".")[:-1]:
+        if not isinstance(current, dict) or not isinstance(current.get(part), dict):
+            return False
+        current = current[part]
+    return True
+
+
+def test_the_policy_section_alone() -> None:
+    policy = raw_grpo()["policy"]
+    assert check_policy(policy) == []
+    completed = validate_policy_config(policy, world_size=12)
+    assert completed["logprob_batch_size"] == 5
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_node = 9"):
+        validate_policy_config(policy, world_size=9)
+    with pytest.raises(ConfigError, match=r"policy\.model_nam = 'x'.*'policy\.model_name'"):
+        validate_policy_config({**policy, "model_nam": "x"})
+
+
+def test_defaults_leave_every_given_value_alone() -> None:
+    raw = changed(raw_grpo(), {"policy.generation.temperature": 0.7, "policy.max_grad_norm": None, "run_dir": "here"})
+    full = complete_run(raw, "name")
+    assert full["policy"]["generation"]["temperature"] == 0.7
+    assert full["policy"]["max_grad_norm"] is None
+    assert full["policy"]["megatron_cfg"]["optimizer"]["clip_grad"] == 0.0
+    assert full["run_dir"] == "here"
+    assert full["checkpointing"]["checkpoint_dir"] == "here/checkpoints"
+    assert complete_run(full) == full
+    assert complete_run(raw_grpo(), "name")["run_dir"] == "runs/name"
+
+
+def test_defaults_follow_what_they_depend_on() -> None:
+    full = complete_run(changed(raw_sft(), {"policy.precision": "float16", f"{MEGATRON}.optimizer.weight_decay": 0.25}))
+    megatron = full["policy"]["megatron_cfg"]
+    assert (megatron["optimizer"]["bf16"], megatron["optimizer"]["fp16"], megatron["pipeline_dtype"]) == (False, True, "float16")
+    assert megatron["scheduler"]["start_weight_decay"] == megatron["scheduler"]["end_weight_decay"] == 0.25
+    assert full["policy"]["make_sequence_length_divisible_by"] == 2
+    assert full["sft"]["val_global_batch_size"] == 30
+    assert complete_run(raw_sft())["policy"]["generation"] is None
+
+
+def test_defaults_are_not_shared_between_configurations() -> None:
+    first, second = complete_run(raw_grpo()), complete_run(raw_grpo())
+    first["policy"]["dtensor_cfg"]["enabled"] = True
+    first["policy"]["generation"]["colocated"]["enabled"] = False
+    assert second == complete_run(raw_grpo())
+
+
+def test_nearest_prefers_the_same_section() -> None:
+    known = ["a.size", "b.sizes", "b.x"]
+    assert nearest("b.size", known) == "b.sizes"
+    assert nearest("c.size", known) == "a.size"
+    assert nearest("zzz", known) is None
+
+
+def test_configuration_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, megarl, megarl.config, megarl.cli, megarl.config.report, megarl.models.policy.interfaces\n"
+        "import megarl.models.generation.interfaces\n"
+        "megarl.config.read_model_facts('owner/none')\n"
+        "sys.exit(','.join(name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
