@@ -1,0 +1,194 @@
+"""Reads a Hugging Face config into the facts that decide shapes and forward pass, and refuses what it cannot carry over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.errors import ConversionError
+from converters.families import family_of
+from converters.families.base import Family
+from converters.inert_keys import INERT_KEYS
+from converters.rope import read_rope
+
+_DIMENSIONS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position": "max_position_embeddings",
+}
+_ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
+_CONSUMED_KEYS = (
+    frozenset(_DIMENSIONS.values())
+    | _ROPE_KEYS
+    | {"model_type", "architectures", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "initializer_range", "attention_dropout"}
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's shapes and everything else its forward pass depends on.
+
+    Attributes:
+        family: ``model_type`` of the Hugging Face config.
+        ffn_hidden_size: width of the gated MLP.
+        num_key_value_heads: key-value groups; equal to the heads without grouped-query attention.
+        head_dim: width of one head; not always hidden_size / num_attention_heads.
+        vocab_size: rows of the embedding, unpadded.
+        tied_embeddings: the output layer is the embedding.
+        qkv_bias, attention_output_bias, mlp_bias: which linear layers have a bias.
+        qk_norm: RMS norms over each query and key head.
+        norm_epsilon: epsilon of every RMS norm.
+        rope_theta, rope_scaling: see :func:`converters.rope.read_rope`.
+        max_position: longest sequence the config allows, tokens.
+        activation: of the gate, always ``silu``.
+        initializer_range: standard deviation of freshly initialised weights.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    norm_epsilon: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(hash=False)
+    max_position: int
+    activation: str
+    initializer_range: float
+
+
+def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
+    """The architecture of a model.
+
+    Every key of the config is either read, known to change nothing, or refused: a key that silently changed the forward pass would make
+    the trained model another one than the config describes.
+
+    Args:
+        hf_config: a transformers config, or the parsed ``config.json`` as a mapping.
+        ignore_config_keys: further keys that the caller knows to be harmless.
+
+    Raises:
+        ConversionError: with every reason why the model cannot be carried over.
+    """
+    config = _as_mapping(hf_config)
+    family = family_of(config.get("model_type"))
+    problems = _refused_keys(config, family, frozenset(ignore_config_keys))
+    dimensions = _dimensions(config, problems)
+    rope_theta, rope_scaling = read_rope(config, problems)
+    features = family.read_features(config)
+    architecture = Architecture(
+        family=family.model_type,
+        **dimensions,
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        qkv_bias=features.qkv_bias,
+        attention_output_bias=features.attention_output_bias,
+        mlp_bias=features.mlp_bias,
+        qk_norm=features.qk_norm,
+        norm_epsilon=_positive(config, "rms_norm_eps", problems),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        activation=str(config.get("hidden_act")),
+        initializer_range=_positive(config, "initializer_range", problems),
+    )
+    if problems:
+        raise ConversionError(
+            f"this {family.model_type} config cannot be carried over to Megatron-Core",
+            "take the keys out of config.json if the model does not depend on them, or use a backend that runs the transformers model",
+            problems,
+        )
+    return architecture
+
+
+def _as_mapping(hf_config: Any) -> dict[str, Any]:
+    """The config as a flat dict with the defaults of its class filled in."""
+    if isinstance(hf_config, Mapping):
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
+        family = family_of(hf_config.get("model_type"))
+        options = {key: value for key, value in hf_config.items() if key != "model_type"}
+        try:
+            hf_config = AutoConfig.for_model(family.model_type, **options)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
+    elif not hasattr(hf_config, "to_dict"):
+        raise ConversionError(f"{type(hf_config).__name__} is not a model config", "pass a transformers config or a parsed config.json")
+    config = dict(hf_config.to_dict())
+    # Attributes that exist only on the class (head_dim set after construction, older rope keys) are not in to_dict of every version.
+    for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters"):
+        if config.get(key) is None and getattr(hf_config, key, None) is not None:
+            config[key] = getattr(hf_config, key)
+    return config
+
+
+def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
+    """Problems with keys whose values are fixed, and with keys that nobody reads."""
+    problems = []
+    if config.get("hidden_act") != "silu":
+        problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
+    if config.get("attention_dropout"):
+        problems.append(f"attention_dropout = {config['attention_dropout']!r}: only 0 is supported")
+    classes = config.get("architectures")
+    if classes and list(classes) != [family.architecture_class]:
+        problems.append(f"architectures = {list(classes)!r}: only {family.architecture_class} is supported")
+    windows = [kind for kind in config.get("layer_types") or () if kind != "full_attention"] if "layer_types" in family.config_keys else []
+    if windows:
+        problems.append(f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported (use_sliding_window)")
+    known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored
+    for key in sorted(set(config) - known):
+        if not _is_off(config[key]):
+            problems.append(f"{key} = {config[key]!r}: unknown key, which may change the forward pass")
+    return problems
+
+
+def _is_off(value: object) -> bool:
+    """None, False and empty values switch a feature off; zero may mean anything."""
+    return value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
+    """All sizes, checked against each other."""
+    filled = dict(config)
+    if filled.get("num_key_value_heads") is None:
+        filled["num_key_value_heads"] = filled.get("num_attention_heads")
+    heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
+    if filled.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        if hidden % heads:
+            problems.append(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim")
+        filled["head_dim"] = hidden // heads
+    dimensions: dict[str, int] = {}
+    for name, key in _DIMENSIONS.items():
+        value = filled.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            dimensions[name] = value
+        else:
+            problems.append(f"{key} = {value!r}: a positive whole number is needed")
+            dimensions[name] = 1
+    if dimensions["num_attention_heads"] % dimensions["num_key_value_heads"]:
+        problems.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {dimensions['num_key_value_heads']}")
+    if dimensions["head_dim"] % 2:
+        problems.append(f"head_dim = {dimensions['head_dim']}: rotary embedding needs an even number")
+    return dimensions
+
+
+def _positive(config: Mapping[str, Any], key: str, problems: list[str]) -> float:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        problems.append(f"{key} = {value!r}: a positive number is needed")
+        return math.nan
+    return float(value)

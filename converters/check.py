@@ -1,0 +1,71 @@
+"""Checks before anything is loaded that weights and config belong together."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.rules import hf_tensors
+from converters.source import HuggingFaceSource
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
+_IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_CHUNK_BYTES = 64 * 2**20
+
+
+def check_source(source: HuggingFaceSource, architecture: Architecture, compare_tied: bool = True) -> None:
+    """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes. Reads headers only.
+
+    A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because transformers unties the two when they
+    differ; this is the only case in which tensor data are read, in pieces of 64 MiB.
+
+    Args:
+        source: the checkpoint.
+        architecture: from its config.
+        compare_tied: False leaves that comparison out.
+
+    Raises:
+        ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
+    """
+    expected = {tensor.name: tensor.shape for tensor in hf_tensors(architecture)}
+    found = set(source.names())
+    problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    for name in sorted(found):
+        if name in expected:
+            problems += _tensor_problems(source, name, expected[name])
+        elif name == _HEAD and architecture.tied_embeddings:
+            problems += _tensor_problems(source, name, expected[_EMBEDDING])
+        elif not _IGNORABLE.fullmatch(name):
+            problems.append(f"unknown: {name} {list(source.shape(name))}")
+    if not problems and compare_tied and architecture.tied_embeddings and _HEAD in found and not _equal(source, _EMBEDDING, _HEAD):
+        problems.append(f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings is true: set it to false to keep both")
+    if problems:
+        raise ConversionError(
+            f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
+            "use the config.json that belongs to these weights, and complete weights",
+            problems,
+        )
+
+
+def _tensor_problems(source: HuggingFaceSource, name: str, shape: tuple[int, ...]) -> list[str]:
+    problems = []
+    if source.shape(name) != shape:
+        problems.append(f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)}")
+    dtype = source.dtype(name)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        problems.append(f"dtype: {name} is {dtype}; quantised weights have to be dequantised first")
+    return problems
+
+
+def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
+    """Whether two matrices of the same shape hold the same bits, in bounded memory."""
+    if source.dtype(first) != source.dtype(second):
+        return False
+    rows, columns = source.shape(first)
+    step = max(1, _CHUNK_BYTES // (columns * source.dtype(first).itemsize))
+    pieces = ((slice(start, min(start + step, rows)),) for start in range(0, rows, step))
+    return all(torch.equal(source.read(first, piece).view(torch.uint8), source.read(second, piece).view(torch.uint8)) for piece in pieces)

@@ -1,0 +1,30 @@
+"""The one error of the converters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConversionError(ValueError):
+    """A model, its config and its weights cannot be converted.
+
+    ``exit_code`` is what a command line returns for it. The message says what was found, its value and how to mend it.
+
+    Attributes:
+        what: the thing that is wrong, one line.
+        details: every single finding, so that all of them are reported at once.
+        fix: what to do about it.
+    """
+
+    exit_code = 2
+    shown = 20
+
+    def __init__(self, what: str, fix: str, details: Sequence[str] = ()) -> None:
+        self.what = what
+        self.fix = fix
+        self.details = tuple(details)
+        lines = [f"  - {detail}" for detail in self.details[: self.shown]]
+        if len(self.details) > self.shown:
+            lines.append(f"  - and {len(self.details) - self.shown} more")
+        listing = "\n" + "\n".join(lines) + "\n" if lines else " "
+        super().__init__(f"{what}{':' if lines else '.'}{listing}Fix: {fix}")

@@ -1,0 +1,78 @@
+"""Rules of the plain decoder that the dense families share: grouped-query attention, gated MLP, RMS norms before each block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.rule import HuggingFaceTensor, Kind, Rule
+
+if TYPE_CHECKING:
+    from converters.architecture import Architecture
+
+
+def model_rules(architecture: Architecture) -> tuple[Rule, ...]:
+    """Embedding, final norm and output layer.
+
+    The output layer of a tied model is there for the last pipeline stage, which holds a copy of the embedding; it emits nothing.
+    """
+    embedding = HuggingFaceTensor("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
+    head = HuggingFaceTensor("lm_head.weight", embedding.shape)
+    tied = architecture.tied_embeddings
+    return (
+        Rule("embedding.word_embeddings.weight", Kind.VOCAB, (embedding,)),
+        Rule("decoder.final_layernorm.weight", Kind.REPLICATED, (HuggingFaceTensor("model.norm.weight", (architecture.hidden_size,)),)),
+        Rule("output_layer.weight", Kind.VOCAB, (embedding if tied else head,), emits=not tied),
+    )
+
+
+def layer_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+    """All parameters of one layer, in forward order."""
+    return (*_attention_rules(architecture, layer), *_mlp_rules(architecture, layer))
+
+
+def _attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+    hidden, head_dim = architecture.hidden_size, architecture.head_dim
+    query, key = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
+    megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    widths = (("q", query), ("k", key), ("v", key))
+    rules = [
+        Rule(f"{megatron}input_layernorm.weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}input_layernorm.weight", (hidden,)),)),
+        Rule(
+            f"{megatron}self_attention.linear_qkv.weight",
+            Kind.QKV,
+            tuple(HuggingFaceTensor(f"{prefix}self_attn.{letter}_proj.weight", (width, hidden)) for letter, width in widths),
+        ),
+    ]
+    if architecture.qkv_bias:
+        biases = tuple(HuggingFaceTensor(f"{prefix}self_attn.{letter}_proj.bias", (width,)) for letter, width in widths)
+        rules.append(Rule(f"{megatron}self_attention.linear_qkv.bias", Kind.QKV, biases))
+    if architecture.qk_norm:
+        for letter in ("q", "k"):
+            norm = HuggingFaceTensor(f"{prefix}self_attn.{letter}_norm.weight", (head_dim,))
+            rules.append(Rule(f"{megatron}self_attention.{letter}_layernorm.weight", Kind.REPLICATED, (norm,)))
+    output = HuggingFaceTensor(f"{prefix}self_attn.o_proj.weight", (hidden, query))
+    rules.append(Rule(f"{megatron}self_attention.linear_proj.weight", Kind.ROW, (output,)))
+    if architecture.attention_output_bias:
+        bias = HuggingFaceTensor(f"{prefix}self_attn.o_proj.bias", (hidden,))
+        rules.append(Rule(f"{megatron}self_attention.linear_proj.bias", Kind.REPLICATED, (bias,)))
+    return tuple(rules)
+
+
+def _mlp_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+    hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
+    megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    norm = HuggingFaceTensor(f"{prefix}post_attention_layernorm.weight", (hidden,))
+    gated = tuple(HuggingFaceTensor(f"{prefix}mlp.{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up"))
+    rules = [
+        Rule(f"{megatron}pre_mlp_layernorm.weight", Kind.REPLICATED, (norm,)),
+        Rule(f"{megatron}mlp.linear_fc1.weight", Kind.GATED, gated),
+    ]
+    if architecture.mlp_bias:
+        biases = tuple(HuggingFaceTensor(f"{prefix}mlp.{part}_proj.bias", (ffn,)) for part in ("gate", "up"))
+        rules.append(Rule(f"{megatron}mlp.linear_fc1.bias", Kind.GATED, biases))
+    down = HuggingFaceTensor(f"{prefix}mlp.down_proj.weight", (hidden, ffn))
+    rules.append(Rule(f"{megatron}mlp.linear_fc2.weight", Kind.ROW, (down,)))
+    if architecture.mlp_bias:
+        bias = HuggingFaceTensor(f"{prefix}mlp.down_proj.bias", (hidden,))
+        rules.append(Rule(f"{megatron}mlp.linear_fc2.bias", Kind.REPLICATED, (bias,)))
+    return tuple(rules)

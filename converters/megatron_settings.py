@@ -1,0 +1,124 @@
+"""Translates an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel, without importing Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.rope import yarn_attention_factor
+
+_MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_OTHER_BACKEND = "use a backend that runs the transformers model itself"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSettings:
+    """What has to be handed to Megatron-Core.
+
+    Attributes:
+        transformer: keyword arguments of ``TransformerConfig``. The activation function is left to the caller, because it is a function:
+            ``torch.nn.functional.silu`` for every family here.
+        model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
+        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads them with ``getattr``
+            for YaRN, though the class does not declare them.
+    """
+
+    transformer: dict[str, Any]
+    model: dict[str, Any]
+    attributes: dict[str, Any]
+
+
+def megatron_settings(architecture: Architecture) -> MegatronSettings:
+    """Arguments with which Megatron-Core computes the same function as transformers.
+
+    Raises:
+        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling.
+    """
+    add_bias_linear, add_qkv_bias = _bias_flags(architecture)
+    transformer = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_key_value_heads,
+        "kv_channels": architecture.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "gated_linear_unit": True,
+        "add_bias_linear": add_bias_linear,
+        "add_qkv_bias": add_qkv_bias,
+        "qk_layernorm": architecture.qk_norm,
+        "init_method_std": architecture.initializer_range,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    model, attributes = _rotary(architecture)
+    model |= {
+        "vocab_size": architecture.vocab_size,
+        "max_sequence_length": architecture.max_position,
+        "share_embeddings_and_output_weights": architecture.tied_embeddings,
+    }
+    return MegatronSettings(transformer=transformer, model=model, attributes=attributes)
+
+
+def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
+    """``add_bias_linear``, which switches on every bias of attention and MLP, and ``add_qkv_bias``."""
+    biases = (architecture.qkv_bias, architecture.attention_output_bias, architecture.mlp_bias)
+    if biases == (True, True, True):
+        return True, True
+    if biases in {(True, False, False), (False, False, False)}:
+        return False, architecture.qkv_bias
+    raise ConversionError(
+        f"biases on query-key-value = {biases[0]}, attention output = {biases[1]}, MLP = {biases[2]} (attention_bias, mlp_bias): "
+        "Megatron-Core has them all, none, or on query-key-value alone",
+        _OTHER_BACKEND,
+    )
+
+
+def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary arguments of the model and the YaRN attributes of its config."""
+    theta = architecture.rope_theta
+    model: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(theta) if theta.is_integer() else theta,
+        "rotary_percent": 1.0,
+        "rope_scaling": False,
+    }
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return model, {}
+    if scaling["type"] == "linear":
+        return model | {"seq_len_interpolation_factor": scaling["factor"]}, {}
+    if scaling["type"] == "llama3":
+        _require_megatron_llama3(scaling)
+        return model | {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}, {}
+    assert scaling["type"] == "yarn", scaling
+    return model | {"position_embedding_type": "yarn"}, _yarn_attributes(scaling)
+
+
+def _require_megatron_llama3(scaling: dict[str, Any]) -> None:
+    """Megatron-Core takes only the factor; the rest is written into its code."""
+    others = [f"{key} = {scaling[key]!r}: must be {value!r}" for key, value in _MEGATRON_LLAMA3.items() if scaling[key] != value]
+    if others:
+        raise ConversionError("Megatron-Core fixes these parameters of llama3 rope scaling", _OTHER_BACKEND, others)
+
+
+def _yarn_attributes(scaling: dict[str, Any]) -> dict[str, Any]:
+    computed = yarn_attention_factor(scaling["factor"], scaling["mscale"], scaling["mscale_all_dim"])
+    if not math.isclose(computed, scaling["attention_factor"], rel_tol=1e-6):
+        raise ConversionError(
+            f"yarn attention_factor = {scaling['attention_factor']!r}: Megatron-Core computes it from factor and mscale, here {computed!r}",
+            _OTHER_BACKEND,
+        )
+    return {
+        "yarn_rotary_scaling_factor": scaling["factor"],
+        "yarn_original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "yarn_beta_fast": scaling["beta_fast"],
+        "yarn_beta_slow": scaling["beta_slow"],
+        "yarn_mscale": scaling["mscale"],
+        "yarn_mscale_all_dim": scaling["mscale_all_dim"],
+        "yarn_correction_range_round_to_int": scaling["truncate"],
+    }

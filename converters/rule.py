@@ -1,0 +1,53 @@
+"""What a mapping rule is: which Hugging Face tensors make up one Megatron-Core parameter, and how it is cut over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How the full parameter is laid out and cut over the tensor-parallel ranks."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    COLUMN = "column"
+    """Rank t holds the t-th part of the rows (dimension 0)."""
+    ROW = "row"
+    """Rank t holds the t-th part of the columns (dimension 1)."""
+    QKV = "qkv"
+    """Query, key and value rows interleaved by key-value group, then cut by rows. Weights and biases alike."""
+    GATED = "gated"
+    """Rank t holds the t-th part of the gate rows, then the t-th part of the up rows. Weights and biases alike."""
+    VOCAB = "vocab"
+    """Rows padded with zeros to the padded vocabulary, then cut by rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceTensor:
+    """Name and full shape of one tensor in a Hugging Face checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one Megatron-Core parameter is made of Hugging Face tensors.
+
+    Attributes:
+        megatron_name: parameter name with the global layer index; for a parameter inside a layer, the name of the portable layer spec.
+        kind: the layout.
+        parts: the tensors it is made of, in the order the layout wants (query, key, value; gate, up).
+        emits: False for a copy of a parameter that another rule already writes (the output layer of a tied model).
+    """
+
+    megatron_name: str
+    kind: Kind
+    parts: tuple[HuggingFaceTensor, ...]
+    emits: bool = True
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Names of the tensors it is made of."""
+        return tuple(part.name for part in self.parts)

@@ -1,0 +1,82 @@
+"""Looks rules up by Megatron-Core parameter name, and lists all names on both sides."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.families import family_of
+from converters.rule import HuggingFaceTensor, Rule
+
+_LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
+# Transformer Engine keeps the norm inside the linear layer that follows it.
+_TRANSFORMER_ENGINE_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
+    """The rule of one Megatron-Core parameter.
+
+    Args:
+        megatron_name: without wrapper prefixes such as ``module.``, with the *global* layer index, for example
+            ``decoder.layers.7.self_attention.linear_qkv.weight``. Names of the portable and of the Transformer Engine layer spec are known.
+        architecture: the model.
+
+    Raises:
+        ConversionError: the model has no such parameter.
+    """
+    match = _LAYER.fullmatch(megatron_name)
+    if match is None:
+        rules = _model_rules(architecture)
+        rule = rules.get(megatron_name)
+    else:
+        layer, suffix = int(match.group(1)), match.group(2)
+        if layer >= architecture.num_layers:
+            raise ConversionError(
+                f"{megatron_name}: the model has layers 0 to {architecture.num_layers - 1}",
+                "give the global layer index, counted from 0 over all pipeline stages",
+            )
+        rules = _layer_rules(architecture, layer)
+        rule = rules.get(f"decoder.layers.{layer}.{_TRANSFORMER_ENGINE_NAMES.get(suffix, suffix)}")
+    if rule is None:
+        near = difflib.get_close_matches(megatron_name, list(rules), n=1)
+        hint = f"the nearest known name is {near[0]}" if near else "strip wrapper prefixes and skip _extra_state entries"
+        raise ConversionError(f"{megatron_name} is no parameter of a {architecture.family} model with these settings", hint)
+    return rule
+
+
+def all_rules(architecture: Architecture) -> list[Rule]:
+    """Every rule that emits tensors: embedding, layers in order, final norm, output layer. Tied models have no output layer here."""
+    model = [rule for rule in _model_rules(architecture).values() if rule.emits]
+    layers = [rule for layer in range(architecture.num_layers) for rule in _layer_rules(architecture, layer).values()]
+    return [*model[:1], *layers, *model[1:]]
+
+
+def all_megatron_names(architecture: Architecture) -> list[str]:
+    """Every parameter of the whole model, named as in the portable layer spec, without the output layer of a tied model."""
+    return [rule.megatron_name for rule in all_rules(architecture)]
+
+
+def hf_tensors(architecture: Architecture) -> list[HuggingFaceTensor]:
+    """Every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
+    return [part for rule in all_rules(architecture) for part in rule.parts]
+
+
+def hf_names(architecture: Architecture) -> list[str]:
+    """Every tensor name of the Hugging Face checkpoint, each exactly once."""
+    return [tensor.name for tensor in hf_tensors(architecture)]
+
+
+@lru_cache(maxsize=16)
+def _model_rules(architecture: Architecture) -> dict[str, Rule]:
+    return {rule.megatron_name: rule for rule in family_of(architecture.family).model_rules(architecture)}
+
+
+@lru_cache(maxsize=1024)
+def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
+    return {rule.megatron_name: rule for rule in family_of(architecture.family).layer_rules(architecture, layer)}

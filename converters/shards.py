@@ -1,0 +1,143 @@
+"""Moves parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.layouts import ShardLayout, Span, padded_vocab_size, shard_layout
+from converters.rule import Kind, Rule
+
+
+class TensorSource(Protocol):
+    """What is needed of a source to read shards from it."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        ...
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor, or a slice of it along its leading dimensions, as a fresh contiguous tensor."""
+        ...
+
+
+def load_shard(
+    rule: Rule,
+    source: TensorSource,
+    architecture: Architecture,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    padded_vocab: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """One rank's shard of a parameter, reading only the rows and columns it needs.
+
+    Args:
+        rule: of the parameter.
+        source: where the Hugging Face tensors are.
+        architecture: the model.
+        tp_rank: tensor-parallel rank.
+        tp_size: tensor-parallel size.
+        padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of ``tp_size``. Padding rows are zero.
+        dtype: of the result; by default that of the source.
+
+    Returns:
+        A fresh contiguous CPU tensor.
+
+    Raises:
+        ConversionError: a tensor is missing or has another shape than the architecture says, the cut is impossible, or the parts are stored
+            in different dtypes and no ``dtype`` is given.
+    """
+    for part in rule.parts:
+        if source.shape(part.name) != part.shape:
+            raise ConversionError(
+                f"{part.name} has shape {list(source.shape(part.name))}, but config.json asks for {list(part.shape)}",
+                "use the config.json that belongs to these weights",
+            )
+    padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
+    layout = shard_layout(rule, architecture.head_dim, tp_rank, tp_size, padded)
+    dtype = dtype or _common_dtype(rule, source)
+    if len(layout.spans) == 1 and not layout.padding:
+        return _read_span(rule, source, layout.axis, layout.spans[0]).to(dtype)
+    shard = torch.empty(layout.shape, dtype=dtype)
+    position = 0
+    for span in layout.spans:
+        shard.narrow(layout.axis, position, span.length).copy_(_read_span(rule, source, layout.axis, span))
+        position += span.length
+    shard.narrow(layout.axis, position, layout.padding).zero_()
+    return shard
+
+
+def to_hf(
+    rule: Rule, shards: Sequence[Tensor], architecture: Architecture, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of a parameter, from the shards of all ranks; the exact inverse of :func:`load_shard`.
+
+    Args:
+        rule: of the parameter.
+        shards: one tensor a tensor-parallel rank, in rank order, all on one device. Of a replicated parameter only the first is read.
+        architecture: the model.
+        dtype: of the results; by default that of the shards.
+
+    Yields:
+        Name and full tensor, fresh and contiguous, without padding rows. Nothing for a parameter that another rule writes.
+
+    Raises:
+        ConversionError: the shards do not have the shapes that the architecture asks for.
+    """
+    if not rule.emits:
+        return
+    if not shards:
+        raise ConversionError(f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank")
+    padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
+    layouts = [shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))]
+    for rank, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
+        if tuple(shard.shape) != layout.shape or shard.dtype != shards[0].dtype:
+            raise ConversionError(
+                f"{rule.megatron_name}: the shard of rank {rank} is {shard.dtype} {list(shard.shape)}, "
+                f"expected {shards[0].dtype} {list(layout.shape)}",
+                "pass the shards of all tensor-parallel ranks in rank order, and the architecture that the model was built from",
+            )
+    if rule.kind is Kind.REPLICATED:
+        shards, layouts = shards[:1], layouts[:1]
+    tensors = [torch.empty(part.shape, dtype=dtype or shards[0].dtype, device=shards[0].device) for part in rule.parts]
+    for shard, layout in zip(shards, layouts, strict=True):
+        _copy_out(shard.detach(), layout, tensors)
+    for part, tensor in zip(rule.parts, tensors, strict=True):
+        yield part.name, tensor
+
+
+def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> None:
+    """Copy every span of a shard to its place in the full tensors."""
+    position = 0
+    for span in layout.spans:
+        rows = shard.narrow(layout.axis, position, span.length)
+        tensors[span.part].narrow(layout.axis, span.start, span.length).copy_(rows)
+        position += span.length
+
+
+def _read_span(rule: Rule, source: TensorSource, axis: int, span: Span) -> Tensor:
+    part = rule.parts[span.part]
+    if span.length == part.shape[axis]:
+        return source.read(part.name)
+    return source.read(part.name, (*(slice(None) for _ in range(axis)), slice(span.start, span.stop)))
+
+
+def _common_dtype(rule: Rule, source: TensorSource) -> torch.dtype:
+    dtypes = {part.name: source.dtype(part.name) for part in rule.parts}
+    if len(set(dtypes.values())) > 1:
+        raise ConversionError(
+            f"{rule.megatron_name} is made of tensors stored in different dtypes",
+            "pass dtype to choose one",
+            [f"{name}: {dtype}" for name, dtype in dtypes.items()],
+        )
+    return next(iter(dtypes.values()))

@@ -1,0 +1,242 @@
+"""Config reading: what is carried over, what is refused, and that Megatron-Core computes the same rotary frequencies as transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_concentration_factor_from_config
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import BertConfig, LlamaConfig
+
+from converters.architecture import Architecture, read_architecture
+from converters.errors import ConversionError
+from converters.megatron_settings import megatron_settings
+from tests.unit.converters_tiny import CONFIGS, SIZES, tiny_config, tiny_model
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    program = (
+        "import sys, converters, converters.architecture, converters.megatron_settings, converters.rules; print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_size_lands_in_its_field(name: str) -> None:
+    config = tiny_config(name, rms_norm_eps=3e-5, initializer_range=0.07, rope_theta=12345.0)
+    architecture = read_architecture(config)
+    assert architecture.family == config.model_type
+    assert architecture.num_layers == 3
+    assert (architecture.hidden_size, architecture.ffn_hidden_size, architecture.vocab_size) == (42, 52, 101)
+    assert (architecture.num_attention_heads, architecture.num_key_value_heads) == (6, config.num_key_value_heads)
+    assert (architecture.head_dim, architecture.max_position) == (10, 64)
+    assert (architecture.norm_epsilon, architecture.initializer_range) == (3e-5, 0.07)
+    assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
+    assert architecture.tied_embeddings == name.endswith("tied")
+    assert architecture.qk_norm == (config.model_type == "qwen3")
+    assert architecture.qkv_bias == (config.model_type == "qwen2" or name == "llama_all_biases")
+    assert architecture.attention_output_bias == architecture.mlp_bias == (name == "llama_all_biases")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3"])
+def test_a_parsed_config_json_reads_like_the_config_object(name: str) -> None:
+    config = tiny_config(name)
+    assert read_architecture(config.to_dict()) == read_architecture(config) == read_architecture(config.to_diff_dict())
+
+
+def test_defaults_of_a_sparse_config_json_are_filled_in() -> None:
+    sparse = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 7}
+    architecture = read_architecture(sparse)
+    assert (architecture.head_dim, architecture.num_key_value_heads, architecture.rope_theta) == (6, 4, 10000.0)
+    assert (architecture.num_layers, architecture.ffn_hidden_size) == (32, 11008)
+
+
+def test_older_rope_keys_read_like_the_new_ones() -> None:
+    old = {"model_type": "llama", **SIZES, "rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 3.0}}
+    new = {"model_type": "llama", **SIZES, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 777.0}}
+    assert read_architecture(old) == read_architecture(new)
+    assert read_architecture(old).rope_scaling == {"type": "linear", "factor": 3.0}
+
+
+def test_an_object_with_only_the_older_rope_attributes_is_read() -> None:
+    class OlderConfig:
+        rope_theta = 5e5
+        rope_scaling: dict[str, Any] = LLAMA3
+
+        def to_dict(self) -> dict[str, Any]:
+            config = tiny_config("llama").to_dict()
+            del config["rope_parameters"]
+            return config
+
+    architecture = read_architecture(OlderConfig())
+    assert architecture.rope_theta == 5e5
+    assert architecture.rope_scaling == {"type": "llama3", **{key: LLAMA3[key] for key in list(LLAMA3)[1:]}}
+
+
+REFUSED = [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope type 'dynamic'"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}}, "factor = -2.0"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}}, "mrope_section"),
+    ("llama", {"sliding_window": 8}, "sliding_window = 8"),
+    ("llama", {"logits_multiplier": 0.0}, "logits_multiplier = 0.0"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+    ("llama", {"num_key_value_heads": 4}, "not a multiple of num_key_value_heads = 4"),
+    ("llama", {"intermediate_size": 0}, "intermediate_size = 0"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "2 layers of 'sliding_attention'"),
+    ("qwen2", {"attention_bias": True}, "attention_bias = True"),
+    ("qwen2", {"head_dim": 3}, "head_dim = 3"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias = True"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True}, "use_sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{name}-{next(iter(changes))}" for name, changes, _ in REFUSED])
+def test_what_cannot_be_carried_over_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConversionError, match="Fix: ") as caught:
+        read_architecture(tiny_config(name, **changes))
+    assert len(caught.value.details) == 1, caught.value
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_all_reasons_are_reported_at_once() -> None:
+    with pytest.raises(ConversionError) as caught:
+        read_architecture(tiny_config("llama", hidden_act="relu", rms_norm_eps=0.0, extra_scale=2, attention_dropout=0.5))
+    assert len(caught.value.details) == 4
+
+
+def test_windows_that_are_switched_off_are_no_reason_to_refuse() -> None:
+    assert read_architecture(tiny_config("qwen2", use_sliding_window=False, sliding_window=8)).family == "qwen2"
+    assert read_architecture(tiny_config("qwen3", use_sliding_window=True, max_window_layers=3)).family == "qwen3"
+
+
+def test_unknown_keys_pass_when_off_or_named_by_the_caller() -> None:
+    assert read_architecture(tiny_config("llama", new_feature=False, other_feature=None, third=[])).num_layers == 3
+    assert read_architecture(tiny_config("llama", my_note="x"), ignore_config_keys={"my_note"}).num_layers == 3
+
+
+@pytest.mark.parametrize("config", [BertConfig(), {"hidden_size": 3}, {"model_type": ["llama"]}, {"model_type": "gpt2"}])
+def test_unknown_families_are_refused(config: Any) -> None:
+    with pytest.raises(ConversionError, match=r"known families are llama, qwen2, qwen3"):
+        read_architecture(config)
+
+
+def test_something_that_is_no_config_is_refused() -> None:
+    with pytest.raises(ConversionError, match="int is not a model config"):
+        read_architecture(3)
+    with pytest.raises(ConversionError, match="not a valid llama config"):
+        read_architecture({"model_type": "llama", "hidden_size": "many"})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_megatron_accepts_every_argument(name: str) -> None:
+    architecture = read_architecture(tiny_config(name))
+    settings = megatron_settings(architecture)
+    config = TransformerConfig(**settings.transformer, activation_func=torch.nn.functional.silu)
+    assert set(settings.model) <= set(inspect.signature(GPTModel).parameters)
+    assert (config.kv_channels, config.num_query_groups, config.layernorm_epsilon) == (10, architecture.num_key_value_heads, 1e-6)
+    assert (config.gated_linear_unit, config.normalization, config.qk_layernorm) == (True, "RMSNorm", architecture.qk_norm)
+    assert (config.add_bias_linear or config.add_qkv_bias) == architecture.qkv_bias
+    assert config.add_bias_linear == architecture.mlp_bias
+    assert settings.model["share_embeddings_and_output_weights"] == architecture.tied_embeddings
+
+
+@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"mlp_bias": True}])
+def test_bias_combinations_without_a_megatron_setting_are_refused(changes: dict[str, bool]) -> None:
+    with pytest.raises(ConversionError, match="attention_bias, mlp_bias"):
+        megatron_settings(read_architecture(tiny_config("llama", **changes)))
+    with pytest.raises(ConversionError, match="attention_bias, mlp_bias"):
+        megatron_settings(read_architecture(tiny_config("qwen3", attention_bias=True)))
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "theta": {"rope_type": "default", "rope_theta": 1000000.0},
+    "fraction": {"rope_type": "default", "rope_theta": 12345.5},
+    "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0},
+    "llama3": {**LLAMA3, "rope_theta": 500000.0},
+    "yarn": {**YARN, "rope_theta": 10000.0},
+    "yarn_ratio": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 24, "rope_theta": 10000.0},
+    # So long an original context that neither end of the ramp is clamped.
+    "yarn_all": {
+        **YARN,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 9000.0,
+        "beta_fast": 4,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+        "truncate": False,
+    },
+    "yarn_one_scale": {**YARN, "rope_theta": 9000.0, "mscale": 0.7},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_megatron_rotates_like_transformers(rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is the rotary module of transformers; positions reach beyond the original length."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    length = 150
+    model = tiny_model("llama", rope_parameters=dict(ROPES[rope]), num_hidden_layers=1, head_dim=34)
+    cosine, sine = model.model.rotary_emb(torch.zeros(1), torch.arange(length)[None])
+    settings = megatron_settings(read_architecture(model.config))
+    arguments = settings.model
+    common = {"kv_channels": 34, "rotary_percent": arguments["rotary_percent"], "rotary_base": arguments["rotary_base"]}
+    if arguments["position_embedding_type"] == "yarn":
+        config = TransformerConfig(**settings.transformer, activation_func=torch.nn.functional.silu)
+        for key, value in settings.attributes.items():
+            assert not hasattr(config, key)
+            setattr(config, key, value)
+        names = {key.removeprefix("yarn_").removeprefix("rotary_"): value for key, value in settings.attributes.items()}
+        angles, scale = YarnRotaryEmbedding(**common, **names, use_cpu_initialization=True).get_emb(length)
+        assert scale == pytest.approx(_yarn_get_concentration_factor_from_config(config))
+    else:
+        scaling = {
+            key: arguments[key] for key in ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor") if key in arguments
+        }
+        rotary = RotaryEmbedding(**common, **scaling, use_cpu_initialization=True)
+        half = rotary.get_freqs_non_repeated(length)
+        angles, scale = torch.cat((half, half), dim=-1)[:, None, None, :], 1.0
+    torch.testing.assert_close(angles[:, 0, 0].cos() * scale, cosine[0], rtol=0, atol=3e-5)
+    torch.testing.assert_close(angles[:, 0, 0].sin() * scale, sine[0], rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({**LLAMA3, "low_freq_factor": 2.0, "rope_theta": 1e4}, "low_freq_factor = 2.0"),
+        ({**LLAMA3, "original_max_position_embeddings": 4096, "rope_theta": 1e4}, "original_max_position_embeddings = 4096"),
+        ({**YARN, "attention_factor": 1.5, "rope_theta": 1e4}, "attention_factor = 1.5"),
+    ],
+)
+def test_rope_settings_that_megatron_fixes_are_refused(rope: dict[str, Any], message: str) -> None:
+    architecture = read_architecture(tiny_config("llama", rope_parameters=rope))
+    with pytest.raises(ConversionError, match=message):
+        megatron_settings(architecture)
+
+
+def test_architecture_is_a_usable_dictionary_key() -> None:
+    first = read_architecture(tiny_config("llama", rope_parameters={**LLAMA3, "rope_theta": 1e4}))
+    assert {first: 1}[dataclasses.replace(first)] == 1
+    assert isinstance(first, Architecture)
+    assert first != read_architecture(LlamaConfig(**SIZES))

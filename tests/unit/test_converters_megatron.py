@@ -1,0 +1,101 @@
+"""A real Megatron-Core model, filled by the rules, computes the logits that transformers computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from converters.architecture import read_architecture
+from converters.megatron_settings import megatron_settings
+from converters.rules import all_megatron_names, rule_for
+from converters.shards import load_shard, to_hf
+from converters.source import open_source
+from tests.unit.converters_tiny import CONFIGS, save_tiny
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS} | {
+    "llama3_rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+    ),
+    "linear_rope": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
+    "yarn_rope": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Megatron's groups in a world of one process."""
+    if torch.distributed.is_initialized():
+        pytest.skip("this process already belongs to a process group")
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core builds constants on the current CUDA device and switches CUDA generators around dropout; here both are the CPU's."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(get_cuda_rng_tracker(), "fork", lambda *_: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("one_process_group", "cpu_device")
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    name, changes = CASES[case]
+    model = save_tiny(tmp_path, name, **changes)
+    architecture, source = read_architecture(model.config), open_source(tmp_path)
+    settings = megatron_settings(architecture)
+    config = TransformerConfig(
+        **settings.transformer,
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+    for key, value in settings.attributes.items():
+        setattr(config, key, value)
+    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    megatron = GPTModel(config, spec, **{**settings.model, "vocab_size": 104}).eval()
+    parameters = dict(megatron.named_parameters())
+    assert sorted(parameters) == sorted(all_megatron_names(architecture))
+    with torch.no_grad():
+        for parameter_name, parameter in parameters.items():
+            parameter.copy_(load_shard(rule_for(parameter_name, architecture), source, architecture, padded_vocab=104))
+        ids = torch.randint(0, 101, (2, 37), generator=torch.Generator().manual_seed(11))
+        positions = torch.arange(37)[None].expand(2, -1)
+        mask = torch.ones(37, 37, dtype=torch.bool).triu(1)[None, None]
+        logits = megatron(ids, positions, mask)
+        expected = model(ids).logits
+    torch.testing.assert_close(logits[..., :101], expected, rtol=0, atol=5e-5)
+    assert expected.std() > 0.1
+    assert torch.count_nonzero(logits[..., 101:]) == 0
+    state = model.state_dict()
+    for parameter_name, parameter in parameters.items():
+        for hf_name, tensor in to_hf(rule_for(parameter_name, architecture), [parameter], architecture):
+            assert torch.equal(tensor, state[hf_name])

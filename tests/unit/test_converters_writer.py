@@ -1,0 +1,192 @@
+"""Writing checkpoints: transformers loads them with equal logits, and they appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from converters.architecture import read_architecture
+from converters.errors import ConversionError
+from converters.rules import all_megatron_names, hf_names, rule_for
+from converters.shards import load_shard, to_hf
+from converters.source import HuggingFaceSource, open_source
+from converters.writer import write_hf
+from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
+
+
+def converted(source: HuggingFaceSource, tp_size: int) -> Iterator[tuple[str, Tensor]]:
+    """To Megatron shards and back."""
+    architecture = read_architecture(source.read_json("config.json"))
+    for name in all_megatron_names(architecture):
+        rule = rule_for(name, architecture)
+        yield from to_hf(rule, [load_shard(rule, source, architecture, rank, tp_size) for rank in range(tp_size)], architecture)
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 30_000, 1])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: float, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "original", name)
+    source = open_source(tmp_path / "original")
+    out = write_hf(
+        converted(source, 2),
+        tmp_path / "deep" / "copy",
+        model.config,
+        small_tokenizer(),
+        GenerationConfig(temperature=0.3, do_sample=False),
+        max_shard_bytes=max_shard_bytes,
+        expected_names=hf_names(read_architecture(model.config)),
+    )
+    assert out == tmp_path / "deep" / "copy"
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    ids = torch.randint(0, 101, (2, 17), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+    assert loaded.generation_config.temperature == 0.3
+    assert PreTrainedTokenizerFast.from_pretrained(out).encode("two one") == [2, 1]
+    copy = open_source(out)
+    assert copy.names() == source.names()
+    assert all(torch.equal(copy.read(tensor), source.read(tensor)) for tensor in copy.names())
+    assert sorted(path.name for path in out.parent.iterdir()) == ["copy"]
+
+
+def test_shards_keep_the_limit_and_the_index_counts_bytes(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((number + 1, 5), number, dtype=torch.bfloat16) for number in range(7)}
+    out = write_hf(iter(tensors.items()), tmp_path / "out", tiny_config("llama"), max_shard_bytes=100)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(10 * (number + 1) for number in range(7))
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert len(files) == 4
+    for file in files:
+        with safe_open(out / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert {name for name, place in index["weight_map"].items() if place == file} == set(opened.keys())
+            assert sum(opened.get_tensor(name).nbytes for name in opened.keys()) <= 100  # noqa: SIM118
+    assert list(index["weight_map"]) == sorted(tensors)
+
+
+def test_the_stream_may_reuse_its_buffer_and_yield_views(tmp_path: Path) -> None:
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(3, 4)
+        for number in range(3):
+            yield f"t{number}", buffer.fill_(number)
+        yield "transposed", torch.arange(12.0).reshape(3, 4).t()
+
+    source = open_source(write_hf(stream(), tmp_path / "out", tiny_config("llama")))
+    assert [source.read(f"t{number}").unique().tolist() for number in range(3)] == [[0.0], [1.0], [2.0]]
+    assert torch.equal(source.read("transposed"), torch.arange(12.0).reshape(3, 4).t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_config_records_dtype_and_class_without_touching_the_callers(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = tiny_config("qwen3")
+    before = config.to_dict()
+    out = write_hf([("a", torch.zeros(9, 9, dtype=dtype)), ("norm", torch.zeros(3, dtype=torch.float64))], tmp_path / "out", config)
+    assert config.to_dict() == before
+    written = AutoConfig.from_pretrained(out)
+    assert written.dtype == dtype
+    assert written.architectures == ["Qwen3ForCausalLM"]
+    assert read_architecture(written) == read_architecture(config)
+
+
+def test_files_are_as_open_as_the_umask_allows(tmp_path: Path) -> None:
+    out = write_hf([("a", torch.zeros(2))], tmp_path / "out", tiny_config("llama"))
+    (tmp_path / "plain").mkdir()
+    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_an_existing_target_is_refused_or_replaced(tmp_path: Path) -> None:
+    config, target = tiny_config("llama"), tmp_path / "out"
+    write_hf([("a", torch.zeros(2))], target, config)
+    with pytest.raises(ConversionError, match=r"exists\. Fix: choose another directory or pass overwrite=True"):
+        write_hf([("b", torch.ones(2))], target, config)
+    assert open_source(target).names() == ["a"]
+    write_hf([("b", torch.ones(2))], target, config, overwrite=True)
+    assert open_source(target).names() == ["b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("home", "file", "link"):
+        with pytest.raises(ConversionError, match="will not be overwritten"):
+            write_hf([("a", torch.zeros(2))], tmp_path / name, tiny_config("llama"), overwrite=True)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
+    (tmp_path / "empty").mkdir()
+    write_hf([("a", torch.zeros(2))], tmp_path / "empty", tiny_config("llama"), overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_failing_stream_leaves_nothing_new_behind(overwrite: bool, tmp_path: Path) -> None:
+    if overwrite:
+        write_hf([("old", torch.zeros(2))], tmp_path / "out", tiny_config("llama"))
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(2)
+        yield "b", torch.zeros(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_hf(stream(), tmp_path / "out", tiny_config("llama"), max_shard_bytes=8, overwrite=overwrite)
+    assert os.listdir(tmp_path) == (["out"] if overwrite else [])
+    if overwrite:
+        assert open_source(tmp_path / "out").names() == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a"], r"missing: b[\s\S]*missing: c"),
+        (["a", "b", "c", "d"], "unknown: d"),
+        (["a", "b", "a"], "'a' comes twice"),
+        ([], "missing: a"),
+    ],
+)
+def test_incomplete_streams_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=message):
+        write_hf(((name, torch.zeros(2)) for name in names), tmp_path / "out", tiny_config("llama"), expected_names=["a", "b", "c"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_empty_streams_and_limits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="the stream of tensors is empty"):
+        write_hf([], tmp_path / "out", tiny_config("llama"))
+    with pytest.raises(ConversionError, match="max_shard_bytes = 0"):
+        write_hf([("a", torch.zeros(2))], tmp_path / "out", tiny_config("llama"), max_shard_bytes=0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_one_shard_is_held_in_memory(tmp_path: Path) -> None:
+    """Earlier shards are on disk before the stream is asked for more."""
+    seen: list[int] = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for number in range(6):
+            seen.append(len(list(tmp_path.glob(".out.partial-*/*.safetensors"))))
+            yield f"t{number}", torch.zeros(4)
+
+    write_hf(stream(), tmp_path / "out", tiny_config("llama"), max_shard_bytes=32)
+    assert seen == [0, 0, 0, 1, 1, 2]
