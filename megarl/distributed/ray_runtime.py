@@ -1,0 +1,196 @@
+"""Start a private local Ray or attach to a running one, and say what of the driver's environment its workers get.
+
+A local Ray listens on the loopback interface only, without dashboard and without usage reports, and every connection needs a random
+token. The interface can be chosen only through a constant of Ray that otherwise depends on the operating system, see ``_loopback_only``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import ipaddress
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megarl import env
+from megarl.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+# CPUs are book-keeping for Ray; a laptop must be able to hold more ranks than it has cores.
+DEFAULT_LOCAL_CPUS = 64
+
+# Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
+_LONGEST_LOG_DIR = 40
+
+_FORWARDED_PREFIXES = (
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "GLOO_",
+    "HF_",
+    "KMP_",
+    "LD_LIBRARY_PATH",
+    "MEGARL_",
+    "MKL_",
+    "NCCL_",
+    "NVTE_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS_",
+    "TRITON_",
+    "UCX_",
+    "VLLM_",
+)
+# Ray assigns devices to workers itself; the driver's own choice must not override it.
+_NEVER_FORWARDED = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT"}
+_SECRET_WORDS = {"TOKEN", "TOKENS", "KEY", "KEYS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH"}
+
+
+def init_ray(
+    log_dir: str | None = None,
+    *,
+    num_cpus: int | None = None,
+    log_to_driver: bool = True,
+    object_store_bytes: int | None = None,
+) -> None:
+    """Make Ray ready in this process; does nothing when it is ready already.
+
+    Attaches to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this process.
+
+    Args:
+        log_dir: directory of a local Ray's own files and logs; a path that is too long for Unix sockets is not used, with a warning.
+        num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the number of cores, whichever is more.
+        log_to_driver: show what workers print in the driver's output.
+        object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
+
+    Raises:
+        ClusterError: nothing answers at ``RAY_ADDRESS``, or the local Ray does not start.
+    """
+    if ray.is_initialized():
+        return
+    env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
+    runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
+    address = env.text("RAY_ADDRESS")
+    if address is not None and address != "local":
+        _attach(address, runtime_env, log_to_driver)
+    else:
+        _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env)
+
+
+def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool) -> None:
+    try:
+        ray.init(address=address, runtime_env=runtime_env, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(
+            f"RAY_ADDRESS = {address!r}: no Ray cluster can be joined there ({error}). "
+            "Fix: start it (ray start --head), correct RAY_ADDRESS, or unset RAY_ADDRESS to run a local Ray"
+        ) from error
+
+
+def _start_local(
+    log_dir: str | None, num_cpus: int | None, log_to_driver: bool, object_store_bytes: int | None, runtime_env: dict[str, Any]
+) -> None:
+    if num_cpus is not None and num_cpus < 1:
+        raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
+    if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
+        env.set_variables({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
+    try:
+        with _loopback_only():
+            ray.init(
+                address="local",
+                num_cpus=slots,
+                include_dashboard=False,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+                object_store_memory=object_store_bytes,
+                runtime_env=runtime_env,
+                _temp_dir=_usable_log_dir(log_dir),
+            )
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise ClusterError(f"a local Ray with {slots} slots did not start ({error}). Fix: see the newest session below /tmp/ray") from error
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        logger.warning("the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told otherwise", address)
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Make a Ray that starts inside take 127.0.0.1 as its node address.
+
+    On Linux Ray replaces a loopback ``_node_ip_address`` by the outer address and listens on all interfaces, unless it believes that it
+    cannot form clusters. It reads that from the environment when it is imported, which may be long before this call.
+    """
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    if before is None:
+        yield
+        return
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+def _usable_log_dir(log_dir: str | None) -> str | None:
+    if log_dir is None:
+        return None
+    path = str(Path(log_dir).absolute())
+    if len(path.encode()) > _LONGEST_LOG_DIR:
+        logger.warning("Ray's own logs stay in its default directory: %s is longer than the %d bytes Ray can use", path, _LONGEST_LOG_DIR)
+        return None
+    return path
+
+
+def is_single_host() -> bool:
+    """True when the cluster lives on the loopback interface: nothing can join it, so that waiting for more resources is useless."""
+    host = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+def forwarded_environment(source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The part of ``source`` (default: this process's environment) that workers get, plus a ``PYTHONPATH`` with the driver's import path.
+
+    Ray shows these values to everyone who may look at the cluster, so only variables that steer computation are taken, and nothing whose
+    name looks like a secret. On one host workers inherit everything else anyway.
+    """
+    variables = env.snapshot() if source is None else source
+    chosen = {name: value for name, value in variables.items() if _may_be_forwarded(name)}
+    chosen["PYTHONPATH"] = os.pathsep.join(_driver_import_path(variables.get("PYTHONPATH", "")))
+    return chosen
+
+
+def _may_be_forwarded(name: str) -> bool:
+    if name in _NEVER_FORWARDED or _SECRET_WORDS & set(name.upper().split("_")):
+        return False
+    return name.startswith(_FORWARDED_PREFIXES)
+
+
+def _driver_import_path(python_path: str) -> list[str]:
+    """Directories from which the driver imports project code: a checkout need not be installed for its workers to find it."""
+    checkout = str(Path(__file__).resolve().parents[2])
+    interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
+    candidates = [checkout, *python_path.split(os.pathsep), *sys.path]
+    result: list[str] = []
+    for entry in candidates:
+        if not entry or not os.path.isdir(entry):
+            continue
+        path = str(Path(entry).resolve())
+        if path not in result and not any(Path(path).is_relative_to(prefix) for prefix in interpreter):
+            result.append(path)
+    return result

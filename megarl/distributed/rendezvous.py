@@ -1,0 +1,174 @@
+"""How the ranks of one worker group find each other, without ever giving up a port that was promised.
+
+Rank 0 binds a listening socket on port 0 in its own process and keeps it; only then are address and port published. The socket itself
+becomes the server socket of ``torch.distributed.TCPStore``, so no other process can take the port in between. Under ``torchrun`` nothing
+was bound here and the ordinary ``env://`` rendezvous is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import logging
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl import env
+from megarl.errors import ClusterError, DeadlineError, StateError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+_BACKLOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a group meets. ``run_id`` is a random word of the group: a process of another group that comes by is told so."""
+
+    address: str
+    port: int
+    run_id: str
+
+
+class _Rendezvous:
+    """What one process knows of its meeting point. ``generation`` counts process groups, so that keys of one never meet the next."""
+
+    def __init__(self) -> None:
+        self.endpoint: Endpoint | None = None
+        self.listener: socket.socket | None = None
+        self.store: Store | None = None
+        self.generation = 0
+
+
+_rendezvous = _Rendezvous()
+
+
+def open_listener(address: str) -> int:
+    """Bind a free port of ``address`` in this process, keep it, and return its number. For rank 0 only.
+
+    Raises:
+        StateError: this process already listens.
+        ClusterError: the address does not belong to this host.
+    """
+    if _rendezvous.listener is not None or _rendezvous.store is not None:
+        raise StateError(f"rendezvous listener of this process is open already (address {address}). Fix: open it once for a worker")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        # Peers may connect before the store accepts; the kernel queues them.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ClusterError(
+            f"rendezvous address = {address!r} cannot be bound on {socket.gethostname()} ({error}): an address of this host is needed. "
+            "Fix: start Ray with the right --node-ip-address"
+        ) from error
+    _rendezvous.listener = listener
+    return int(listener.getsockname()[1])
+
+
+def set_endpoint(endpoint: Endpoint) -> None:
+    """Tell this process where its group meets. Called on every rank, before its worker is constructed."""
+    _rendezvous.endpoint = endpoint
+
+
+def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
+    """``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun). Every worker calls this.
+
+    Rank and world size come from ``RANK`` and ``WORLD_SIZE``. May be called again after ``destroy_process_group``, by all ranks.
+
+    Args:
+        backend: for example ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+        timeout: bound of the meeting and of every collective.
+
+    Raises:
+        ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or nothing listening there.
+        DeadlineError: the others did not come in time.
+    """
+    import torch.distributed as dist
+
+    endpoint = _rendezvous.endpoint
+    if endpoint is None:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        return
+    rank, world_size = env.integer("RANK", 0), env.integer("WORLD_SIZE", 1)
+    _keep_gloo_on_loopback(endpoint.address)
+    if _rendezvous.store is None:
+        _rendezvous.store = _connect(endpoint, rank, world_size, timeout)
+    prefix = f"megarl/{_rendezvous.generation}"
+    _rendezvous.generation += 1
+    store = dist.PrefixStore(prefix, _rendezvous.store)
+    check_membership(store, endpoint, rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """The group's TCPStore: on rank 0 the server on the kept socket, elsewhere a client."""
+    import torch.distributed as dist
+
+    listener = _rendezvous.listener
+    if rank == 0 and listener is None:
+        raise StateError("rank 0 has an endpoint but no listening socket. Fix: call rendezvous.open_listener in this process first")
+    descriptor = None
+    if listener is not None:
+        # The store owns, and later closes, the descriptor.
+        descriptor = listener.detach()
+        _rendezvous.listener = None
+    try:
+        return dist.TCPStore(
+            endpoint.address,
+            endpoint.port,
+            world_size=world_size,
+            is_master=descriptor is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except dist.DistError as error:
+        raise DeadlineError(
+            f"rendezvous of rank {rank} at {endpoint.address}:{endpoint.port} failed: no answer within {timeout.total_seconds():g} s "
+            f"({error}). Fix: see why rank 0 stopped, or let the hosts reach each other"
+        ) from error
+
+
+def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: int) -> None:
+    """Compare what this rank was told with what the first comer was told, at once instead of after the collective timeout.
+
+    Raises:
+        ClusterError: other run id, other world size, rank out of range, or a second process with the same rank.
+    """
+    where = f"at {endpoint.address}:{endpoint.port}"
+    if not 0 <= rank < world_size:
+        raise ClusterError(f"RANK = {rank} {where}: it must lie in [0, {world_size}). Fix: check RANK and WORLD_SIZE of the workers")
+    run_id = store.compare_set("run_id", "", endpoint.run_id).decode()
+    if run_id != endpoint.run_id:
+        raise ClusterError(
+            f"rank {rank} came with run id {endpoint.run_id!r}, the group {where} has {run_id!r}: another group meets there. "
+            "Fix: give every group its own rank 0"
+        )
+    agreed = store.compare_set("world_size", "", str(world_size)).decode()
+    if agreed != str(world_size):
+        raise ClusterError(
+            f"rank {rank} came with WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = {agreed}: they must be equal. "
+            "Fix: start every rank with the same world size"
+        )
+    if store.add(f"rank_{rank}", 1) > 1:
+        raise ClusterError(f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process its own rank")
+
+
+def _keep_gloo_on_loopback(address: str) -> None:
+    """Gloo otherwise listens on the interface of the host name, although the whole group meets on the loopback interface."""
+    with contextlib.suppress(ValueError):
+        if not ipaddress.ip_address(address).is_loopback or env.text("GLOO_SOCKET_IFNAME"):
+            return
+        for _, interface in socket.if_nameindex():
+            if interface in {"lo", "lo0"}:
+                env.set_variables({"GLOO_SOCKET_IFNAME": interface})
+                return

@@ -1,0 +1,233 @@
+"""Reserve places for workers in a Ray cluster: one bundle is the place of one worker rank, on a GPU or on CPU alone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing_extensions import TypedDict
+
+from megarl.distributed.ray_runtime import init_ray, is_single_host
+from megarl.errors import ClusterError, ConfigError, DeadlineError, StateError
+
+__all__ = [
+    "PY_EXECUTABLES",
+    "ClusterConfig",
+    "RayVirtualCluster",
+    "ResourceInsufficientError",
+    "_get_node_ip_and_free_port",
+    "init_ray",
+]
+
+logger = logging.getLogger(__name__)
+
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+class ClusterConfig(TypedDict):
+    """Size of the cluster a run asks for."""
+
+    gpus_per_node: int
+    num_nodes: int
+
+
+class PY_EXECUTABLES:
+    """Python interpreters of the workers. One environment serves all kinds of workers here; the names are those of the contract."""
+
+    SYSTEM = sys.executable
+    BASE = sys.executable
+    VLLM = sys.executable
+    MCORE = sys.executable
+
+
+class ResourceInsufficientError(ClusterError):
+    """The Ray cluster has fewer CPUs or GPUs than the bundles need."""
+
+
+def _get_node_ip_and_free_port() -> tuple[str, int]:
+    """Address of this node and a port that was free a moment ago; another process may take it. Worker groups do not use it."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return address, int(probe.getsockname()[1])
+
+
+class RayVirtualCluster:
+    """A set of bundles, one for each worker rank, held by placement groups that are made when first needed.
+
+    Args:
+        bundle_ct_per_node_list: worker ranks of each node, for example ``[8, 8]``.
+        use_gpus: every bundle holds one GPU; False for CPU-only ranks.
+        max_colocated_worker_groups: worker groups that share the bundles; each worker gets one CPU and this fraction of the GPU.
+        num_gpus_per_node: GPUs a node is expected to have; bounds ``bundle_ct_per_node_list`` when ``use_gpus``.
+        name: prefix of the placement groups' names.
+        placement_group_strategy: Ray strategy of a unified placement group (``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``).
+        max_retries: how often to look for enough resources, with waits of 1, 2, 4, ... s between; nodes may still be joining.
+        ready_timeout_s: seconds to wait until Ray has reserved everything.
+
+    Raises:
+        ConfigError: an argument is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: list[int],
+        use_gpus: bool = True,
+        max_colocated_worker_groups: int = 1,
+        num_gpus_per_node: int = 8,
+        name: str = "",
+        placement_group_strategy: str = "SPREAD",
+        *,
+        max_retries: int = 6,
+        ready_timeout_s: float = 180.0,
+    ) -> None:
+        self._placement_groups: list[PlacementGroup] | None = None
+        _check_arguments(bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries)
+        if placement_group_strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"placement_group_strategy = {placement_group_strategy!r}: must be one of {', '.join(_STRATEGIES)}. Fix: SPREAD"
+            )
+        self._bundle_ct_per_node_list = list(bundle_ct_per_node_list)
+        self.use_gpus = use_gpus
+        self.max_colocated_worker_groups = max_colocated_worker_groups
+        self.num_gpus_per_node = num_gpus_per_node
+        self.name = name
+        self.placement_group_strategy = placement_group_strategy
+        self._max_retries = max_retries
+        self._ready_timeout_s = ready_timeout_s
+        self._is_shut_down = False
+
+    def world_size(self) -> int:
+        """Number of bundles, that is of worker ranks of one group."""
+        return sum(self._bundle_ct_per_node_list)
+
+    def node_count(self) -> int:
+        """Number of nodes that hold at least one bundle."""
+        return sum(1 for count in self._bundle_ct_per_node_list if count > 0)
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """The placement groups, one for each node that has bundles, reserved on the first call.
+
+        Raises:
+            ResourceInsufficientError: the cluster is too small.
+            DeadlineError: the resources exist but are in use by others.
+            StateError: after ``shutdown``.
+        """
+        return self._init_placement_groups()
+
+    def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> list[PlacementGroup]:
+        """As ``get_placement_groups``; ``use_unified_pg`` makes one group of all bundles, for workers that span nodes."""
+        if self._placement_groups is None:
+            if self._is_shut_down:
+                raise StateError(f"virtual cluster {self.name!r} was shut down. Fix: make a new RayVirtualCluster")
+            if not ray.is_initialized():
+                init_ray()
+            attempts = 1 if is_single_host() else self._max_retries
+            _retry(self._check_resources, attempts, time.sleep)
+            self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
+        return self._placement_groups
+
+    def _check_resources(self) -> None:
+        total = ray.cluster_resources()
+        needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
+        if self.use_gpus:
+            needed["GPU"] = self.world_size()
+        for kind, amount in needed.items():
+            if total.get(kind, 0.0) < amount:
+                raise ResourceInsufficientError(
+                    f"virtual cluster {self.name!r} needs {amount} {kind}s for {self.world_size()} bundles "
+                    f"(max_colocated_worker_groups = {self.max_colocated_worker_groups}); the Ray cluster has {total.get(kind, 0.0):g}. "
+                    f"Fix: {self._advice(kind, amount)}"
+                )
+
+    def _advice(self, kind: str, amount: int) -> str:
+        if not is_single_host():
+            return "start more Ray nodes, or ask for fewer bundles"
+        return f"call init_ray(num_cpus={amount})" if kind == "CPU" else "pass use_gpus=False, or ask for fewer bundles"
+
+    def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
+        bundle = {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
+        counts = self._bundle_ct_per_node_list
+        # Ray wants distinct names, and two clusters may well have the same.
+        name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
+        if unified:
+            groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
+        else:
+            groups = [
+                placement_group([dict(bundle) for _ in range(count)], strategy="PACK", name=f"{name}-node{node}")
+                for node, count in enumerate(counts)
+                if count > 0
+            ]
+        deadline = time.monotonic() + self._ready_timeout_s
+        for group in groups:
+            if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.0)):
+                available = {kind: f"{ray.available_resources().get(kind, 0.0):g}" for kind in bundle}
+                for reserved in groups:
+                    remove_placement_group(reserved)
+                raise DeadlineError(
+                    f"virtual cluster {self.name!r}: Ray did not reserve {self.world_size()} bundles of {bundle} within "
+                    f"{self._ready_timeout_s:g} s; free now: {available}. Fix: shut down other users of this Ray cluster, or wait longer"
+                )
+        return groups
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        """Address of the node of bundle 0 and a port that was free there a moment ago. Worker groups keep a bound port instead."""
+        first = self.get_placement_groups()[0]
+        task = ray.remote(_get_node_ip_and_free_port).options(
+            num_cpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=first, placement_group_bundle_index=0),
+        )
+        try:
+            return ray.get(task.remote(), timeout=self._ready_timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"virtual cluster {self.name!r}: bundle 0 did not answer within {self._ready_timeout_s:g} s. Fix: check its node"
+            ) from error
+
+    def shutdown(self) -> bool:
+        """Give the places back. May be called more than once; always True."""
+        groups, self._placement_groups = self._placement_groups, None
+        self._is_shut_down = True
+        for group in groups or ():
+            # Without Ray there is nothing left to give back.
+            if ray.is_initialized():
+                remove_placement_group(group)
+        return True
+
+    def __del__(self) -> None:
+        # The interpreter may be half gone by now, and then Ray has freed everything.
+        if sys is not None and not sys.is_finalizing():
+            self.shutdown()
+
+
+def _check_arguments(bundle_counts: list[int], use_gpus: bool, max_colocated: int, gpus_per_node: int, max_retries: int) -> None:
+    if not bundle_counts or any(count < 0 for count in bundle_counts) or sum(bundle_counts) == 0:
+        raise ConfigError(f"bundle_ct_per_node_list = {bundle_counts}: counts must be >= 0 with at least one bundle. Fix: for example [2]")
+    if use_gpus and max(bundle_counts) > gpus_per_node:
+        raise ConfigError(
+            f"bundle_ct_per_node_list = {bundle_counts}: no node may have more than num_gpus_per_node = {gpus_per_node}. "
+            "Fix: spread the bundles over more nodes, or raise num_gpus_per_node"
+        )
+    if max_colocated < 1:
+        raise ConfigError(f"max_colocated_worker_groups = {max_colocated}: must be >= 1. Fix: 1")
+    if max_retries < 1:
+        raise ConfigError(f"max_retries = {max_retries}: must be >= 1. Fix: 6")
+
+
+def _retry(check: Callable[[], None], attempts: int, wait: Callable[[float], None]) -> None:
+    """Run ``check`` until it passes, at most ``attempts`` times, waiting 1, 2, 4, ... s between; the last error is raised."""
+    for attempt in range(attempts):
+        try:
+            return check()
+        except ResourceInsufficientError as error:
+            if attempt == attempts - 1:
+                raise
+            logger.warning("attempt %d of %d, next in %d s: %s", attempt + 1, attempts, 2**attempt, error)
+            wait(float(2**attempt))

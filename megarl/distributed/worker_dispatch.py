@@ -1,0 +1,141 @@
+"""Which worker is called with what: the routing rules of a worker group as plain functions, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.errors import BatchError, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall:
+    """One call: the worker's index, its keyword arguments, and whether its answer belongs to the result."""
+
+    worker: int
+    kwargs: dict[str, Any]
+    returns: bool = True
+
+
+def refuse_positional(method: str, positional: Sequence[Any]) -> None:
+    """Arguments travel by keyword only, so that none is sharded by mistake.
+
+    Raises:
+        BatchError: (also an AssertionError) there are positional arguments.
+    """
+    if positional:
+        raise BatchError(f"{method}: {len(positional)} positional arguments; 0 are accepted, only keyword arguments. Fix: name them")
+
+
+def workers_on_first_of(sharding: NamedSharding | None, world_size: int, axes: Sequence[str] | None) -> list[int]:
+    """Indices of the workers whose coordinate is 0 on each of ``axes``; all workers when there are none.
+
+    Raises:
+        ConfigError: (a ValueError) an axis is unknown, or there is no sharding to find axes in.
+    """
+    if not axes:
+        return list(range(world_size))
+    known = _require(sharding)
+    _check_axes(known, axes)
+    return [worker for worker in range(world_size) if all(known.get_worker_coords(worker)[axis] == 0 for axis in axes)]
+
+
+def plan_multiple_data(workers: Sequence[int], common_kwargs: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> list[WorkerCall]:
+    """The i-th called worker gets the i-th item of every list, and ``common_kwargs``.
+
+    Raises:
+        BatchError: (also an AssertionError) a list has not one item for each called worker.
+    """
+    _check_distinct(common_kwargs, lists)
+    for name, values in lists.items():
+        _check_length(name, values, len(workers), f"one item for each of the {len(workers)} called workers")
+    return [
+        WorkerCall(worker, {**{name: values[index] for name, values in lists.items()}, **common_kwargs})
+        for index, worker in enumerate(workers)
+    ]
+
+
+def plan_sharded_data(
+    sharding: NamedSharding | None,
+    *,
+    in_sharded_axes: Sequence[str],
+    replicate_on_axes: Sequence[str],
+    output_is_replicated: Sequence[str],
+    dummy_calls_on_free_axes: bool,
+    common_kwargs: Mapping[str, Any],
+    nested: Mapping[str, Any],
+) -> list[WorkerCall]:
+    """Give every worker its shard of the nested lists.
+
+    A value ``v`` of ``nested`` is indexed as ``v[c0][c1]...`` with the worker's coordinates on ``in_sharded_axes``. Workers along
+    ``replicate_on_axes`` get the very same object. On an axis that is in neither (free) only coordinate 0 gets data; the others are
+    not called, or are called with None for every value when ``dummy_calls_on_free_axes``. Answers count from workers with coordinate 0
+    on all of ``output_is_replicated`` and on all free axes.
+
+    Raises:
+        ConfigError: (a ValueError) no sharding, an unknown axis, or an axis that is both sharded and replicated.
+        BatchError: (also an AssertionError) a list's length is not its axis' size.
+    """
+    known = _require(sharding)
+    _check_axes(known, [*in_sharded_axes, *replicate_on_axes, *output_is_replicated])
+    both = sorted(set(in_sharded_axes) & set(replicate_on_axes))
+    if both:
+        raise ConfigError(f"axes {both} are in in_sharded_axes and in replicate_on_axes: at most one is possible. Fix: drop one")
+    _check_distinct(common_kwargs, nested)
+    for name, value in nested.items():
+        _check_nesting(name, value, known, in_sharded_axes)
+    free_axes = [axis for axis in known.names if axis not in in_sharded_axes and axis not in replicate_on_axes]
+    calls: list[WorkerCall] = []
+    for worker in range(known.size):
+        coordinates = known.get_worker_coords(worker)
+        if all(coordinates[axis] == 0 for axis in free_axes):
+            shard = {name: _select(value, [coordinates[axis] for axis in in_sharded_axes]) for name, value in nested.items()}
+            returns = all(coordinates[axis] == 0 for axis in output_is_replicated)
+            calls.append(WorkerCall(worker, {**shard, **common_kwargs}, returns))
+        elif dummy_calls_on_free_axes:
+            calls.append(WorkerCall(worker, {**dict.fromkeys(nested), **common_kwargs}, False))
+    return calls
+
+
+def _require(sharding: NamedSharding | None) -> NamedSharding:
+    if sharding is None:
+        raise ConfigError("sharding_annotations = None: axes need a NamedSharding. Fix: pass sharding_annotations to RayWorkerGroup")
+    return sharding
+
+
+def _check_axes(sharding: NamedSharding, axes: Sequence[str]) -> None:
+    unknown = sorted({axis for axis in axes if axis not in sharding.names})
+    if unknown:
+        raise ConfigError(f"axes {unknown} not found in sharding annotations, which have {sharding.names}. Fix: correct the names")
+
+
+def _check_distinct(common_kwargs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    both = sorted(set(common_kwargs) & set(own))
+    if both:
+        raise BatchError(f"arguments {both} are given in common_kwargs and as data: one is possible. Fix: drop one")
+
+
+def _check_nesting(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str]) -> None:
+    if not axes:
+        return
+    size = sharding.get_axis_size(axes[0])
+    _check_length(name, value, size, f"one item for each index of axis '{axes[0]}'")
+    for item in value:
+        _check_nesting(name, item, sharding, axes[1:])
+
+
+def _check_length(name: str, value: Any, expected: int, reason: str) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise BatchError(
+            f"argument {name!r} is a {type(value).__name__}: a list of length {expected} is needed, {reason}. Fix: shard it first"
+        )
+    if len(value) != expected:
+        raise BatchError(f"argument {name!r} has length {len(value)}: {expected} is needed, {reason}. Fix: shard it into {expected}")
+
+
+def _select(value: Any, indices: Sequence[int]) -> Any:
+    for index in indices:
+        value = value[index]
+    return value

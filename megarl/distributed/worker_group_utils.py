@@ -1,0 +1,82 @@
+"""Small pure helpers of the worker groups: merging of Ray options, profiler options and the words that name a worker."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from megarl import env
+
+_SHORT_AXIS_NAMES = {
+    "pipeline_parallel": "pp",
+    "data_parallel": "dp",
+    "context_parallel": "cp",
+    "tensor_parallel": "tp",
+    "expert_parallel": "ep",
+    "expert_tensor_parallel": "etp",
+}
+
+
+def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two nested option mappings; where both give a value, ``extra_options`` wins.
+
+    Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it only as ``"nsight"``:
+    the former is renamed before the merge. Neither input is changed and the result shares nothing with them.
+    """
+    default_copy = _with_public_nsight_key(default_options)
+    extra_copy = _with_public_nsight_key(extra_options)
+    return _merge(default_copy, extra_copy)
+
+
+def _with_public_nsight_key(options: Mapping[str, Any]) -> dict[str, Any]:
+    result = copy.deepcopy(dict(options))
+    runtime_env = result.get("runtime_env")
+    if isinstance(runtime_env, Mapping) and "_nsight" in runtime_env:
+        renamed = dict(runtime_env)
+        renamed["nsight"] = renamed.pop("_nsight")
+        result["runtime_env"] = renamed
+    return result
+
+
+def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(default)
+    for key, value in extra.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def get_nsight_config_if_pattern_matches(worker_name: str, patterns: str | None = None, step_range: str | None = None) -> dict[str, Any]:
+    """Ray's runtime environment entry that runs a worker under NVIDIA Nsight Systems, or ``{}``.
+
+    Args:
+        worker_name: name of the worker or of its group, for example ``lm_policy``.
+        patterns: comma-separated shell patterns (``*policy*,vllm*``); None reads ``MEGARL_NSYS_WORKER_PATTERNS``.
+        step_range: ``start:stop`` of the profiled steps, used in the report's file name; None reads ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
+    """
+    pattern_text = patterns if patterns is not None else env.text("MEGARL_NSYS_WORKER_PATTERNS", "")
+    steps = step_range if step_range is not None else env.text("MEGARL_NSYS_PROFILE_STEP_RANGE", "")
+    wanted = [pattern.strip() for pattern in (pattern_text or "").split(",") if pattern.strip()]
+    if not any(fnmatch.fnmatch(worker_name, pattern) for pattern in wanted):
+        return {}
+    return {
+        "nsight": {
+            "t": "cuda,cudnn,cublas,nvtx",
+            "o": f"'{worker_name}_{steps}_%p'",
+            "stop-on-exit": "true",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": "stop",
+        }
+    }
+
+
+def format_coordinates(rank: int, coordinates: Mapping[str, int] | None, host: str) -> str:
+    """The words that open every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes ``[rank3 node7]``."""
+    if not coordinates:
+        return f"[rank{rank} {host}]"
+    axes = " ".join(f"{_SHORT_AXIS_NAMES.get(axis, axis)}{index}" for axis, index in coordinates.items())
+    return f"[{axes} {host}]"

@@ -1,0 +1,342 @@
+"""One group of workers on a virtual cluster: start them, call them by axis, collect their answers, end them.
+
+``group.workers[i]`` is a handle whose methods are called as on a Ray actor: ``group.workers[i].method.remote(key=value)``. Results of such
+calls, and of every ``run_*`` method, can be given to ``ray.get``; ``get_all_worker_results`` is better: it sees the first failure while
+other workers hang, says which worker failed, and has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import ObjectRefGenerator
+
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.ray_runtime import forwarded_environment
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_dispatch import (
+    WorkerCall,
+    plan_multiple_data,
+    plan_sharded_data,
+    refuse_positional,
+    workers_on_first_of,
+)
+from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches, recursive_merge_options
+from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBuilder, WorkerSpec, kill_actor, start_workers
+from megarl.distributed.worker_places import WorkerPlace, place_workers
+from megarl.distributed.worker_results import Deadline, Roster, await_results
+from megarl.distributed.worker_shell import WorkerHandle
+from megarl.errors import BatchError, ConfigError, MegarlError
+
+__all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "WorkerHandle"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CALL_TIMEOUT_S = 1800.0
+_DEATH_WAIT_S = 10.0
+
+
+@dataclass
+class MultiWorkerFuture:
+    """Answers to come of one call on many workers.
+
+    Attributes:
+        futures: one for each called worker.
+        return_from_workers: indices of the workers whose answers make up the result; None means all that were called.
+        called_workers: index of the worker behind each future; None means workers 0, 1, 2, ...
+    """
+
+    futures: list[Any]
+    return_from_workers: list[int] | None = None
+    called_workers: list[int] | None = None
+
+    def get_results(
+        self, worker_group: RayWorkerGroup, return_generators_as_proxies: bool = False, timeout_s: float | None = None
+    ) -> list[Any]:
+        """As ``worker_group.get_all_worker_results(self, ...)``."""
+        return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
+
+    def selected(self, values: Sequence[Any]) -> list[Any]:
+        """Of one value for each future, those that belong to the result, in the order of ``return_from_workers``."""
+        if self.return_from_workers is None:
+            return list(values)
+        called = self.called_workers if self.called_workers is not None else range(len(values))
+        by_worker = dict(zip(called, values, strict=True))
+        return [by_worker[worker] for worker in self.return_from_workers if worker in by_worker]
+
+
+class RayWorkerGroup:
+    """Workers of one class, one for each place, with optional named axes.
+
+    Args:
+        cluster: gives the places.
+        remote_worker_builder: the class and its arguments.
+        workers_per_node: None for one worker in every bundle, a number for all nodes, or a list with one number a node.
+        name_prefix: opens the workers' names and is matched against the profiler patterns.
+        bundle_indices_list: (placement group, bundles) of each group of tied workers; excludes ``workers_per_node``.
+        sharding_annotations: axes of the workers' ranks; needed for sharded calls and for coordinates in errors.
+        env_vars: environment of the workers; overrides what is forwarded from the driver, is overridden by ``configure_worker``.
+        init_timeout_s: seconds until all constructors must have returned.
+        call_timeout_s: default bound of ``get_all_worker_results``, in seconds.
+
+    Raises:
+        ConfigError: (a ValueError) the places do not fit the cluster or the axes.
+        MegarlError, WorkerError, DeadlineError: a worker could not be made; none is left behind.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        remote_worker_builder: RayWorkerBuilder,
+        workers_per_node: int | list[int] | None = None,
+        name_prefix: str = "",
+        bundle_indices_list: list[tuple[int, list[int]]] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        *,
+        init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S,
+        call_timeout_s: float | None = DEFAULT_CALL_TIMEOUT_S,
+    ) -> None:
+        self._workers: list[WorkerHandle] = []
+        self.cluster = cluster
+        self.name_prefix = name_prefix
+        self.sharding_annotations = sharding_annotations
+        self._call_timeout_s = call_timeout_s
+        self._roster = Roster()
+        bundle_counts = [group.bundle_count for group in cluster.get_placement_groups()]
+        places = place_workers(bundle_counts, workers_per_node, bundle_indices_list, name_prefix)
+        _check_axes_fit(sharding_annotations, len(places))
+        self._metadata = [place.metadata() for place in places]
+        self._dp_leaders = _dp_leaders(places, sharding_annotations)
+        specs = self._specs(places, dict(env_vars or {}))
+        self._workers = start_workers(remote_worker_builder, specs, self._roster).wait(init_timeout_s)
+
+    def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
+        groups = self.cluster.get_placement_groups()
+        shared_env = {"OMP_NUM_THREADS": "1", **forwarded_environment(), **env_vars}
+        profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
+        options = recursive_merge_options({"runtime_env": {"env_vars": shared_env}}, {"runtime_env": profiler})
+        sharding = self.sharding_annotations
+        return [
+            WorkerSpec(
+                rank=place.rank,
+                name=place.name,
+                placement_group=groups[place.group],
+                bundle_index=place.bundle,
+                num_gpus=1 / self.cluster.max_colocated_worker_groups if self.cluster.use_gpus else 0,
+                bundle_indices=place.bundle_indices,
+                environment=place.environment(),
+                options=options,
+                coordinates=sharding.get_worker_coords(place.rank) if sharding is not None else None,
+            )
+            for place in places
+        ]
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """Handles by rank; empty after ``shutdown``."""
+        return self._workers
+
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """For each worker: node_idx, local_rank, global_rank, name, bundle_indices, dp_shard_idx."""
+        return self._metadata
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel shards: size of that axis, or without axes the number of groups of tied workers."""
+        return len(self._dp_leaders)
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """Index of the first worker of a data-parallel shard.
+
+        Raises:
+            IndexError: the shard is not in [0, dp_size).
+        """
+        if not 0 <= dp_shard_idx < self.dp_size:
+            raise IndexError(f"dp_shard_idx = {dp_shard_idx} is out of range: must lie in [0, {self.dp_size})")
+        return self._dp_leaders[dp_shard_idx]
+
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Call one worker; returns its future.
+
+        Raises:
+            BatchError: (also an AssertionError) positional arguments, or no worker with that index.
+            StateError: a worker still hangs in a call that failed.
+        """
+        refuse_positional(method_name, args)
+        if not 0 <= worker_idx < len(self._workers):
+            raise BatchError(f"{method_name}: worker_idx = {worker_idx}: must lie in [0, {len(self._workers)}). Fix: correct the index")
+        return self._submit(method_name, [WorkerCall(worker_idx, kwargs)])[0]
+
+    def run_all_workers_single_data(
+        self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call all workers with the same arguments; on ``run_rank_0_only_axes`` only those at coordinate 0. Returns a list of futures."""
+        refuse_positional(method_name, args)
+        workers = workers_on_first_of(self.sharding_annotations, len(self._workers), run_rank_0_only_axes)
+        return self._submit(method_name, [WorkerCall(worker, kwargs) for worker in workers])
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *args: Any,
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> list[Any]:
+        """Call workers with one item each of the lists in ``kwargs``, and all of ``common_kwargs``. Returns a list of futures.
+
+        Raises:
+            BatchError: (also an AssertionError) a list's length is not the number of called workers.
+        """
+        refuse_positional(method_name, args)
+        workers = workers_on_first_of(self.sharding_annotations, len(self._workers), run_rank_0_only_axes)
+        return self._submit(method_name, plan_multiple_data(workers, common_kwargs or {}, kwargs))
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *args: Any,
+        in_sharded_axes: Sequence[str] | None = None,
+        replicate_on_axes: Sequence[str] | None = None,
+        output_is_replicated: Sequence[str] | None = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Call workers with the shard of their coordinates; see ``plan_sharded_data`` for the rules.
+
+        A shard that goes to several workers is stored once.
+
+        Raises:
+            ConfigError: (a ValueError) an axis is unknown, or both sharded and replicated.
+            BatchError: (also an AssertionError) positional arguments, or a list whose length is not its axis' size.
+        """
+        refuse_positional(method_name, args)
+        calls = plan_sharded_data(
+            self.sharding_annotations,
+            in_sharded_axes=in_sharded_axes or (),
+            replicate_on_axes=replicate_on_axes or (),
+            output_is_replicated=output_is_replicated or (),
+            dummy_calls_on_free_axes=make_dummy_calls_to_free_axes,
+            common_kwargs=common_kwargs or {},
+            nested=kwargs,
+        )
+        return MultiWorkerFuture(
+            futures=self._submit(method_name, calls),
+            return_from_workers=[call.worker for call in calls if call.returns],
+            called_workers=[call.worker for call in calls],
+        )
+
+    def get_all_worker_results(
+        self,
+        future_bundle: MultiWorkerFuture | Sequence[Any],
+        return_generators_as_proxies: bool = False,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Wait for the answers, also of plain lists of futures, and return those that belong to the result.
+
+        The items of generators are appended one after another, worker by worker; with ``return_generators_as_proxies`` the Ray
+        generators themselves are returned at once instead.
+
+        Args:
+            timeout_s: bound in seconds; None takes the group's ``call_timeout_s``.
+
+        Raises:
+            MegarlError, WorkerError, DeadlineError: see ``await_results``.
+        """
+        bundle = future_bundle if isinstance(future_bundle, MultiWorkerFuture) else MultiWorkerFuture(list(future_bundle))
+        deadline = Deadline(self._call_timeout_s if timeout_s is None else timeout_s)
+        what = f"call of {self.name_prefix or 'workers'}"
+        has_generator = any(isinstance(future, ObjectRefGenerator) for future in bundle.futures)
+        if not has_generator:
+            return bundle.selected(await_results(bundle.futures, self._roster, what, deadline))
+        if return_generators_as_proxies:
+            return bundle.selected(bundle.futures)
+        ends = [future.completed() if isinstance(future, ObjectRefGenerator) else future for future in bundle.futures]
+        await_results(ends, self._roster, what, deadline)
+        items = [list(future) if isinstance(future, ObjectRefGenerator) else [future] for future in bundle.selected(bundle.futures)]
+        return await_results([item for worker_items in items for item in worker_items], self._roster, what, deadline)
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
+        """End all workers. May be called more than once.
+
+        Args:
+            cleanup_method: method that every worker runs first, for at most ``timeout`` seconds; skipped when ``force``, or when a
+                worker hangs in a failed call.
+
+        Returns:
+            True if the clean-up went well; the workers are gone in any case.
+        """
+        workers, self._workers = self._workers, []
+        if not workers or not ray.is_initialized():
+            return True
+        clean = True
+        if cleanup_method is not None and not force:
+            clean = not self._roster.has_unfinished() and self._clean_up(workers, cleanup_method, timeout)
+        for worker in workers:
+            kill_actor(worker.actor)
+        # Ray answers a call to a dead actor with an error: that is how its end is seen.
+        obituaries: list[Any] = [worker.actor.__ray_ready__.remote() for worker in workers]
+        _, alive = ray.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
+        if alive:
+            logger.warning("%d of %d workers of %r have not ended after %g s", len(alive), len(workers), self.name_prefix, _DEATH_WAIT_S)
+        return clean
+
+    def _clean_up(self, workers: Sequence[WorkerHandle], method: str, timeout: float) -> bool:
+        try:
+            await_results([getattr(worker, method).remote() for worker in workers], self._roster, method, Deadline(timeout))
+        except (MegarlError, AttributeError) as error:
+            logger.warning("clean-up of %r failed, its workers are killed: %s", self.name_prefix, error)
+            return False
+        return True
+
+    def __del__(self) -> None:
+        # The interpreter may be half gone by now; Ray then ends the workers with their driver.
+        if sys is not None and not sys.is_finalizing() and ray.is_initialized():
+            for worker in self._workers:
+                kill_actor(worker.actor)
+
+    def _submit(self, method: str, calls: Sequence[WorkerCall]) -> list[Any]:
+        self._roster.check_free(method)
+        shared = _share(calls)
+        return [
+            getattr(self._workers[call.worker], method).remote(**{key: shared.get(id(value), value) for key, value in call.kwargs.items()})
+            for call in calls
+        ]
+
+
+def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
+    """Objects that go to more than one worker, by identity, stored once instead of being packed again for each."""
+    seen: dict[int, Any] = {}
+    shared: dict[int, ray.ObjectRef[Any]] = {}
+    for call in calls:
+        for value in call.kwargs.values():
+            if value is None or isinstance(value, (bool, int, float, str, ray.ObjectRef)) or id(value) in shared:
+                continue
+            if id(value) in seen:
+                shared[id(value)] = ray.put(value)
+            seen[id(value)] = value
+    return shared
+
+
+def _check_axes_fit(sharding: NamedSharding | None, world_size: int) -> None:
+    if sharding is not None and sorted(sharding.layout.ravel().tolist()) != list(range(world_size)):
+        raise ConfigError(
+            f"sharding_annotations {sharding.shape} hold {sharding.size} ranks: must be exactly the ranks 0 to {world_size - 1} of the "
+            f"{world_size} workers. Fix: make the product of the axes the number of workers"
+        )
+
+
+def _dp_leaders(places: Sequence[WorkerPlace], sharding: NamedSharding | None) -> list[int]:
+    if sharding is not None and "data_parallel" in sharding.names:
+        others = {axis: 0 for axis in sharding.names if axis != "data_parallel"}
+        return [sharding.get_ranks_by_coord(data_parallel=index, **others)[0] for index in range(sharding.get_axis_size("data_parallel"))]
+    return [place.rank for place in places if place.is_leader]

@@ -1,0 +1,205 @@
+"""Start the workers of a group: processes first, then their meeting point, then all constructors at once.
+
+Order of the phases, each over all ranks at the same time:
+
+1. an empty shell in every place, with the environment its process needs from the start;
+2. each shell imports the worker class and asks ``configure_worker``; where the answer needs other Ray options, the shell is replaced;
+3. rank 0 binds the meeting port and keeps it; the driver learns address and port;
+4. all constructors run concurrently, so that they can meet in ``rendezvous.init_process_group``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.distributed.rendezvous import Endpoint
+from megarl.distributed.worker_group_utils import recursive_merge_options
+from megarl.distributed.worker_results import Deadline, Roster, await_results
+from megarl.distributed.worker_shell import ClassRequirements, WorkerHandle, WorkerProcess, WorkerShell
+
+DEFAULT_INIT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker to start.
+
+    Attributes:
+        rank: position in the group.
+        name: for logs.
+        placement_group, bundle_index: its place.
+        num_gpus: share of the bundle's GPU, 0 on CPU.
+        bundle_indices: (placement group index, bundles) of a group of tied workers, for its leader only.
+        environment: variables of this rank alone (``RANK`` and the like), set before the worker class is imported.
+        options: Ray options, for example ``runtime_env`` with the variables that all ranks share.
+        coordinates: axis name to index, for messages.
+    """
+
+    rank: int
+    name: str
+    placement_group: PlacementGroup
+    bundle_index: int
+    num_gpus: float
+    bundle_indices: tuple[int, list[int]] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    coordinates: dict[str, int] | None = None
+
+
+class RayWorkerBuilder:
+    """What to build: the full name of a worker class, and its constructor's arguments.
+
+    Args:
+        ray_actor_class_fqn: ``package.module.Class``. A plain class, or one decorated with ``ray.remote``, whose options then count as
+            defaults. If the class has ``configure_worker(num_gpus, bundle_indices) -> (resources, env_vars, init_kwargs)``, its
+            answer overrides Ray options, environment and constructor arguments.
+        args, kwargs: arguments of the constructor.
+    """
+
+    def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
+        self.ray_actor_class_fqn = ray_actor_class_fqn
+        self.args = args
+        self.kwargs = kwargs
+
+    def create_worker_async(
+        self,
+        placement_group: PlacementGroup,
+        placement_group_bundle_index: int,
+        num_gpus: float,
+        bundle_indices: tuple[int, list[int]] | None = None,
+        **extra_options: Any,
+    ) -> PendingWorkers:
+        """Start one worker on its own; ``.wait()`` gives a list with its handle."""
+        spec = WorkerSpec(
+            rank=0,
+            name=self.ray_actor_class_fqn.rpartition(".")[2],
+            placement_group=placement_group,
+            bundle_index=placement_group_bundle_index,
+            num_gpus=num_gpus,
+            bundle_indices=bundle_indices,
+            environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+            options=extra_options,
+        )
+        return start_workers(self, [spec], Roster())
+
+    def __call__(
+        self,
+        placement_group: PlacementGroup,
+        placement_group_bundle_index: int,
+        num_gpus: float,
+        bundle_indices: tuple[int, list[int]] | None = None,
+        **extra_options: Any,
+    ) -> WorkerHandle:
+        """Start one worker on its own and wait until it is constructed."""
+        return self.create_worker_async(placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options).wait()[0]
+
+
+class PendingWorkers:
+    """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process is left behind."""
+
+    def __init__(self, builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], roster: Roster, shells: list[ActorHandle[Any]]) -> None:
+        self._builder = builder
+        self._specs = specs
+        self._roster = roster
+        self._shells = shells
+        self._options = [_ray_options(spec, ClassRequirements()) for spec in specs]
+
+    def wait(self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S) -> list[WorkerHandle]:
+        """Handles of the constructed workers, by rank.
+
+        Raises:
+            MegarlError, WorkerError: a worker could not be made; see ``await_results``.
+            DeadlineError: they were not ready after ``timeout_s`` seconds.
+        """
+        deadline = Deadline(timeout_s)
+        try:
+            processes, requirements = self._inspect(deadline)
+            endpoint = self._meet(deadline)
+            arguments = ray.put((self._builder.args, self._builder.kwargs))
+            name = self._builder.ray_actor_class_fqn
+            references = [
+                shell.construct.remote(name, endpoint, arguments, requirement.init_kwargs)
+                for shell, requirement in zip(self._shells, requirements, strict=True)
+            ]
+            methods = await_results(references, self._roster, f"constructor of {name}", deadline)
+        except BaseException:
+            self.kill()
+            raise
+        return [WorkerHandle(*parts) for parts in zip(self._shells, [name] * len(methods), methods, processes, strict=True)]
+
+    def kill(self) -> None:
+        """End all processes of the group."""
+        for shell in self._shells:
+            kill_actor(shell)
+
+    def _inspect(self, deadline: Deadline) -> tuple[list[WorkerProcess], list[ClassRequirements]]:
+        everyone = list(range(len(self._specs)))
+        answers = self._ask(everyone, deadline)
+        unfit: list[int] = []
+        for index in everyone:
+            options = _ray_options(self._specs[index], answers[index][1])
+            if options != self._options[index]:
+                unfit.append(index)
+                kill_actor(self._shells[index])
+                self._options[index] = options
+                self._shells[index] = _start_shell(self._specs[index], options, self._roster)
+        for index, answer in zip(unfit, self._ask(unfit, deadline), strict=True):
+            answers[index] = answer
+        return [process for process, _ in answers], [requirement for _, requirement in answers]
+
+    def _ask(self, indices: Sequence[int], deadline: Deadline) -> list[tuple[WorkerProcess, ClassRequirements]]:
+        name = self._builder.ray_actor_class_fqn
+        references = [
+            self._shells[index].inspect_class.remote(name, self._specs[index].num_gpus, self._specs[index].bundle_indices)
+            for index in indices
+        ]
+        answers = await_results(references, self._roster, f"start of {name}", deadline)
+        for index, (process, _) in zip(indices, answers, strict=True):
+            self._roster.set_process(self._shells[index], process)
+        return answers
+
+    def _meet(self, deadline: Deadline) -> Endpoint:
+        [(address, port)] = await_results([self._shells[0].open_rendezvous.remote()], self._roster, "rendezvous of rank 0", deadline)
+        return Endpoint(address, port, uuid.uuid4().hex)
+
+
+def start_workers(builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], roster: Roster) -> PendingWorkers:
+    """Begin phase 1 for all workers of a group."""
+    shells = [_start_shell(spec, _ray_options(spec, ClassRequirements()), roster) for spec in specs]
+    return PendingWorkers(builder, specs, roster, shells)
+
+
+def kill_actor(actor: ActorHandle[Any]) -> None:
+    """End an actor's process now, whatever it is doing; nothing happens if it is gone, or Ray is."""
+    with contextlib.suppress(ray.exceptions.RayError, ValueError, RuntimeError):
+        ray.kill(actor, no_restart=True)
+
+
+def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, Any]:
+    """Ray options of one worker: decorator < caller < ``configure_worker``; the decorator has no say in the share of the GPU."""
+    options = recursive_merge_options({"num_cpus": 1}, requirement.decorator_options)
+    options = recursive_merge_options(options, {**spec.options, "num_gpus": spec.num_gpus})
+    asked: Mapping[str, Any] = {**requirement.resources, "runtime_env": {"env_vars": requirement.env_vars}}
+    return recursive_merge_options(options, asked)
+
+
+def _start_shell(spec: WorkerSpec, options: dict[str, Any], roster: Roster) -> ActorHandle[Any]:
+    place = PlacementGroupSchedulingStrategy(
+        placement_group=spec.placement_group,
+        placement_group_bundle_index=spec.bundle_index,
+        placement_group_capture_child_tasks=True,
+    )
+    shell: ActorHandle[Any] | Any = (
+        ray.remote(WorkerShell).options(**options, scheduling_strategy=place).remote(spec.name, spec.environment)
+    )
+    roster.add(shell, spec.rank, spec.coordinates)
+    return shell

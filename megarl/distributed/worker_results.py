@@ -1,0 +1,187 @@
+"""Wait for workers: the first failure ends the wait, no wait is endless, and every error says which worker it comes from."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megarl.distributed.worker_group_utils import format_coordinates
+from megarl.distributed.worker_shell import WorkerProcess
+from megarl.distributed.worker_stacks import collect_stacks
+from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError
+
+# When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause be told from the echo.
+_ECHO_WAIT_S = 1.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_CONNECTION_WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "NCCL communicator was aborted",
+)
+
+
+class Deadline:
+    """A bound in seconds that several waits share; ``None`` is no bound."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Seconds that are left, never negative."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+
+class Roster:
+    """Who is behind an actor: rank, coordinates and process of every worker of one group, and the calls that never came back."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, tuple[int, Mapping[str, int] | None]] = {}
+        self._processes: dict[str, WorkerProcess] = {}
+        self._unfinished: list[ray.ObjectRef[Any]] = []
+
+    def add(self, actor: ActorHandle[Any], rank: int, coordinates: Mapping[str, int] | None) -> None:
+        """Enter a worker, before its first call."""
+        self._ranks[actor._actor_id.hex()] = (rank, coordinates)
+
+    def set_process(self, actor: ActorHandle[Any], process: WorkerProcess) -> None:
+        """Note where the worker runs, as soon as that is known."""
+        self._processes[actor._actor_id.hex()] = process
+
+    def label(self, reference: ray.ObjectRef[Any]) -> str:
+        """Coordinates of the worker that makes ``reference``, for example ``[pp0 dp1 cp0 tp0 node7]``."""
+        actor = _actor_of(reference)
+        if actor not in self._ranks:
+            return "[unknown worker]"
+        rank, coordinates = self._ranks[actor]
+        process = self._processes.get(actor)
+        return format_coordinates(rank, coordinates, process.host if process else "host not yet known")
+
+    def process(self, reference: ray.ObjectRef[Any]) -> WorkerProcess | None:
+        """Process of the worker that makes ``reference``; None before it is up."""
+        return self._processes.get(_actor_of(reference))
+
+    def set_unfinished(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
+        """Remember the calls that were still running when a wait was given up."""
+        self._unfinished = list(references)
+
+    def has_unfinished(self) -> bool:
+        """True while a call that was given up still occupies its worker."""
+        if self._unfinished:
+            _, self._unfinished = ray.wait(self._unfinished, num_returns=len(self._unfinished), timeout=0)
+        return bool(self._unfinished)
+
+    def check_free(self, what: str) -> None:
+        """Raises:
+        StateError: a worker is still busy with a call that was given up, so that a new call would wait behind it.
+        """
+        if self.has_unfinished():
+            stuck = ", ".join(self.label(reference) for reference in self._unfinished)
+            raise StateError(
+                f"{what}: an earlier call failed and these workers still hang in it: {stuck}. Fix: shut the group down and rebuild it"
+            )
+
+
+def await_results(references: Sequence[ray.ObjectRef[Any]], roster: Roster, what: str, deadline: Deadline) -> list[Any]:
+    """Values of ``references``, in order. Watches all of them, so that a worker that fails is seen while its peers hang.
+
+    Args:
+        references: results of worker calls; one may stand there twice.
+        roster: names the workers.
+        what: the call, for messages.
+        deadline: bound of the wait.
+
+    Raises:
+        MegarlError: a worker raised one; the same class again, its message preceded by the worker's coordinates.
+        WorkerError: a worker raised another exception (its ``__cause__``) or died.
+        DeadlineError: not all answered in time; the message has the stacks of those that did not.
+    """
+    values: dict[ray.ObjectRef[Any], Any] = {}
+    pending = list(dict.fromkeys(references))
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.left())
+        if not ready:
+            roster.set_unfinished(pending)
+            raise _deadline_error(pending, len(set(references)), roster, what, deadline)
+        more, pending = _drain(pending, 0.0)
+        failures = _take(ready + more, values)
+        if failures:
+            more, pending = _drain(pending, _ECHO_WAIT_S)
+            failures += _take(more, values)
+            roster.set_unfinished(pending)
+            _raise_failure(failures, roster, what)
+    return [values[reference] for reference in references]
+
+
+def _drain(pending: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[list[ray.ObjectRef[Any]], list[ray.ObjectRef[Any]]]:
+    return ray.wait(pending, num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
+
+
+def _take(ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]) -> list[tuple[ray.ObjectRef[Any], RayError]]:
+    failures: list[tuple[ray.ObjectRef[Any], RayError]] = []
+    for reference in ready:
+        try:
+            values[reference] = ray.get(reference)
+        except RayError as error:
+            failures.append((reference, error))
+    return failures
+
+
+def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], roster: Roster, what: str) -> None:
+    reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
+    others = [roster.label(other) for other, _ in failures if other != reference]
+    also = f"\nAlso failed: {', '.join(others)}" if others else ""
+    raise _translate(roster.label(reference), error, what, also) from getattr(error, "cause", None) or error
+
+
+def _echo_rank(error: RayError) -> int:
+    """0 for a dead process, 1 for an exception, 2 for one that looks like the echo of another rank's end."""
+    if isinstance(error, RayActorError):
+        return 0
+    return 2 if any(word in str(error) for word in _CONNECTION_WORDS) else 1
+
+
+def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError:
+    if isinstance(error, RayActorError):
+        return WorkerError(
+            f"{label} worker process died during {what}: {error}. Fix: look for its last output above, and for the kernel killing it "
+            f"when memory ran out; then shut the group down and rebuild it{also}"
+        )
+    if not isinstance(error, RayTaskError):
+        return WorkerError(f"{label} {what}: Ray lost the result: {error}{also}")
+    cause = error.cause
+    trace = f"\n--- traceback of the worker ---\n{_COLOURS.sub('', str(error))}"
+    if isinstance(cause, MegarlError):
+        try:
+            return type(cause)(f"{label} {cause}{also}{trace}")
+        except TypeError:
+            # The class has a constructor of its own; its name still stands in the message.
+            pass
+    return WorkerError(f"{label} {what}: {type(cause).__name__}: {cause}{also}{trace}")
+
+
+def _deadline_error(pending: Sequence[ray.ObjectRef[Any]], total: int, roster: Roster, what: str, deadline: Deadline) -> DeadlineError:
+    labels = [roster.label(reference) for reference in pending]
+    processes = [roster.process(reference) for reference in pending]
+    stacks = collect_stacks([(process.node_id, process.stack_file) if process else ("", None) for process in processes])
+    details = "".join(f"\n--- {label} ---\n{stack}" for label, stack in zip(labels, stacks, strict=True) if stack)
+    never_started = any(process is None for process in processes)
+    advice = (
+        "check that the cluster has free places for all workers" if never_started else "see below where they hang, or raise the timeout"
+    )
+    return DeadlineError(
+        f"{what}: {len(pending)} of {total} workers did not answer within {deadline.seconds:g} s: {', '.join(labels)}. "
+        f"Fix: {advice}{details}"
+    )
+
+
+def _actor_of(reference: ray.ObjectRef[Any]) -> str:
+    return reference.task_id().actor_id().hex()

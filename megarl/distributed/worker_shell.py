@@ -1,0 +1,172 @@
+"""The Ray actor that holds a worker: a generic shell, and the handle by which the driver speaks to it.
+
+The driver knows a worker class by name only. The shell imports and constructs it in the worker's own process, so that the driver never
+imports what workers need. Importing this file loads no torch: thread counts are set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorClass, ActorHandle
+
+from megarl import env
+from megarl.distributed import rendezvous
+from megarl.distributed.worker_stacks import StackFile, open_stack_file
+from megarl.errors import ClusterError, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """Where a worker runs. ``stack_file`` is None where Python stacks cannot be taken from outside."""
+
+    host: str
+    node_id: str
+    process_id: int
+    stack_file: StackFile | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRequirements:
+    """What a worker class asks for: Ray options of its decorator, and the three answers of its ``configure_worker``."""
+
+    decorator_options: dict[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
+    env_vars: dict[str, str] = field(default_factory=dict)
+    init_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
+    """Import ``package.module.Class``; a Ray-decorated class is unwrapped, and its decorator's options are returned with it.
+
+    Raises:
+        ConfigError: the name is not dotted, the module lacks it, or it is not a class.
+        ClusterError: the module cannot be imported in this process.
+    """
+    module_name, _, class_name = name.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"worker class = {name!r}: must be a full name. Fix: write package.module.Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ClusterError(
+            f"worker class = {name!r} cannot be imported on {socket.gethostname()}: {error}. "
+            "Fix: install what it needs in the workers' environment"
+        ) from error
+    found: Any = getattr(module, class_name, None)
+    if isinstance(found, ActorClass):
+        return found.__ray_metadata__.modified_class, dict(getattr(found, "_default_options", {}))
+    if not inspect.isclass(found):
+        raise ConfigError(f"worker class = {name!r}: module {module_name} has no class {class_name!r}. Fix: correct the name")
+    return found, {}
+
+
+class WorkerShell:
+    """Body of the actor. One instance lives in one process and constructs at most one worker."""
+
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        env.set_variables(environment)
+        self._name = name
+        self._worker: Any = None
+        self._stack_file = open_stack_file()
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def inspect_class(
+        self, class_name: str, num_gpus: float, bundle_indices: tuple[int, list[int]] | None
+    ) -> tuple[WorkerProcess, ClassRequirements]:
+        """Import the worker class and ask it what it needs."""
+        worker_class, options = import_worker_class(class_name)
+        process = WorkerProcess(socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid(), self._stack_file)
+        configure = getattr(worker_class, "configure_worker", None)
+        if configure is None:
+            return process, ClassRequirements(decorator_options=options)
+        resources, env_vars, init_kwargs = configure(num_gpus=num_gpus, bundle_indices=bundle_indices)
+        return process, ClassRequirements(options, dict(resources or {}), dict(env_vars or {}), dict(init_kwargs or {}))
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Bind the group's meeting port in this process and keep it (rank 0 only). Returns address and port."""
+        address = ray.util.get_node_ip_address()
+        return address, rendezvous.open_listener(address)
+
+    def construct(
+        self,
+        class_name: str,
+        endpoint: rendezvous.Endpoint,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        init_kwargs: dict[str, Any],
+    ) -> dict[str, bool]:
+        """Build the worker. Returns its methods; True marks generators, whose items are streamed."""
+        env.set_variables({"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)})
+        rendezvous.set_endpoint(endpoint)
+        worker_class, _ = import_worker_class(class_name)
+        positional, keywords = arguments
+        self._worker = worker_class(*positional, **{**keywords, **init_kwargs})
+        return _methods(worker_class)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the worker. Errors pass through with their traceback."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Run a generator method of the worker; every item becomes an object of its own."""
+        yield from getattr(self._worker, method)(*args, **kwargs)
+
+
+def _methods(worker_class: type) -> dict[str, bool]:
+    result: dict[str, bool] = {}
+    for name in dir(worker_class):
+        attribute = getattr(worker_class, name, None)
+        if not (name.startswith("__") and name.endswith("__")) and callable(attribute):
+            result[name] = inspect.isgeneratorfunction(attribute)
+    return result
+
+
+class RemoteMethod:
+    """``handle.method``: call it with ``.remote(...)``, as a method of a Ray actor."""
+
+    __slots__ = ("_actor", "_is_generator", "_name")
+
+    def __init__(self, actor: ActorHandle[Any], name: str, is_generator: bool) -> None:
+        self._actor = actor
+        self._name = name
+        self._is_generator = is_generator
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the method. Returns an ``ObjectRef``, or an ``ObjectRefGenerator`` for a generator method."""
+        target: Any = self._actor.stream if self._is_generator else self._actor.call
+        return target.remote(self._name, *args, **kwargs)
+
+
+class WorkerHandle:
+    """The driver's end of one worker: ``handle.method.remote(...)`` returns a Ray future, as with a plain actor handle.
+
+    Object references among the direct arguments are resolved by Ray. ``actor`` is the Ray actor itself, for ``ray.kill``.
+    """
+
+    __slots__ = ("_class_name", "_methods", "actor", "process")
+
+    def __init__(self, actor: ActorHandle[Any], class_name: str, methods: Mapping[str, bool], process: WorkerProcess) -> None:
+        self.actor = actor
+        self.process = process
+        self._class_name = class_name
+        self._methods = dict(methods)
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("__") or name in WorkerHandle.__slots__:
+            raise AttributeError(name)
+        if name not in self._methods:
+            known = ", ".join(method for method in self._methods if not method.startswith("_"))
+            raise AttributeError(f"worker class {self._class_name} has no method {name!r}; it has: {known}")
+        return RemoteMethod(self.actor, name, self._methods[name])
+
+    def __reduce__(self) -> tuple[type[WorkerHandle], tuple[ActorHandle[Any], str, dict[str, bool], WorkerProcess]]:
+        return WorkerHandle, (self.actor, self._class_name, self._methods, self.process)

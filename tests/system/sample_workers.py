@@ -1,0 +1,133 @@
+"""Worker classes that the tests of worker groups start by name. Torch is imported only where a collective needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megarl.distributed import rendezvous
+from megarl.errors import BatchError, ConfigError, Violation
+
+
+class PlainWorker:
+    """No torch: quick to start."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        self.arguments = (positional, keywords)
+
+    def get_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.arguments
+
+    def environment(self, names: list[str]) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    def echo(self, **values: Any) -> tuple[int, dict[str, Any]]:
+        return int(os.environ["RANK"]), values
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def count(self, until: int) -> Iterator[str]:
+        for index in range(until):
+            yield f"{os.environ['RANK']}:{index}"
+
+    def raise_error(self, kind: str) -> None:
+        if kind == "batch":
+            raise BatchError("sample_mask must be present in the batch")
+        if kind == "config":
+            raise ConfigError([Violation("policy.lr", -1, "must be > 0", "1e-6")])
+        if kind == "unpicklable":
+            error = ValueError("holds a lock")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+            raise error
+        raise ValueError("the inner reason")
+
+    def fail_on(self, rank: int, way: str) -> int:
+        """Rank ``rank`` fails, all others wait for ever."""
+        if int(os.environ["RANK"]) == rank:
+            if way == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if way == "exit":
+                os._exit(3)
+            raise RuntimeError("broke on purpose")
+        threading.Event().wait()
+        return 0
+
+    def hang_on_purpose(self, rank: int) -> int:
+        if int(os.environ["RANK"]) == rank:
+            threading.Event().wait()
+        return rank
+
+    def goodbye(self, directory: str) -> None:
+        Path(directory, os.environ["RANK"]).touch()
+
+    def leave_mark(self) -> None:
+        Path(self.arguments[1]["directory"], os.environ["RANK"]).touch()
+
+
+class TornWorker:
+    """Rank 1 cannot be constructed, the others would wait for it."""
+
+    def __init__(self, directory: str) -> None:
+        Path(directory, str(os.getpid())).touch()
+        if os.environ["RANK"] == "1":
+            raise ValueError("no memory for the optimizer")
+        threading.Event().wait()
+
+
+class ConfiguredWorker(PlainWorker):
+    """Asks for another environment, less CPU and one more constructor argument."""
+
+    @staticmethod
+    def configure_worker(
+        num_gpus: float, bundle_indices: tuple[int, list[int]] | None
+    ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        return {"num_cpus": 0}, {"COLOUR": "configured"}, {"seen": (num_gpus, bundle_indices)}
+
+
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {"COLOUR": "decorator", "SHAPE": "decorator", "OMP_NUM_THREADS": "7"}})
+class DecoratedWorker(PlainWorker):
+    """A class that is a Ray actor class already."""
+
+
+class CollectiveWorker(PlainWorker):
+    """Two or more of these meet over gloo in their constructors."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        super().__init__()
+        rendezvous.init_process_group("gloo")
+        self.rank = dist.get_rank()
+
+    def sum(self, value: float) -> float:
+        import torch
+
+        total = torch.tensor([value], dtype=torch.float64)
+        torch.distributed.all_reduce(total)
+        return float(total)
+
+    def sum_or_fail(self, failing_rank: int, way: str) -> float:
+        if self.rank == failing_rank:
+            if way == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise BatchError(f"refused on rank {self.rank}")
+        return self.sum(1.0)
+
+    def meet_again(self) -> int:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        rendezvous.init_process_group("gloo")
+        return dist.get_world_size()
+
+    def listening_addresses(self) -> list[str]:
+        import psutil
+
+        return [item.laddr.ip for item in psutil.Process().net_connections() if item.status == psutil.CONN_LISTEN]

@@ -1,0 +1,384 @@
+"""Worker groups on a real local Ray: calls, failures, deadlines, rendezvous and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+from megarl.errors import BatchError, ClusterError, ConfigError, DeadlineError, StateError, WorkerError
+
+SAMPLES = "tests.system.sample_workers"
+POLICY_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+# A bound that no healthy run comes near, so that a hang ends the test.
+PATIENCE_S = 120.0
+
+
+@contextmanager
+def group_of(
+    bundles: list[int],
+    class_name: str = "PlainWorker",
+    arguments: tuple[Any, ...] = (),
+    keywords: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[RayWorkerGroup]:
+    cluster = RayVirtualCluster(bundles, use_gpus=False)
+    options = {"name_prefix": "sample", "init_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S, **options}
+    group = None
+    try:
+        group = RayWorkerGroup(cluster, RayWorkerBuilder(f"{SAMPLES}.{class_name}", *arguments, **(keywords or {})), **options)
+        yield group
+    finally:
+        if group is not None:
+            group.shutdown(force=True)
+        cluster.shutdown()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def all_gone(process_ids: list[int]) -> bool:
+    return not any(psutil.pid_exists(item) and psutil.Process(item).status() != psutil.STATUS_ZOMBIE for item in process_ids)
+
+
+@pytest.fixture(scope="module")
+def policy_group(local_ray: int) -> Iterator[RayWorkerGroup]:
+    """Six workers: pp 1, dp 3, cp 1, tp 2 on nodes of 4 and 2 bundles."""
+    sharding = NamedSharding(np.arange(6).reshape(1, 3, 1, 2), POLICY_AXES)
+    with group_of(
+        [4, 2], arguments=(7,), keywords={"model": "tiny"}, sharding_annotations=sharding, env_vars={"COLOUR": "caller"}
+    ) as group:
+        yield group
+
+
+def test_workers_know_their_place(policy_group: RayWorkerGroup) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "COLOUR"]
+    seen = policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("environment", names=names))
+    assert [item["RANK"] for item in seen] == list("012345")
+    assert [item["LOCAL_RANK"] for item in seen] == list("012301")
+    assert [item["NODE_RANK"] for item in seen] == list("000011")
+    assert [item["LOCAL_WORLD_SIZE"] for item in seen] == list("444422")
+    assert {item["WORLD_SIZE"] for item in seen} == {"6"}
+    assert {item["MASTER_ADDR"] for item in seen} == {"127.0.0.1"}
+    assert len({item["MASTER_PORT"] for item in seen}) == 1
+    assert {item["COLOUR"] for item in seen} == {"caller"}
+    assert {item["OMP_NUM_THREADS"] for item in seen} == {os.environ.get("OMP_NUM_THREADS", "1")}
+    assert policy_group.worker_metadata[4] == {
+        "node_idx": 1,
+        "local_rank": 0,
+        "global_rank": 4,
+        "name": "sample-1-0",
+        "bundle_indices": (1, [0]),
+        "dp_shard_idx": 4,
+    }
+
+
+def test_constructor_arguments_and_handles(policy_group: RayWorkerGroup) -> None:
+    worker = policy_group.workers[3]
+    assert ray.get(worker.get_arguments.remote()) == ((7,), {"model": "tiny"})
+    assert ray.get(worker.echo.remote(method="a", self_="b")) == (3, {"method": "a", "self_": "b"})
+    with pytest.raises(AttributeError, match=r"no method 'trian'; it has: .*echo"):
+        _ = worker.trian
+
+    @ray.remote(num_cpus=0)
+    def ask(handle: Any) -> int:
+        return ray.get(handle.echo.remote())[0]
+
+    assert ray.get(ask.remote(worker)) == 3
+
+
+def test_dp_leaders(policy_group: RayWorkerGroup) -> None:
+    assert policy_group.dp_size == 3
+    assert [policy_group.get_dp_leader_worker_idx(index) for index in range(3)] == [0, 2, 4]
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match=rf"dp_shard_idx = {index} .*\[0, 3\)"):
+            policy_group.get_dp_leader_worker_idx(index)
+
+
+def test_sharded_replicated_and_returned_once(policy_group: RayWorkerGroup) -> None:
+    shards = [np.full(index + 1, index) for index in range(3)]
+    future = policy_group.run_all_workers_sharded_data(
+        "echo",
+        data=shards,
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=["context_parallel", "tensor_parallel", "pipeline_parallel"],
+        output_is_replicated=["tensor_parallel"],
+        common_kwargs={"mbs": 5},
+    )
+    assert isinstance(future, MultiWorkerFuture)
+    assert future.called_workers == [0, 1, 2, 3, 4, 5]
+    assert future.return_from_workers == [0, 2, 4]
+    results = policy_group.get_all_worker_results(future)
+    assert [rank for rank, _ in results] == [0, 2, 4]
+    for index, (_, values) in enumerate(results):
+        assert values["mbs"] == 5
+        np.testing.assert_array_equal(values["data"], shards[index])
+    everyone = ray.get(future.futures)
+    assert [len(values["data"]) for _, values in everyone] == [1, 1, 2, 2, 3, 3]
+    assert future.get_results(policy_group)[1][0] == 2
+
+
+def test_free_axes_with_and_without_dummy_calls(policy_group: RayWorkerGroup) -> None:
+    arguments: dict[str, Any] = {"data": ["a", "b", "c"], "in_sharded_axes": ["data_parallel"], "common_kwargs": {"greedy": True}}
+    future = policy_group.run_all_workers_sharded_data("echo", **arguments)
+    assert future.called_workers == [0, 2, 4]
+    assert policy_group.get_all_worker_results(future) == [
+        (rank, {"data": text, "greedy": True}) for rank, text in ((0, "a"), (2, "b"), (4, "c"))
+    ]
+    future = policy_group.run_all_workers_sharded_data("echo", make_dummy_calls_to_free_axes=True, **arguments)
+    assert future.called_workers == [0, 1, 2, 3, 4, 5]
+    assert [values["data"] for _, values in ray.get(future.futures)] == ["a", None, "b", None, "c", None]
+    assert [rank for rank, _ in policy_group.get_all_worker_results(future)] == [0, 2, 4]
+
+
+def test_single_and_multiple_data(policy_group: RayWorkerGroup) -> None:
+    assert ray.get(policy_group.run_single_worker_single_data("echo", 5, x=1)) == (5, {"x": 1})
+    assert len(ray.get(policy_group.run_all_workers_single_data("echo", x=1))) == 6
+    leaders = policy_group.run_all_workers_single_data("echo", run_rank_0_only_axes=["tensor_parallel"], x=1)
+    assert [rank for rank, _ in policy_group.get_all_worker_results(leaders)] == [0, 2, 4]
+    futures = policy_group.run_all_workers_multiple_data(
+        "echo", run_rank_0_only_axes=["tensor_parallel"], common_kwargs={"y": "all"}, x=["p", "q", "r"]
+    )
+    assert ray.get(futures) == [(0, {"x": "p", "y": "all"}), (2, {"x": "q", "y": "all"}), (4, {"x": "r", "y": "all"})]
+
+
+def test_wrong_calls_are_refused_on_the_driver(policy_group: RayWorkerGroup) -> None:
+    run = policy_group.run_all_workers_sharded_data
+    for refused in (
+        lambda: run("echo", [1, 2, 3]),
+        lambda: policy_group.run_all_workers_single_data("echo", 1),
+        lambda: policy_group.run_all_workers_multiple_data("echo", [1]),
+        lambda: policy_group.run_single_worker_single_data("echo", 0, 1),
+        lambda: policy_group.run_single_worker_single_data("echo", 6),
+        lambda: policy_group.run_all_workers_multiple_data("echo", x=[1, 2]),
+        lambda: run("echo", in_sharded_axes=["data_parallel"], x=[1, 2]),
+    ):
+        with pytest.raises(AssertionError):
+            refused()
+    with pytest.raises(ValueError, match="expert_parallel"):
+        run("echo", in_sharded_axes=["expert_parallel"], x=[1])
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        run("echo", in_sharded_axes=["tensor_parallel"], replicate_on_axes=["tensor_parallel"], x=[1, 2])
+
+
+def test_generators_flat_or_as_proxies(policy_group: RayWorkerGroup) -> None:
+    futures = policy_group.run_all_workers_single_data("count", run_rank_0_only_axes=["tensor_parallel"], until=2)
+    assert policy_group.get_all_worker_results(futures) == ["0:0", "0:1", "2:0", "2:1", "4:0", "4:1"]
+    futures = policy_group.run_all_workers_single_data("count", run_rank_0_only_axes=["tensor_parallel"], until=3)
+    proxies = policy_group.get_all_worker_results(futures, return_generators_as_proxies=True)
+    assert [[ray.get(item) for item in proxy] for proxy in proxies][1] == ["2:0", "2:1", "2:2"]
+
+
+def test_a_raised_megarl_error_keeps_its_class_and_gains_coordinates(policy_group: RayWorkerGroup) -> None:
+    host = re.escape(os.uname().nodename)
+    with pytest.raises(BatchError, match=rf"^\[pp0 dp2 cp0 tp1 {host}\] sample_mask must be present") as caught:
+        policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 5, kind="batch")])
+    assert "sample_workers.py" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"(?s)^\[pp0 dp0 cp0 tp1 .*policy\.lr = -1"):
+        policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 1, kind="config")])
+
+
+def test_other_errors_become_worker_errors_and_the_group_lives_on(policy_group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"^\[pp0 dp\d cp0 tp\d .*\] .*ValueError: the inner reason") as caught:
+        policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("raise_error", kind="plain"))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "in raise_error" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    with pytest.raises(WorkerError, match="holds a lock"):
+        policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 0, kind="unpicklable")])
+    assert len(policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("echo"))) == 6
+
+
+@pytest.mark.parametrize(
+    ("way", "words"), [("raise", "RuntimeError: broke on purpose"), ("kill", "worker process died"), ("exit", "worker process died")]
+)
+def test_a_failing_worker_is_seen_while_its_peers_hang(local_ray: int, way: str, words: str, tmp_path: Path) -> None:
+    with group_of([3], keywords={"directory": str(tmp_path)}) as group:
+        process_ids = ray.get(group.run_all_workers_single_data("process_id"))
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"^\[rank1 .*{words}"):
+            group.get_all_worker_results(group.run_all_workers_single_data("fail_on", rank=1, way=way))
+        assert time.monotonic() - started < PATIENCE_S / 2
+        with pytest.raises(StateError, match=r"still hang in it: \[rank0 .*\[rank2 .*shut the group down"):
+            group.run_all_workers_single_data("echo")
+        assert group.shutdown(cleanup_method="leave_mark") is False
+        assert group.workers == []
+        assert group.shutdown() is True
+        wait_until(lambda: all_gone(process_ids), "workers left behind")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_deadline_names_who_hangs_and_where(local_ray: int) -> None:
+    with group_of([2]) as group:
+        with pytest.raises(DeadlineError, match=r"1 of 2 workers did not answer within 1\.5 s: \[rank1 ") as caught:
+            group.get_all_worker_results(group.run_all_workers_single_data("hang_on_purpose", rank=1), timeout_s=1.5)
+        assert "in hang_on_purpose" in str(caught.value)
+        assert "--- [rank0" not in str(caught.value)
+
+
+def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path) -> None:
+    sharding = NamedSharding(np.arange(3), ["tensor_parallel"])
+    with (
+        pytest.raises(WorkerError, match=r"^\[tp1 .*ValueError: no memory for the optimizer"),
+        group_of([3], "TornWorker", (str(tmp_path),), sharding_annotations=sharding),
+    ):
+        pytest.fail("the group was made")
+    process_ids = [int(path.name) for path in tmp_path.iterdir()]
+    assert process_ids
+    wait_until(lambda: all_gone(process_ids), "workers left behind")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Absent", ConfigError, r"has no class 'Absent'"),
+        ("missing_module.Worker", ClusterError, r"cannot be imported on"),
+    ],
+)
+def test_a_class_that_cannot_be_found(local_ray: int, name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"^\[rank0 .*{message}"), group_of([1], name):
+        pytest.fail("the group was made")
+
+
+def test_configure_worker_and_tied_groups(local_ray: int) -> None:
+    tied = [(0, [0, 2]), (0, [1])]
+    with group_of([3], "ConfiguredWorker", bundle_indices_list=tied, env_vars={"COLOUR": "caller"}) as group:
+        arguments = ray.get([worker.get_arguments.remote() for worker in group.workers])
+        assert [keywords["seen"] for _, keywords in arguments] == [(0, (0, [0, 2])), (0, None), (0, (0, [1]))]
+        colours = ray.get(group.run_all_workers_single_data("environment", names=["COLOUR"]))
+        assert colours == [{"COLOUR": "configured"}] * 3
+        assert [item["name"] for item in group.worker_metadata] == ["sample-grp0-0", "sample-grp0-1", "sample-0-1"]
+        assert [item["dp_shard_idx"] for item in group.worker_metadata] == [0, 0, 1]
+        assert (group.dp_size, group.get_dp_leader_worker_idx(1)) == (2, 2)
+
+
+def test_options_of_a_decorated_class_come_first(local_ray: int) -> None:
+    with group_of([1], "DecoratedWorker", env_vars={"COLOUR": "caller"}) as group:
+        [seen] = ray.get(group.run_all_workers_single_data("environment", names=["COLOUR", "SHAPE", "OMP_NUM_THREADS"]))
+    assert seen == {"COLOUR": "caller", "SHAPE": "decorator", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def test_builder_alone_makes_one_worker(local_ray: int) -> None:
+    cluster = RayVirtualCluster([1], use_gpus=False)
+    builder = RayWorkerBuilder(f"{SAMPLES}.PlainWorker", 3, name="x")
+    worker = builder(cluster.get_placement_groups()[0], 0, num_gpus=0, runtime_env={"env_vars": {"COLOUR": "extra"}})
+    assert ray.get(worker.get_arguments.remote()) == ((3,), {"name": "x"})
+    assert ray.get(worker.environment.remote(["COLOUR", "WORLD_SIZE"])) == {"COLOUR": "extra", "WORLD_SIZE": "1"}
+    ray.kill(worker.actor)
+    cluster.shutdown()
+
+
+def test_clean_up_runs_on_every_worker(local_ray: int, tmp_path: Path) -> None:
+    with group_of([3], keywords={"directory": str(tmp_path)}) as group:
+        assert group.shutdown(cleanup_method="leave_mark") is True
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+def test_a_clean_up_that_does_not_exist_is_reported(local_ray: int) -> None:
+    with group_of([1]) as group:
+        assert group.shutdown(cleanup_method="absent") is False
+
+
+def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> None:
+    with group_of([2], "CollectiveWorker") as group:
+        sums = group.run_all_workers_multiple_data("sum", value=[1.25, 2.5])
+        assert group.get_all_worker_results(sums) == [3.75, 3.75]
+        assert group.get_all_worker_results(group.run_all_workers_single_data("meet_again")) == [2, 2]
+        assert group.get_all_worker_results(group.run_all_workers_multiple_data("sum", value=[1.0, 2.0])) == [3.0, 3.0]
+        heard = group.get_all_worker_results(group.run_all_workers_single_data("listening_addresses"))
+        assert all(len(addresses) > 1 for addresses in heard), heard
+        assert {address.removeprefix("::ffff:") for addresses in heard for address in addresses} == {"127.0.0.1"}
+        # The host's own name may stand for another interface than the loopback one.
+        chosen = group.get_all_worker_results(group.run_all_workers_single_data("environment", names=["GLOO_SOCKET_IFNAME"]))
+        assert all(item["GLOO_SOCKET_IFNAME"] for item in chosen)
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "words"), [("raise", BatchError, "refused on rank 1"), ("kill", WorkerError, "worker process died")]
+)
+def test_the_cause_is_told_from_the_broken_connection_of_its_peers(local_ray: int, way: str, error: type[Exception], words: str) -> None:
+    with group_of([2], "CollectiveWorker") as group, pytest.raises(error, match=rf"^\[rank1 .*{words}"):
+        group.get_all_worker_results(group.run_all_workers_single_data("sum_or_fail", failing_rank=1, way=way))
+
+
+def test_groups_side_by_side_have_their_own_ports(local_ray: int) -> None:
+    with group_of([2]) as one, group_of([1]) as two, group_of([1]) as three:
+        ports = {ray.get(group.workers[0].environment.remote(["MASTER_PORT"]))["MASTER_PORT"] for group in (one, two, three)}
+    assert len(ports) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers_per_node": [1]}, "2 entries"),
+        ({"workers_per_node": 3}, "node 1 has 2 bundles"),
+        ({"workers_per_node": [0, 0]}, "at least one worker"),
+        ({"workers_per_node": 1, "bundle_indices_list": [(0, [0])]}, "only one may be given"),
+        ({"bundle_indices_list": [(0, [3])]}, r"bundle 3 on node 0 must lie in \[0, 3\)"),
+        ({"bundle_indices_list": [(2, [0])]}, "node 2 does not exist"),
+        ({"bundle_indices_list": [(0, [1, 1])]}, "given twice"),
+        ({"bundle_indices_list": []}, "at least one worker"),
+        ({"sharding_annotations": NamedSharding(np.arange(4), ["data_parallel"])}, "ranks 0 to 4"),
+    ],
+)
+def test_places_that_do_not_fit(local_ray: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message), group_of([3, 2], **options):
+        pytest.fail("the group was made")
+
+
+def test_workers_per_node_takes_the_first_bundles(local_ray: int) -> None:
+    with group_of([3, 2], workers_per_node=[2, 1]) as group:
+        assert [item["name"] for item in group.worker_metadata] == ["sample-0-0", "sample-0-1", "sample-1-0"]
+
+
+DRIVER = """
+import sys
+from megarl.distributed.ray_runtime import init_ray
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+assert "torch" not in sys.modules
+init_ray(num_cpus=2, log_to_driver=False)
+group = RayWorkerGroup(RayVirtualCluster([2], use_gpus=False), RayWorkerBuilder("tests.system.sample_workers.PlainWorker"))
+print(*group.get_all_worker_results(group.run_all_workers_single_data("process_id")), flush=True)
+group.get_all_worker_results(group.run_all_workers_single_data("hang_on_purpose", rank=0))
+"""
+
+
+def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
+    checkout = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": checkout}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        line = driver.stdout.readline()
+        workers = [int(word) for word in line.split()]
+        assert len(workers) == 2, driver.stderr.read() if driver.stderr and not line else line
+        # Ray's two agents try for a minute to tell a dead head of their end, and then go too.
+        family = [process.pid for process in psutil.Process(driver.pid).children(recursive=True) if "Agent" not in process.name()]
+        assert set(workers) < set(family)
+        driver.send_signal(signal.SIGKILL)
+        wait_until(lambda: all_gone(family), "processes outlived their driver")
+    finally:
+        driver.kill()
+        driver.communicate()
