@@ -64,6 +64,9 @@ def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], *, micro_batch_
         [B, S] float32 on every pipeline stage; column 0 and padding are exactly 0.
     """
     length = data["input_ids"].shape[1]
+    backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
+    if batch_size(data) == 0:
+        return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
     padded = pad_sequences({key: data[key] for key in ("input_ids", "input_lengths")}, backend.sequence_multiple)
     head = LogprobHead(backend.vocabulary, temperature)
     with evaluation_mode(backend):

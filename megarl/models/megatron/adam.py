@@ -14,6 +14,8 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from megarl.errors import ConfigError
+
 
 class GroupStepAdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
@@ -27,6 +29,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         decoupled: False gives Adam with the decay added to the gradient instead.
+        capturable: newer Megatron-Core states it; only False is possible, because the step counter is a number on the host.
+
+    Raises:
+        ConfigError: ``capturable`` is True.
     """
 
     def __init__(
@@ -37,7 +43,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         decoupled: bool = True,
+        capturable: bool = False,
     ) -> None:
+        if capturable:
+            raise ConfigError(
+                "optimizer_cuda_graph = True needs Transformer Engine's fused Adam, which is not installed. Fix: install it or set False"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.decoupled = decoupled
 

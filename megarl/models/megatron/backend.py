@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from transformers import AutoConfig
 
 from converters.architecture import Architecture, read_architecture
 from converters.check import check_source
@@ -48,7 +49,7 @@ class MegatronBackend:
     ) -> None:
         self.policy = policy
         self.runtime = runtime
-        self.hf_config = source.read_json("config.json")
+        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=bool(policy.get("trust_remote_code", False)))
         self.architecture: Architecture = read_architecture(self.hf_config)
         cuda_redirect.install()
         megatron = policy["megatron_cfg"]

@@ -11,15 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architecture import Architecture
 from converters.megatron_settings import megatron_settings
+from megarl.config.arithmetic import padded_vocabulary
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
-
-
-def padded_vocabulary(vocab_size: int, tensor_parallel_size: int, multiple: int = 64) -> int:
-    """Rows of the embedding so that every tensor-parallel rank holds the same number, a multiple of ``multiple`` (matrix kernels like that)."""
-    block = multiple * tensor_parallel_size
-    return -(-vocab_size // block) * block
 
 
 def build_stage(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> GPTModel:

@@ -96,6 +96,7 @@ def load_optimizer(
             ) from error
     schedule = directory / SCHEDULE_FILE
     if scheduler is not None and schedule.exists():
+        scheduler.num_steps = 0  # loading advances the schedule from where it stands
         scheduler.load_state_dict(json.loads(schedule.read_text()))
     rng = directory / _rng_file(dist.get_rank())
     if rng.exists():

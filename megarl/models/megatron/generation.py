@@ -42,10 +42,13 @@ def generate(
 
     Returns:
         ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and padding; ``generation_lengths`` [B];
-        ``unpadded_sequence_lengths`` [B].
+        ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True where a length limit and not a stop ended the answer.
     """
     settings = SamplingSettings(greedy, float(config["temperature"]), config.get("top_k"), float(config.get("top_p") or 1.0))
     lengths = data["input_lengths"].tolist()
+    backend.sync_parameters()
+    if not lengths:
+        return _assemble([], [], [], [], int(config["pad_token_id"]))
     rows_at_once = backend.policy.get("generation_batch_size") or len(lengths)
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     seeds = _seeds(data, len(lengths), backend.groups)
@@ -53,7 +56,7 @@ def generate(
     limit = backend.policy["max_total_sequence_length"]
     answers: list[list[int]] = [[] for _ in lengths]
     logprobs: list[list[float]] = [[] for _ in lengths]
-    backend.sync_parameters()
+    truncated = [False] * len(lengths)
     with evaluation_mode(backend), _without_sequence_parallel(backend.stage):
         for first in range(0, len(order), rows_at_once):
             rows = order[first : first + rows_at_once]
@@ -65,10 +68,11 @@ def generate(
                 config["max_new_tokens"],
                 limit,
             )
-            for row, answer, values in zip(rows, *decoding.run(settings, stop), strict=True):
-                answers[row], logprobs[row] = answer, values
+            decoding.run(settings, stop)
+            for index, row in enumerate(rows):
+                answers[row], logprobs[row], truncated[row] = decoding.answers[index], decoding.logprobs[index], not decoding.stopped[index]
     prompts = [data["input_ids"][row, :length].tolist() for row, length in enumerate(lengths)]
-    return _assemble(prompts, answers, logprobs, int(config["pad_token_id"]))
+    return _assemble(prompts, answers, logprobs, truncated, int(config["pad_token_id"]))
 
 
 def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[int]:
@@ -100,9 +104,10 @@ class _Decoding:
         self.answers: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.open = [allowed > 0 for allowed in self.allowed]
+        self.stopped = [False for _ in prompts]
 
-    def run(self, settings: SamplingSettings, stop: StopRules) -> tuple[list[list[int]], list[list[float]]]:
-        """Answer tokens and their log-probabilities, row by row."""
+    def run(self, settings: SamplingSettings, stop: StopRules) -> None:
+        """Fill ``answers``, ``logprobs`` and ``stopped``, row by row."""
         context = StaticInferenceContext(len(self.prompts), self.total)
         done, position = 0, min(len(prompt) for prompt in self.prompts)
         while any(self.open) and position < self.total:
@@ -113,7 +118,6 @@ class _Decoding:
             if writing:
                 self._write(writing, position, logits, settings, stop)
             done, position = position, position + 1
-        return self.answers, self.logprobs
 
     def _write(self, rows: list[int], position: int, logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules) -> None:
         """Choose the tokens at ``position`` for ``rows``; the last pipeline stage chooses, all stages learn."""
@@ -129,6 +133,7 @@ class _Decoding:
             self.answers[row].append(token)
             self.logprobs[row].append(value)
         for row, finished in zip(rows, stop.finished(rows, newest, [self.answers[row] for row in rows]), strict=True):
+            self.stopped[row] = finished
             self.open[row] = not finished and len(self.answers[row]) < self.allowed[row]
 
     def _forward(self, context: StaticInferenceContext, first: int, last: int) -> torch.Tensor | None:
@@ -171,10 +176,12 @@ def _without_sequence_parallel(stage: torch.nn.Module) -> Iterator[None]:
             setattr(owner, name, True)
 
 
-def _assemble(prompts: list[list[int]], answers: list[list[int]], logprobs: list[list[float]], pad: int) -> BatchedDataDict[Any]:
+def _assemble(
+    prompts: list[list[int]], answers: list[list[int]], logprobs: list[list[float]], truncated: list[bool], pad: int
+) -> BatchedDataDict[Any]:
     """The contract's output tensors."""
     totals = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    ids = torch.full((len(prompts), max(totals)), pad, dtype=torch.int64)
+    ids = torch.full((len(prompts), max(totals, default=0)), pad, dtype=torch.int64)
     values = torch.zeros(len(prompts), max(totals), dtype=torch.float32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : totals[row]] = torch.tensor(prompt + answer, dtype=torch.int64)
@@ -185,5 +192,6 @@ def _assemble(prompts: list[list[int]], answers: list[list[int]], logprobs: list
             "logprobs": values,
             "generation_lengths": torch.tensor([len(answer) for answer in answers], dtype=torch.int64),
             "unpadded_sequence_lengths": torch.tensor(totals, dtype=torch.int64),
+            "truncated": torch.tensor(truncated, dtype=torch.bool),
         }
     )

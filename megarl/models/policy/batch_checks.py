@@ -1,0 +1,93 @@
+"""Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error names the key, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.errors import BatchError
+
+
+def check_batch(data: Any, *, required: Sequence[str], vocab_size: int, max_length: int, may_be_empty: bool = False) -> None:
+    """Refuse a batch that a worker could not use.
+
+    Args:
+        data: a BatchedDataDict of the contract.
+        required: keys that have to be there besides ``input_ids`` and ``input_lengths``.
+        vocab_size: token ids lie in [0, vocab_size).
+        max_length: longest sequence the configuration allows, tokens.
+        may_be_empty: whether a batch without rows is legal.
+
+    Raises:
+        BatchError: with every problem found.
+    """
+    problems: list[str] = []
+    missing = [key for key in ("input_ids", "input_lengths", *required) if key not in data]
+    if missing:
+        raise BatchError(f"{', '.join(missing)} must be present in the data; it has {', '.join(sorted(map(str, data)))}")
+    ids, lengths = data["input_ids"], data["input_lengths"]
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise BatchError(f"input_ids: expected an int64 tensor [B, S], got {_describe(ids)}")
+    rows, width = ids.shape
+    if rows == 0 and not may_be_empty:
+        raise BatchError("the batch is empty (0 rows): give at least one sample")
+    problems += _length_problems(lengths, rows, width, max_length)
+    problems += _shape_problems(data, rows, width)
+    if not problems:
+        problems += _token_problems(ids, lengths, vocab_size)
+    if problems:
+        raise BatchError("; ".join(problems))
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _length_problems(lengths: Any, rows: int, width: int, max_length: int) -> list[str]:
+    if not isinstance(lengths, torch.Tensor) or lengths.shape != (rows,) or lengths.dtype not in (torch.int64, torch.int32):
+        return [f"input_lengths: expected an integer tensor [{rows}], got {_describe(lengths)}"]
+    if rows == 0:
+        return []
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    problems = []
+    if shortest < 1:
+        problems.append(f"input_lengths[{int(lengths.argmin())}] = {shortest}: a sequence has at least 1 token")
+    if longest > width:
+        problems.append(f"input_lengths[{int(lengths.argmax())}] = {longest}: input_ids has only {width} columns")
+    if longest > max_length:
+        problems.append(
+            f"input_lengths[{int(lengths.argmax())}] = {longest} tokens: more than policy.max_total_sequence_length = {max_length}; "
+            "raise it or shorten the sample"
+        )
+    return problems
+
+
+def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]:
+    problems = []
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor):
+            if value.ndim == 0 or value.shape[0] != rows:
+                problems.append(f"{key}: expected {rows} rows as in input_ids, got {_describe(value)}")
+            elif value.ndim > 1 and value.shape[1] != width:
+                problems.append(f"{key}: Dim 1 must be the sequence dim, expected {width} as in input_ids, got {_describe(value)}")
+        elif len(value) != rows:
+            problems.append(f"{key}: expected a list of {rows} entries, got {len(value)}")
+    for key, dimensions in (("sample_mask", 1), ("token_mask", 2)):
+        if key in data and (not isinstance(data[key], torch.Tensor) or data[key].ndim != dimensions):
+            problems.append(f"{key}: expected a tensor of {dimensions} dimension{'s' * (dimensions > 1)}, got {_describe(data[key])}")
+    return problems
+
+
+def _token_problems(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> list[str]:
+    """Ids out of range anywhere: also padding goes through the embedding."""
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if not bool(wrong.any()):
+        return []
+    row, column = (int(index) for index in wrong.nonzero()[0])
+    where = "padding" if column >= int(lengths[row]) else "a token"
+    return [
+        f"input_ids[{row}, {column}] = {int(ids[row, column])} ({where}): token ids lie in [0, {vocab_size}); "
+        f"{int(wrong.sum())} ids are out of range. Use the tokenizer that belongs to the model"
+    ]

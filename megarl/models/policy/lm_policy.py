@@ -1,0 +1,333 @@
+"""Policy: the driver's view of a policy that is spread over Ray actors. It checks, shards, calls and collects; it computes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from os import PathLike as OsPathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from converters.source import open_source
+from megarl.config import validate_policy_config
+from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from megarl.errors import BatchError
+from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from megarl.models.policy import PolicyConfig
+from megarl.models.policy.batch_checks import check_batch
+from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+
+if TYPE_CHECKING:
+    import ray
+    import transformers
+
+    from megarl.algorithms.interfaces import LossFunction
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | OsPathLike[str]
+MEGATRON_WORKER = "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker"
+AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+REPLICATED = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
+GENERATION_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
+
+
+class Policy(ColocatablePolicyInterface, GenerationInterface):
+    """A policy over the workers of a cluster.
+
+    Args:
+        cluster: gives the places, one worker a bundle.
+        config: the policy configuration.
+        tokenizer: of the model.
+        name_prefix: opens the workers' names.
+        workers_per_node: as in ``RayWorkerGroup``.
+        init_optimizer: False for a policy that is only read.
+        weights_path: checkpoint to start from instead of ``model_name``'s weights.
+        optimizer_path: optimizer checkpoint to continue from.
+        init_reference_model: keep the weights of ``model_name`` as the reference policy.
+        seed: for the workers' random-number generators and, where a batch brings none, sampling seeds.
+        init_timeout_s, call_timeout_s: bounds for starting the workers and for each call, in seconds.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its layout does not fit the cluster.
+        MegarlError: a worker could not be made; none is left behind.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        name_prefix: str = "lm_policy",
+        workers_per_node: int | list[int] | None = None,
+        init_optimizer: bool = True,
+        weights_path: PathLike | None = None,
+        optimizer_path: PathLike | None = None,
+        init_reference_model: bool = True,
+        *,
+        seed: int = 0,
+        init_timeout_s: float = 600.0,
+        call_timeout_s: float = 3600.0,
+    ) -> None:
+        config = cast(PolicyConfig, validate_policy_config(config, cluster.world_size()))
+        self.cfg = config
+        self.tokenizer = tokenizer
+        self.sharding_annotations = _sharding(config, cluster.world_size())
+        self._seed = seed
+        self._generate_calls = 0
+        self._vocab_size = int((open_source(config["model_name"]).read_json("config.json") or {})["vocab_size"])
+        builder = RayWorkerBuilder(
+            MEGATRON_WORKER,
+            config,
+            tokenizer=tokenizer,
+            init_optimizer=init_optimizer,
+            weights_path=_absolute(weights_path),
+            optimizer_path=_absolute(optimizer_path),
+            init_reference_model=init_reference_model,
+            worker_sharding_annotations=self.sharding_annotations,
+            pre_init_communication_queue=None,
+            seed=seed,
+        )
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            builder,
+            workers_per_node=workers_per_node,
+            name_prefix=name_prefix,
+            sharding_annotations=self.sharding_annotations,
+            env_vars={
+                "MEGARL_DEVICE": "cuda" if cluster.use_gpus else "cpu",
+                **{name: str(value) for name, value in (config["megatron_cfg"].get("env_vars") or {}).items()},
+            },
+            init_timeout_s=init_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Data-parallel replicas of the model."""
+        return self.sharding_annotations.get_axis_size("data_parallel")
+
+    # log-probabilities
+
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
+        return self._logprobs("get_logprobs", "logprobs", data, {})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """As :meth:`get_logprobs` under the reference policy; ``micro_batch_size`` replaces ``logprob_batch_size``."""
+        options = {"micro_batch_size": micro_batch_size}
+        return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
+
+    def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
+        self._check(data)
+        needed = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        results = self._call_sharded(method, self._uneven_shards(needed), options)
+        return BatchedDataDict({key: torch.cat([result[key] for result in results])})
+
+    # training
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
+
+        ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all micro-batches of all
+        data-parallel replicas.
+
+        Raises:
+            BatchError: the batch cannot be trained on.
+        """
+        token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
+        self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
+        global_batch = gbs or self.cfg["train_global_batch_size"]
+        self._check_batch_arithmetic(data.size, global_batch, mbs or self.cfg["train_micro_batch_size"])
+        shards = data.shard_by_batch_size(self.data_parallel_size, batch_size=global_batch)
+        options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
+        results = self._call_sharded("train", shards, options)
+        metrics: dict[str, list[float]] = defaultdict(list)
+        for result in results:
+            for name, values in result["all_mb_metrics"].items():
+                metrics[name].extend(values)
+        return {"loss": results[0]["global_loss"], "grad_norm": results[0]["grad_norm"], "all_mb_metrics": dict(metrics)}
+
+    def _check_batch_arithmetic(self, rows: int, global_batch: int, micro_batch: int) -> None:
+        replicas = self.data_parallel_size
+        if rows % global_batch:
+            raise BatchError(f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give whole global batches")
+        if global_batch % replicas:
+            raise BatchError(
+                f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel replicas): choose a multiple"
+            )
+        if (global_batch // replicas) % micro_batch:
+            raise BatchError(
+                f"micro-batch size ({micro_batch}) does not divide the {global_batch // replicas} samples of a global batch on one replica: "
+                "choose a divisor"
+            )
+
+    # generation
+
+    def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt, in the order of ``data``.
+
+        Rows that bring no ``sampling_seeds`` get one from this policy's seed and the number of generate calls before.
+
+        Raises:
+            BatchError: the prompts cannot be used.
+        """
+        if not isinstance(data, BatchedDataDict):
+            raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
+        self._check(data)
+        needed = BatchedDataDict(
+            {name: data[name] for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data}
+        )
+        if "sampling_seeds" not in needed:
+            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
+            needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
+        self._generate_calls += 1
+        results = self._call_sharded("generate", self._uneven_shards(needed), {"greedy": greedy})
+        for result in results:
+            missing = [key for key in GENERATION_KEYS if key not in result]
+            if missing:
+                raise ValueError(f"Missing required keys for GenerationOutputSpec: {', '.join(missing)}")
+        return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["generation"]["pad_token_id"]})
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Parameters to the device; gradients and optimizer state leave."""
+        self._call_all("prepare_for_generation")
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Nothing to do: the policy itself generates."""
+        return True
+
+    # where parameters, gradients and optimizer state are
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        self._call_all("prepare_for_training")
+
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Parameters to the device; gradients and optimizer state leave."""
+        self._call_all("prepare_for_lp_inference")
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def offload_before_refit(self) -> None:
+        self._call_all("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        self._call_all("offload_after_refit")
+
+    # checkpoints
+
+    def save_checkpoint(
+        self, weights_path: PathLike, optimizer_path: PathLike | None = None, tokenizer_path: PathLike | None = None
+    ) -> None:
+        """Write a checkpoint that any layout can read; see ``EngineWorker.save_checkpoint``."""
+        self._call_all(
+            "save_checkpoint",
+            weights_path=_absolute(weights_path),
+            optimizer_path=_absolute(optimizer_path),
+            tokenizer_path=_absolute(tokenizer_path),
+        )
+
+    def load_checkpoint(self, weights_path: PathLike, optimizer_path: PathLike | None = None) -> None:
+        """Read what :meth:`save_checkpoint` wrote into the running workers."""
+        self._call_all("load_checkpoint", weights_path=_absolute(weights_path), optimizer_path=_absolute(optimizer_path))
+
+    def export_hf(self, path: PathLike) -> None:
+        """Write the present weights as a Hugging Face checkpoint."""
+        self._call_all("export_hf", path=_absolute(path))
+
+    # refit: the transports come with the weight synchronisation rooms
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
+        raise _no_transport("init_collective", "a process group shared with an inference engine")
+
+    def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:
+        raise _no_transport("prepare_refit_info", "the plan of a weight transfer")
+
+    def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
+        raise _no_transport("prepare_weights_for_ipc", "the shared-memory transport")
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        raise _no_transport("get_weights_ipc_handles", "the shared-memory transport")
+
+    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
+        raise _no_transport("broadcast_weights_for_collective", "the collective transport")
+
+    # profiling and the end
+
+    def start_gpu_profiling(self) -> None:
+        """Open the CUDA profiler's capture range on all workers."""
+        self._call_all("start_gpu_profiling")
+
+    def stop_gpu_profiling(self) -> None:
+        """Close the CUDA profiler's capture range on all workers."""
+        self._call_all("stop_gpu_profiling")
+
+    def shutdown(self) -> bool:
+        """End the workers; True when all ended cleanly. May be called more than once."""
+        try:
+            return self.worker_group.shutdown(cleanup_method="shutdown")
+        except Exception:
+            logger.exception("shutting the policy's workers down failed")
+            return False
+
+    def __del__(self) -> None:
+        group = getattr(self, "worker_group", None)
+        if group is not None:
+            group.shutdown()
+
+    # plumbing
+
+    def _check(self, data: BatchedDataDict[Any], required: Sequence[str] = ()) -> None:
+        check_batch(data, required=required, vocab_size=self._vocab_size, max_length=self.cfg["max_total_sequence_length"])
+
+    def _uneven_shards(self, data: BatchedDataDict[Any]) -> list[SlicedDataDict]:
+        return data.shard_by_batch_size(self.data_parallel_size, batch_size=None, allow_uneven_shards=True)
+
+    def _call_sharded(self, method: str, shards: list[SlicedDataDict], options: dict[str, Any]) -> list[Any]:
+        """The answers of one worker for each data-parallel replica, in order."""
+        future = self.worker_group.run_all_workers_sharded_data(
+            method,
+            data=shards,
+            in_sharded_axes=["data_parallel"],
+            replicate_on_axes=REPLICATED,
+            output_is_replicated=REPLICATED,
+            common_kwargs=options,
+        )
+        return self.worker_group.get_all_worker_results(future)
+
+    def _call_all(self, method: str, **options: Any) -> None:
+        self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+
+
+def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
+    """Which rank has which coordinates: tensor parallel fastest, then context, data and pipeline parallel."""
+    megatron = config["megatron_cfg"]
+    shape = (megatron["pipeline_model_parallel_size"], -1, megatron["context_parallel_size"], megatron["tensor_model_parallel_size"])
+    return NamedSharding(np.arange(world_size).reshape(shape), AXES)
+
+
+def _absolute(path: PathLike | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
+
+
+def _no_transport(method: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"Policy.{method}: {what} is not in this version; the policy generates by itself (policy.generation.backend=megatron)"
+    )

@@ -1,0 +1,133 @@
+"""Policy over real Ray actors: the contract's methods, errors on the driver, checkpoints, export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.errors import BatchError, StateError
+from megarl.models.policy.lm_policy import Policy
+from tests.dist import reference
+from tests.dist.batches import make_batch
+from tests.models import VOCABULARY, make_tiny, policy_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("policy") / "qwen2", "qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def policy(local_ray: int, model: Path) -> Iterator[Policy]:
+    """TP2 x DP2."""
+    cluster = RayVirtualCluster([4], use_gpus=False, name="policy")
+    policy = Policy(cluster, policy_config(model, tp=2), None, seed=3)
+    yield policy
+    assert policy.shutdown()
+    cluster.shutdown()
+
+
+def test_logprobs_keep_the_order_of_uneven_batches(policy: Policy, model: Path) -> None:
+    loaded = reference.load(model)
+    for rows in (1, 3, 7):
+        batch = make_batch(rows, 11, seed=rows)
+        policy.prepare_for_lp_inference()
+        measured = policy.get_logprobs(BatchedDataDict(batch))["logprobs"]
+        torch.testing.assert_close(measured, reference.logprobs(loaded, batch), atol=1e-5, rtol=0)
+
+
+def test_training_reports_the_true_loss_and_leaves_the_reference_alone(policy: Policy, model: Path, tmp_path: Path) -> None:
+    batch = BatchedDataDict(make_batch(16, 12, seed=1))
+    policy.prepare_for_lp_inference()
+    before = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    policy.prepare_for_training()
+    evaluated = policy.train(batch, NLLLoss(), eval_mode=True)
+    assert evaluated["grad_norm"] is None
+    trained = policy.train(batch, NLLLoss())
+    assert trained["loss"].shape == (2,)
+    assert trained["loss"][0] == evaluated["loss"][0]
+    reference_policy = reference.ReferenceTrainer(reference.load(model), policy.cfg)
+    first = {key: value[:8] for key, value in batch.items()}
+    expected, _ = reference_policy.step(first, NLLLoss())
+    assert float(trained["loss"][0]) == pytest.approx(expected, rel=1e-5)
+    assert len(trained["all_mb_metrics"]["loss"]) == 8
+    assert sum(trained["all_mb_metrics"]["loss"]) == pytest.approx(float(trained["loss"].mean()), rel=1e-5)
+    policy.prepare_for_lp_inference()
+    assert not torch.equal(policy.get_logprobs(batch)["logprobs"], before)
+    assert torch.equal(policy.get_reference_policy_logprobs(batch)["reference_logprobs"], before)
+
+
+def test_checkpoint_round_trip_on_live_workers(policy: Policy, tmp_path: Path) -> None:
+    batch = BatchedDataDict(make_batch(8, 12, seed=2))
+    policy.prepare_for_training()
+    policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    continued = [policy.train(batch, NLLLoss()) for _ in range(3)]
+    policy.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    again = [policy.train(batch, NLLLoss()) for _ in range(3)]
+    assert [float(step["loss"]) for step in again] == [float(step["loss"]) for step in continued]
+    assert [float(step["grad_norm"]) for step in again] == [float(step["grad_norm"]) for step in continued]
+
+
+def test_export_is_what_the_policy_computes(policy: Policy, tmp_path: Path) -> None:
+    batch = BatchedDataDict(make_batch(5, 12, seed=4))
+    policy.prepare_for_lp_inference()
+    policy.export_hf(tmp_path / "hf")
+    expected = policy.get_logprobs(batch)["logprobs"]
+    torch.testing.assert_close(reference.logprobs(reference.load(tmp_path / "hf"), batch), expected, atol=1e-5, rtol=0)
+
+
+def test_generation_keeps_order_and_draws_anew_each_call(policy: Policy) -> None:
+    batch = make_batch(5, 9, seed=6)
+    prompts = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
+    policy.prepare_for_generation()
+    first, second = policy.generate(prompts), policy.generate(prompts)
+    for output in (first, second):
+        for row, length in enumerate(batch["input_lengths"].tolist()):
+            assert torch.equal(output["output_ids"][row, :length], batch["input_ids"][row, :length])
+    assert first["output_ids"].shape != second["output_ids"].shape or not torch.equal(first["output_ids"], second["output_ids"])
+    assert policy.finish_generation()
+
+
+def broken(change: dict[str, Any]) -> BatchedDataDict[Any]:
+    return BatchedDataDict({**make_batch(8, 12, seed=1), **change})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (BatchedDataDict({}), "input_ids, input_lengths, sample_mask.* must be present"),
+        (broken({"token_mask": torch.ones(8, 5)}), "Dim 1 must be the sequence dim"),
+        (broken({"sample_mask": torch.ones(7)}), "expected 8 rows"),
+        (broken({"input_ids": torch.full((8, 12), VOCABULARY)}), "token ids lie in"),
+        (broken({"input_ids": torch.full((8, 12), -1)}), "token ids lie in"),
+        (broken({"input_lengths": torch.full((8,), 13)}), "only 12 columns"),
+        (broken({"input_lengths": torch.zeros(8, dtype=torch.int64)}), "at least 1 token"),
+        (BatchedDataDict({key: value[:0] for key, value in make_batch().items()}), "batch is empty"),
+        (BatchedDataDict(make_batch(9, 12)), "not a multiple of batch_size"),
+        (BatchedDataDict(make_batch(8, 70)), "max_total_sequence_length = 64"),
+    ],
+)
+def test_bad_batches_are_refused_on_the_driver(policy: Policy, data: BatchedDataDict[Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        policy.train(data, NLLLoss())
+
+
+def test_training_while_offloaded_names_the_remedy(policy: Policy) -> None:
+    policy.offload_after_refit()
+    with pytest.raises(StateError, match=r"prepare_for_training"):
+        policy.train(BatchedDataDict(make_batch()), NLLLoss())
+    policy.prepare_for_training()
+    assert policy.train(BatchedDataDict(make_batch()), NLLLoss())["loss"].isfinite().all()
+
+
+def test_refit_methods_say_what_is_missing(policy: Policy) -> None:
+    for call in (policy.prepare_refit_info, policy.prepare_weights_for_ipc, policy.broadcast_weights_for_collective):
+        with pytest.raises(NotImplementedError, match="not in this version"):
+            call()
