@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Makes or reuses the virtual environment, then runs the tests. Arguments go to pytest; ones that name tests choose them:
+#
+#   bash launch/test.sh                             the whole suite, and the Megatron and converter parts again on Python 3.12
+#   bash launch/test.sh tests/unit -k sharding      a choice, on the first environment only
+#
+#   MEGARL_TEST_PYTHON312   0: never the second run; 1: fail where there is no Python 3.12 (default: where there is one)
+set -euo pipefail
+# shellcheck source=launch/environment.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+# megatron-core for Python 3.12 is ahead of the newest one for 3.11; both have to work.
+NEWEST_MEGATRON=0.19.2
+
+# Status 0 if one of the arguments names tests.
+chooses_tests() {
+    local argument path
+    for argument in "$@"; do
+        path=${argument%%::*}
+        [[ "$path" == tests || "$path" == tests/* || "$path" == */tests/* ]] && [[ -e "$path" ]] && return
+    done
+    return 1
+}
+
+# The directories of tests, quick ones first, so that a broken thing shows early; one that is not named here comes last.
+test_rooms() {
+    local room
+    for room in unit dist system launch; do
+        [[ ! -d "tests/$room" ]] || printf 'tests/%s\n' "$room"
+    done
+    for room in tests/*/; do
+        room=${room%/}
+        [[ "$room" =~ ^tests/(unit|dist|system|launch|__.*)$ ]] || printf '%s\n' "$room"
+    done
+}
+
+find_python312() {
+    local candidate
+    for candidate in python3.12 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12*/bin/python3.12; do
+        if [[ "$(python_version "$candidate")" == 3.12.* ]]; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+run_on_python312() {
+    local python=$1 venv="$ROOT/.venv-3.12" constraints="$ROOT/.venv-3.12.constraints"
+    sed -E "s/^megatron-core==.*/megatron-core==$NEWEST_MEGATRON/" "$CONSTRAINTS" >"$constraints"
+    say "once more: Megatron and converters on Python 3.12 with megatron-core $NEWEST_MEGATRON (an environment of up to 6 GB; MEGARL_TEST_PYTHON312=0: not)"
+    # The first environment's choice of Python is not this one's.
+    MEGARL_PYTHON="" prepare_environment "$venv" test "$constraints" "$python"
+    "$venv/bin/python" -m pytest tests/dist tests/unit -k "megatron or converters"
+}
+
+cd -- "$ROOT"
+prepare_environment "$VENV" test "$CONSTRAINTS"
+if chooses_tests "$@"; then
+    exec "$VENV/bin/python" -m pytest "$@"
+fi
+mapfile -t rooms < <(test_rooms)
+"$VENV/bin/python" -m pytest "${rooms[@]}" "$@"
+
+[[ "${MEGARL_TEST_PYTHON312:-}" != 0 ]] || exit 0
+if python312=$(find_python312); then
+    run_on_python312 "$python312"
+elif [[ "${MEGARL_TEST_PYTHON312:-}" == 1 ]]; then
+    fail "MEGARL_TEST_PYTHON312 = 1, but no python3.12 that has venv was found; install one or unset the variable"
+else
+    say "no python3.12 here: the second run, with megatron-core $NEWEST_MEGATRON, is left out"
+fi

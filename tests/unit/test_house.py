@@ -1,0 +1,189 @@
+"""Habits of the whole code base that no linter rule covers, checked on the syntax tree of every library module."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted(path for package in ("megarl", "converters") for path in (ROOT / package).rglob("*.py"))
+# These talk to a person: what they say is their result.
+SPEAKERS = {"megarl/cli.py", "converters/cli.py", "converters/__main__.py"}
+# "environ" and its byte twin as attributes of os, and the functions that read or write the same thing.
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+# Readers that run code found in a file. The dictionary names the modules whose functions of that name are meant.
+CODE_READERS = {
+    ("torch", "load"),
+    ("pickle", "load"),
+    ("pickle", "Unpickler"),
+    ("dill", "load"),
+    ("cloudpickle", "load"),
+    ("joblib", "load"),
+}
+LONGEST_FUNCTION = 80
+LONGEST_FILE = 500
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def uses_of_environment(tree: ast.AST) -> Iterator[int]:
+    """Lines that touch the process environment, as an attribute of os or imported from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr in ENVIRONMENT:
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and ENVIRONMENT & {alias.name for alias in node.names}:
+            yield node.lineno
+
+
+def uses_of_parallel_state(tree: ast.AST) -> Iterator[int]:
+    """Lines that import Megatron's module of global process groups or anything in it, or reach it by attribute."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        if any("parallel_state" in name.split(".") for name in names):
+            yield node.lineno
+
+
+def prints(tree: ast.AST) -> Iterator[int]:
+    """Lines that call the built-in print."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield node.lineno
+
+
+def reads_of_code(tree: ast.AST) -> Iterator[int]:
+    """Lines that read a file in a format which can run code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in CODE_READERS:
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom) and any((node.module, alias.name) in CODE_READERS for alias in node.names):
+            yield node.lineno
+
+
+def trusts(tree: ast.AST) -> Iterator[int]:
+    """Lines that switch ``trust_remote_code`` on without asking the configuration: keyword, parameter default, dictionary or assignment."""
+
+    def is_true(node: ast.AST | None) -> bool:
+        return isinstance(node, ast.Constant) and node.value is True
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and is_true(node.value):
+            yield node.value.lineno
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "trust_remote_code" and is_true(value):
+                    yield value.lineno
+        if isinstance(node, ast.arguments):
+            positional = [*node.posonlyargs, *node.args]
+            pairs = [
+                *zip(reversed(positional), reversed(node.defaults), strict=False),
+                *zip(node.kwonlyargs, node.kw_defaults, strict=True),
+            ]
+            yield from (argument.lineno for argument, default in pairs if argument.arg == "trust_remote_code" and is_true(default))
+        if (
+            isinstance(node, ast.Assign)
+            and is_true(node.value)
+            and "trust_remote_code" in {ast.unparse(target).split(".")[-1] for target in node.targets}
+        ):
+            yield node.lineno
+
+
+def long_functions(tree: ast.AST) -> Iterator[int]:
+    """First lines of functions that do not fit two screens."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > LONGEST_FUNCTION:
+            yield node.lineno
+
+
+RULES = {
+    "the environment is read in megarl/env.py only": (uses_of_environment, {"megarl/env.py"}),
+    "process groups are passed as arguments; parallel_state is read in one module": (
+        uses_of_parallel_state,
+        {"megarl/models/megatron/parallel.py"},
+    ),
+    "library modules log, they do not print": (prints, SPEAKERS),
+    "no file is read that can run code": (reads_of_code, set()),
+    "remote code is trusted only where the configuration says so": (trusts, set()),
+    f"no function is longer than {LONGEST_FUNCTION} lines": (long_functions, set()),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_module_keeps_the_rule(rule: str) -> None:
+    finder, exempt = RULES[rule]
+    found = [f"{name_of(path)}:{line}" for path in MODULES if name_of(path) not in exempt for line in finder(parsed(path))]
+    assert not found, f"{rule}, but see {', '.join(found)}"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
+    finder, exempt = RULES[rule]
+    for name in exempt - SPEAKERS:
+        assert list(finder(parsed(ROOT / name))), f"{name} needs no exemption from: {rule}"
+
+
+@pytest.mark.parametrize(
+    ("finder", "source", "lines"),
+    [
+        (uses_of_environment, "import os\nos.environ['A']\nos.getenv('A')\nos.path.join('a')\n", [2, 3]),
+        (uses_of_environment, "from os import path\nfrom os import environ as e\n", [2]),
+        (uses_of_parallel_state, "from megatron.core import parallel_state as mpu\nfrom megatron.core import mpu\n", [1]),
+        (uses_of_parallel_state, "import megatron.core.parallel_state\nfrom megatron.core.parallel_state import get_rank\n", [1, 2]),
+        (uses_of_parallel_state, "import megatron.core as m\nm.parallel_state.get_rank()\n", [2]),
+        (prints, "console.print('a')\nprint('b')\n", [2]),
+        (reads_of_code, "json.load(f)\ntorch.load(f)\npickle.dumps(x)\npickle.load(f)\nfrom torch import load\n", [2, 4, 5]),
+        (trusts, "f(trust_remote_code=True)\nf(trust_remote_code=False)\nd = {'trust_remote_code': True}\n", [1, 3]),
+        (trusts, "def f(a, trust_remote_code=True): ...\ndef g(*, trust_remote_code: bool = True): ...\n", [1, 2]),
+        (trusts, "def f(trust_remote_code, other=True): ...\nself.trust_remote_code = True\ntrust_remote_code = False\n", [2]),
+        (long_functions, "def f():\n" + "    a = 1\n" * 79 + "def g():\n" + "    a = 1\n" * 80, [81]),
+    ],
+)
+def test_the_rules_see_what_they_forbid(finder: object, source: str, lines: list[int]) -> None:
+    assert callable(finder)
+    assert sorted(finder(ast.parse(source))) == lines
+
+
+def test_no_file_is_longer_than_a_reader_will_follow() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+
+
+def test_every_module_says_its_one_job() -> None:
+    silent = [name_of(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(parsed(path))]
+    assert not silent
+
+
+@pytest.mark.parametrize("module", ["megarl", "megarl.errors", "megarl.env", "megarl.config", "megarl.cli"])
+def test_what_checks_a_configuration_loads_no_heavy_library(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'megatron', 'transformers'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip() == "[]"
+
+
+def test_every_room_has_a_place_in_the_import_layers() -> None:
+    text = (ROOT / ".importlinter").read_text(encoding="utf-8")
+    layers = set(text.split("layers =\n")[1].split("\n\n")[0].replace(":", " ").replace("|", " ").split())
+    for room in ("megarl", "megarl/algorithms", "megarl/models", "megarl/models/policy"):
+        for path in sorted((ROOT / room).iterdir()):
+            is_module = path.suffix == ".py" and path.name != "__init__.py"
+            if not is_module and not (path / "__init__.py").is_file():
+                continue
+            name = ".".join(path.with_suffix("").relative_to(ROOT).parts)
+            assert any(layer == name or layer.startswith(name + ".") for layer in layers), f"{name} is in no layer of .importlinter; add it"
