@@ -1,0 +1,67 @@
+"""What a loss is: the protocol between an algorithm and the engine that runs its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from megarl.observe.metrics import Reduction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+
+
+class LossType(Enum):
+    """By what a loss divides: the valid target tokens or the valid sequences of the whole global batch."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossInputType(Enum):
+    """What the engine hands to a loss."""
+
+    LOGPROB = "logprob"
+
+
+@runtime_checkable
+class LossFunction(Protocol):
+    """A loss over next-token log-probabilities.
+
+    A loss divides by the global normaliser it is given, so the loss of a global batch, and its gradient, is the plain sum over
+    micro-batches and data-parallel ranks.
+
+    Attributes:
+        loss_type: the normaliser in use. ``TOKEN_LEVEL`` needs ``token_mask`` in the data.
+        input_type: always ``LossInputType.LOGPROB``.
+        metric_reductions: how each metric combines over micro-batches and ranks.
+    """
+
+    loss_type: LossType
+    input_type: LossInputType
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]: ...
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of one micro-batch.
+
+        Args:
+            data: the micro-batch, tensors [B, S] and [B].
+            global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch.
+            global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global batch.
+            next_token_logprobs: [B, S-1] float, column i holds log p(token_{i+1} | tokens up to i).
+
+        Returns:
+            The 0-d loss and detached 0-d metric tensors; they stay on the device so that no step waits for the device to catch up.
+        """
+        ...

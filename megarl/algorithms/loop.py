@@ -1,0 +1,115 @@
+"""The training loop that all algorithms share: step, validate, save, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megarl.observe.timing import STEP_SECONDS
+
+if TYPE_CHECKING:
+    from megarl.algorithms.resume import CheckpointWriter
+    from megarl.data.sampler import ResumableSampler
+    from megarl.observe.console import TrainingConsole
+    from megarl.observe.sinks import MetricSinks
+    from megarl.observe.timing import PhaseTimer
+
+STEP_TOKENS = "num_tokens"
+"""Metric of a step that counts its tokens without padding; the throughput comes from it."""
+
+
+class Algorithm(Protocol):
+    """One way to train: what happens within a step."""
+
+    sampler: ResumableSampler
+
+    def step(self, step: int) -> dict[str, float]:
+        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` among them."""
+        ...
+
+    def validate(self) -> dict[str, float]:
+        """Metrics on the validation data; empty without any. Changes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When what happens.
+
+    Attributes:
+        total_steps: number of the last step.
+        val_period: steps between validations; 0 for none.
+        val_at_start: validate before the first step.
+        val_at_end: validate after the last step.
+    """
+
+    total_steps: int
+    val_period: int = 0
+    val_at_start: bool = False
+    val_at_end: bool = False
+
+    def validates_after(self, step: int) -> bool:
+        """Whether a validation follows this step."""
+        periodic = self.val_period > 0 and step % self.val_period == 0
+        return periodic or (self.val_at_end and step == self.total_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Where a run reports to."""
+
+    sinks: MetricSinks
+    console: TrainingConsole
+    timer: PhaseTimer
+
+    def report(self, step: int, train: Mapping[str, float], validation: Mapping[str, float]) -> None:
+        """One row in the log and the lines on the console; what the timer has collected goes with them."""
+        seconds = self.timer.collect()
+        row = {**_prefixed("train", train), **_prefixed("validation", validation), **_prefixed("timing", seconds)}
+        if STEP_TOKENS in train and seconds[STEP_SECONDS] > 0:
+            row["performance/tokens_per_s"] = train[STEP_TOKENS] / seconds[STEP_SECONDS]
+        self.sinks.log(row, step)
+        if train:
+            self.console.step(step, row)
+        if validation:
+            self.console.validation(step, validation)
+
+
+def run_loop(
+    algorithm: Algorithm,
+    schedule: Schedule,
+    reporting: Reporting,
+    checkpoints: CheckpointWriter | None = None,
+    first_step: int = 0,
+) -> None:
+    """Train from after ``first_step`` to the last step."""
+    reporting.timer.collect()
+    if schedule.val_at_start and first_step == 0:
+        reporting.report(0, {}, _validate(algorithm, reporting))
+    for step in range(first_step + 1, schedule.total_steps + 1):
+        train = algorithm.step(step)
+        validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
+        with ExitStack() as around_report:
+            if checkpoints is not None and checkpoints.due(step, schedule.total_steps):
+                metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
+                around_report.enter_context(reporting.timer.phase("checkpoint"))
+                around_report.enter_context(checkpoints.saving(step, algorithm.sampler.state(), metrics))
+            reporting.report(step, train, validation)
+
+
+def total_steps(max_num_steps: int, max_num_epochs: int | None, num_records: int, records_per_step: int) -> int:
+    """The number of the last step: the epochs' last whole step, where that comes before ``max_num_steps``; at least 1."""
+    if max_num_epochs is None:
+        return max_num_steps
+    return max(min(max_num_steps, max_num_epochs * num_records // records_per_step), 1)
+
+
+def _validate(algorithm: Algorithm, reporting: Reporting) -> dict[str, float]:
+    with reporting.timer.phase("validation"):
+        return algorithm.validate()
+
+
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,348 @@
+"""The losses: clipped policy gradient, negative log-likelihood and direct preference optimisation.
+
+Every loss takes next-token log-probabilities and divides by a global normaliser, so that losses, gradients and (unless declared otherwise
+in ``metric_reductions``) metrics of a global batch are plain sums over micro-batches and data-parallel ranks. Values under a zero mask
+never reach a loss or a gradient, whatever they hold. Shapes: B rows, S positions; data tensors [B, S] are sliced ``[:, 1:]`` to line up
+with the S - 1 predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from typing_extensions import TypedDict
+
+from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
+from megarl.config.sections import ClippedPGLossConfig, DPOLossConfig
+from megarl.errors import BatchError, ConfigError, Violation
+from megarl.observe.metrics import Reduction
+
+if TYPE_CHECKING:
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+
+__all__ = [
+    "ClippedPGLossConfig",
+    "ClippedPGLossDataDict",
+    "ClippedPGLossFn",
+    "DPOLossConfig",
+    "DPOLossDataDict",
+    "DPOLossFn",
+    "LossFunction",
+    "NLLLoss",
+]
+
+
+class ClippedPGLossDataDict(TypedDict):
+    """What ``ClippedPGLossFn`` reads. All [B, S] but ``sample_mask`` [B]."""
+
+    input_ids: Tensor
+    advantages: Tensor
+    prev_logprobs: Tensor
+    generation_logprobs: Tensor
+    reference_policy_logprobs: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+class DPOLossDataDict(TypedDict):
+    """What ``DPOLossFn`` reads. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B, S] is rolled left by one position."""
+
+    input_ids: Tensor
+    reference_policy_logprobs: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+class DualClipError(ConfigError, AssertionError):
+    """``ratio_clip_c`` is out of bounds; also an AssertionError, which the contract promises."""
+
+
+class ClippedPGLossFn:
+    """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, REINFORCE, with importance correction and a KL penalty.
+
+    For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
+
+        clipped    = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))        PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476
+        clipped    = min(clipped, -A ratio_clip_c) where A < 0                             dual clip, arXiv 1912.09729
+        loss       = mean(w clipped) + mean(v beta k3(current, reference))                 k3: see calculate_kl_penalty_joschu2020
+        w          = exp(previous - generation) with use_importance_sampling_correction, else 1
+        v          = exp(current - generation), no gradient, with use_on_policy_kl_approximation, else 1
+
+    ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
+    of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows.
+
+    Importance weights that are not finite count as 0; ``nonfinite_importance_weights`` says how many there were.
+
+    Raises:
+        ConfigError: ``ratio_clip_c`` is 1 or less.
+    """
+
+    input_type = LossInputType.LOGPROB
+    metric_reductions: Mapping[str, Reduction] = MappingProxyType(
+        {
+            "loss": Reduction.SUM,
+            "probs_ratio": Reduction.SUM,
+            "probs_ratio_min": Reduction.MIN,
+            "probs_ratio_max": Reduction.MAX,
+            "probs_ratio_clamped": Reduction.SUM,
+            "probs_ratio_clamped_min": Reduction.MIN,
+            "probs_ratio_clamped_max": Reduction.MAX,
+            "kl_penalty": Reduction.SUM,
+            "token_mult_prob_error": Reduction.SUM,
+            "sampling_importance_ratio": Reduction.SUM,
+            "nonfinite_importance_weights": Reduction.SUM,
+            "num_valid_samples": Reduction.SUM,
+            "approx_entropy": Reduction.SUM,
+        }
+    )
+
+    def __init__(self, cfg: ClippedPGLossConfig) -> None:
+        clip_c = cfg["ratio_clip_c"]
+        if clip_c is not None and not clip_c > 1:
+            fix = "write a number above 1, or null for no dual clip"
+            raise DualClipError([Violation("loss_fn.ratio_clip_c", clip_c, "must exceed 1", fix)])
+        self.kl_penalty = cfg["reference_policy_kl_penalty"]
+        self.ratio_clip_min = cfg["ratio_clip_min"]
+        self.ratio_clip_max = cfg["ratio_clip_max"]
+        self.ratio_clip_c = clip_c
+        self.use_on_policy_kl_approximation = cfg["use_on_policy_kl_approximation"]
+        self.use_importance_sampling_correction = cfg["use_importance_sampling_correction"]
+        self.disable_ppo_ratio = cfg.get("disable_ppo_ratio", False)
+        self.loss_type = LossType.TOKEN_LEVEL if cfg["token_level_loss"] else LossType.SEQUENCE_LEVEL
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the reference is needed only with a KL penalty.
+
+        Raises:
+            BatchError: a key is missing or a shape does not fit.
+        """
+        _check_batch("ClippedPGLossFn", data, next_token_logprobs, ["advantages", "prev_logprobs", "generation_logprobs"])
+        token_mask, sample_mask, mask = _masks(data, next_token_logprobs)
+
+        def visible(values: Tensor) -> Tensor:
+            return torch.where(mask != 0, values, 0.0)
+
+        def mean(values: Tensor) -> Tensor:
+            if self.loss_type is LossType.TOKEN_LEVEL:
+                return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
+            return masked_mean(masked_mean(values, token_mask, dim=-1), sample_mask, global_normalization_factor=global_valid_seqs)
+
+        def token_mean(values: Tensor) -> Tensor:
+            return masked_mean(values.detach(), mask, global_normalization_factor=global_valid_toks)
+
+        current = visible(next_token_logprobs)
+        previous = visible(data["prev_logprobs"][:, 1:])
+        generation = visible(data["generation_logprobs"][:, 1:])
+
+        ratio, clamped = self._ratios(current, previous)
+        raw_weight = torch.exp(previous - generation).detach()
+        weight = _finite_or_zero(raw_weight)
+        policy_values = self._clipped(visible(data["advantages"][:, 1:]), ratio, clamped)
+        loss = mean(weight * policy_values if self.use_importance_sampling_correction else policy_values)
+        penalty = mean(self._kl(data, current, generation, visible)) if self.kl_penalty else loss.new_zeros(())
+        loss = loss + self.kl_penalty * penalty
+
+        metrics = {
+            "loss": loss.detach(),
+            "probs_ratio": token_mean(ratio),
+            "probs_ratio_min": _masked_extreme(ratio, mask, torch.amin, math.inf),
+            "probs_ratio_max": _masked_extreme(ratio, mask, torch.amax, -math.inf),
+            "probs_ratio_clamped": token_mean(clamped),
+            "probs_ratio_clamped_min": _masked_extreme(clamped, mask, torch.amin, math.inf),
+            "probs_ratio_clamped_max": _masked_extreme(clamped, mask, torch.amax, -math.inf),
+            "kl_penalty": penalty.detach(),
+            "token_mult_prob_error": token_mean(torch.exp((generation - previous).abs())),
+            "sampling_importance_ratio": token_mean(weight),
+            "nonfinite_importance_weights": (~torch.isfinite(raw_weight)).sum().to(loss.dtype),
+            "num_valid_samples": sample_mask.sum(),
+            "approx_entropy": -token_mean(torch.exp(current - generation) * current),
+        }
+        return loss, metrics
+
+    def _ratios(self, current: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The probability ratio and its clipped form, both [B, S-1]."""
+        if self.disable_ppo_ratio:
+            return current, current
+        ratio = torch.exp(current - previous)
+        return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
+
+    def _clipped(self, advantages: Tensor, ratio: Tensor, clamped: Tensor) -> Tensor:
+        """The clipped objective of every token, [B, S-1], to be minimised."""
+        values = torch.maximum(-advantages * ratio, -advantages * clamped)
+        if self.ratio_clip_c is None:
+            return values
+        return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
+
+    def _kl(self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]) -> Tensor:
+        """The KL estimate of every token, [B, S-1], without its coefficient."""
+        _check_batch("ClippedPGLossFn with reference_policy_kl_penalty > 0", data, current, ["reference_policy_logprobs"])
+        estimate = calculate_kl_penalty_joschu2020(current, visible(data["reference_policy_logprobs"][:, 1:]))
+        if self.use_on_policy_kl_approximation:
+            estimate = _finite_or_zero(torch.exp(current - generation).detach()) * estimate
+        return estimate
+
+
+class NLLLoss:
+    """Negative log-likelihood: ``-sum(logprob * mask) / global_valid_toks``."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+    metric_reductions: Mapping[str, Reduction] = MappingProxyType(
+        {"loss": Reduction.SUM, "num_unmasked_tokens": Reduction.SUM, "num_valid_samples": Reduction.SUM}
+    )
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+        dpo_loss: bool = False,
+        dpo_average_log_probs: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See ``LossFunction``.
+
+        Args:
+            dpo_loss: return the loss of each row, [B], not normalised, in place of the scalar (and as the metric ``loss``).
+            dpo_average_log_probs: divide each row's loss by its number of valid tokens. Only with ``dpo_loss``.
+
+        Raises:
+            BatchError: a key is missing or a shape does not fit.
+        """
+        _check_batch("NLLLoss", data, next_token_logprobs, [])
+        _, sample_mask, mask = _masks(data, next_token_logprobs)
+        if dpo_loss:
+            loss = -_row_sums(next_token_logprobs, mask, average=dpo_average_log_probs)
+        else:
+            loss = -masked_mean(next_token_logprobs, mask, global_normalization_factor=global_valid_toks)
+        metrics = {"loss": loss.detach(), "num_unmasked_tokens": mask.sum(), "num_valid_samples": sample_mask.sum()}
+        return loss, metrics
+
+
+class DPOLossFn:
+    """Direct preference optimisation (arXiv 2305.18290) plus an optional likelihood term on the chosen answers.
+
+    ``preference_loss_weight * mean(-log sigmoid(beta (R_chosen - R_rejected))) + sft_loss_weight * mean(-log p(chosen))`` with
+    R = sum (or, averaged, mean) over a row's tokens of policy minus reference log-probability and beta = ``reference_policy_kl_penalty``.
+    Means run over the pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. Rows alternate chosen and rejected; a pair
+    counts when both of its rows do.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    input_type = LossInputType.LOGPROB
+    metric_reductions: Mapping[str, Reduction] = MappingProxyType(
+        dict.fromkeys(
+            (
+                "loss",
+                "sft_loss",
+                "preference_loss",
+                "accuracy",
+                "rewards_chosen_mean",
+                "rewards_rejected_mean",
+                "num_valid_samples",
+            ),
+            Reduction.SUM,
+        )
+    )
+
+    def __init__(self, cfg: DPOLossConfig) -> None:
+        self.beta = cfg["reference_policy_kl_penalty"]
+        self.preference_loss_weight = cfg["preference_loss_weight"]
+        self.sft_loss_weight = cfg["sft_loss_weight"]
+        self.preference_average_log_probs = cfg["preference_average_log_probs"]
+        self.sft_average_log_probs = cfg["sft_average_log_probs"]
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See ``LossFunction``. The data is a ``DPOLossDataDict``.
+
+        Raises:
+            BatchError: a key is missing, a shape does not fit, or the number of rows is odd.
+        """
+        _check_batch("DPOLossFn", data, next_token_logprobs, ["reference_policy_logprobs"])
+        _, sample_mask, mask = _masks(data, next_token_logprobs)
+        if sample_mask.shape[0] % 2:
+            raise BatchError(
+                f"DPOLossFn: {sample_mask.shape[0]} rows, need an even number (chosen, rejected, ...). Fix: keep pairs together"
+            )
+        pair_mask = sample_mask[::2] * sample_mask[1::2]
+
+        def pair_mean(values: Tensor) -> Tensor:
+            return masked_mean(values, pair_mask, global_normalization_factor=global_valid_seqs / 2)
+
+        # The reference is rolled left by one, so its first S - 1 columns already line up with the predictions.
+        difference = next_token_logprobs - data["reference_policy_logprobs"][:, :-1]
+        rewards = _row_sums(difference, mask, average=self.preference_average_log_probs)
+        chosen, rejected = rewards[::2], rewards[1::2]
+        preference_loss = pair_mean(-logsigmoid(self.beta * (chosen - rejected)))
+        loss = self.preference_loss_weight * preference_loss
+        sft_loss = torch.zeros_like(loss)
+        if self.sft_loss_weight > 0:
+            sft_loss = pair_mean(-_row_sums(next_token_logprobs, mask, average=self.sft_average_log_probs)[::2])
+            loss = loss + self.sft_loss_weight * sft_loss
+        metrics = {
+            "loss": loss.detach(),
+            "sft_loss": sft_loss.detach(),
+            "preference_loss": preference_loss.detach(),
+            "accuracy": pair_mean((chosen > rejected).to(loss.dtype)),
+            "rewards_chosen_mean": pair_mean(chosen.detach()),
+            "rewards_rejected_mean": pair_mean(rejected.detach()),
+            "num_valid_samples": sample_mask.sum() / 2,
+        }
+        return loss, metrics
+
+
+def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, keys: Sequence[str]) -> None:
+    """Refuse a micro-batch that lacks a key or holds a tensor whose shape does not fit the log-probabilities."""
+    rows, predictions = next_token_logprobs.shape
+    expected = {"sample_mask": (rows,), **dict.fromkeys(["token_mask", *keys], (rows, predictions + 1))}
+    for key, shape in expected.items():
+        if key not in data:
+            raise BatchError(f"{loss} needs the key {key!r}; the batch has {sorted(data)}. Fix: add {key!r} {list(shape)} to the batch")
+        found = tuple(data[key].shape)
+        if found != shape:
+            raise BatchError(
+                f"{loss}: {key!r} has shape {list(found)}, expected {list(shape)} for log-probabilities [{rows}, {predictions}]. "
+                f"Fix: pad {key!r} like input_ids"
+            )
+
+
+def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Token mask [B, S-1], sample mask [B] and their product [B, S-1], in the dtype of the log-probabilities."""
+    token_mask = data["token_mask"][:, 1:].to(next_token_logprobs.dtype)
+    sample_mask = data["sample_mask"].to(next_token_logprobs.dtype)
+    return token_mask, sample_mask, token_mask * sample_mask.unsqueeze(-1)
+
+
+def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
+    """Sum of each row's unmasked values, [B]; with ``average`` divided by their number (rows without any give 0)."""
+    sums = (torch.where(mask != 0, values, 0.0) * mask).sum(dim=-1)
+    return sums / mask.sum(dim=-1).clamp(min=1.0) if average else sums
+
+
+def _finite_or_zero(weights: Tensor) -> Tensor:
+    return torch.nan_to_num(weights, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _masked_extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], identity: float) -> Tensor:
+    """Smallest or largest unmasked value; the identity (an infinity) when there is none, so that later reductions ignore it."""
+    filled = torch.where(mask != 0, values.detach(), identity)
+    return reduce(filled) if filled.numel() else filled.new_full((), identity)

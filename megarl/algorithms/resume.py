@@ -1,0 +1,104 @@
+"""What a checkpoint of a run holds, how it is written, and where a resumed run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megarl.checkpoint.manager import CheckpointManager
+    from megarl.models.policy.interfaces import PolicyInterface
+
+WEIGHTS, OPTIMIZER, TOKENIZER = Path("policy/weights"), Path("policy/optimizer"), Path("policy/tokenizer")
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run starts.
+
+    Attributes:
+        step: finished steps, 0 for a fresh run.
+        sampler_state: for ``ResumableSampler.load_state``; None for a fresh run.
+        weights_path: checkpoint of the weights; None takes those of the model.
+        optimizer_path: checkpoint of the optimizer.
+    """
+
+    step: int = 0
+    sampler_state: Mapping[str, Any] | None = None
+    weights_path: Path | None = None
+    optimizer_path: Path | None = None
+
+
+def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
+    """The latest valid checkpoint, or the very beginning.
+
+    Args:
+        manager: finds checkpoints.
+        resume: ``"auto"``, or ``"never"`` for the beginning.
+
+    Raises:
+        CheckpointError: the latest checkpoint does not say where training stood, or a run that is not to resume finds one.
+    """
+    path = manager.get_latest_checkpoint_path()
+    if path is None:
+        return ResumePoint()
+    if resume == "never":
+        # Left there, it would be what the next automatic resume of this run goes on from.
+        raise CheckpointError(
+            f"checkpointing.resume = 'never', but {path} exists, and a later launch would resume from it. "
+            "Fix: choose another run_dir, remove the old checkpoints, or resume with 'auto'"
+        )
+    info = manager.load_training_info(path) or {}
+    step, sampler = info.get("step"), info.get("sampler")
+    if not isinstance(step, int) or not isinstance(sampler, Mapping):
+        raise CheckpointError(
+            f"checkpoint {path}: training_info has step = {step!r} and sampler = {sampler!r}, expected a whole number and an object. "
+            f"Fix: remove {path} to resume from an earlier one"
+        )
+    return ResumePoint(step, sampler, path / WEIGHTS, path / OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWriter:
+    """Writes the checkpoints of a run.
+
+    Attributes:
+        manager: names, commits and prunes them.
+        policy: writes its weights, optimizer state and tokenizer.
+        save_period: steps between checkpoints.
+        run_config: kept beside every checkpoint.
+    """
+
+    manager: CheckpointManager
+    policy: PolicyInterface
+    save_period: int
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint follows this step; one always follows the last."""
+        return step == last_step or step % self.save_period == 0
+
+    @contextmanager
+    def saving(self, step: int, sampler_state: Mapping[str, Any], metrics: Mapping[str, float]) -> Iterator[None]:
+        """Write a checkpoint, run the block, then make the checkpoint visible.
+
+        What the block leaves (the log of the step) so exists before anyone can resume after the step, and never without it.
+        """
+        info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
+        path = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+        self.policy.save_checkpoint(
+            weights_path=str(path / WEIGHTS), optimizer_path=str(path / OPTIMIZER), tokenizer_path=str(path / TOKENIZER)
+        )
+        yield
+        self.manager.finalize_checkpoint(path)
+
+
+def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The step's metrics, those of a validation also as ``val_loss``, ``val_accuracy``: names that ``metric_name`` may take."""
+    short = {f"val_{name.removeprefix('validation/')}": value for name, value in metrics.items() if name.startswith("validation/")}
+    return {**metrics, **short}

@@ -1,0 +1,112 @@
+"""Rollouts: answers to prompts, drawn from the policy, ready to be rewarded and trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.batches import pad_rows, span_mask
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import BatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.models.generation.interfaces import GenerationInterface
+
+
+def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
+    """The seed of one answer's random numbers, in [0, 2**63).
+
+    A hash of its arguments, so that a resumed run, or one with other workers, draws the same answer.
+    """
+    text = f"{run_seed}:{step}:{prompt_index}:{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
+    """The seeds of a step's answers, in the order of ``generate_samples``; a prompt counts by its place in the step."""
+    return [sampling_seed(run_seed, step, prompt, sample) for prompt in range(num_prompts) for sample in range(num_generations)]
+
+
+def generate_samples(
+    policy: GenerationInterface,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    num_generations: int = 1,
+    seeds: Sequence[int] | None = None,
+    greedy: bool = False,
+    stop_token_ids: Sequence[int] | None = None,
+) -> BatchedDataDict[Any]:
+    """Answers to prompts.
+
+    Args:
+        policy: whatever generates.
+        prompts: P rows of token ids.
+        tokenizer: decodes, and gives the pad and end-of-sequence tokens.
+        num_generations: G, answers a prompt.
+        seeds: B = P * G sampling seeds, or None where the policy may draw as it likes.
+        greedy: take the likeliest token always.
+        stop_token_ids: tokens that end an answer; the end-of-sequence token when None.
+
+    Returns:
+        B rows, the answers to one prompt next to each other: ``input_ids`` [B, S] int64 (prompt and answer), ``input_lengths`` [B],
+        ``token_mask`` [B, S] float (1 on the answer's tokens, its end token among them), ``sample_mask`` [B] float (0 for an answer without
+        tokens), ``generation_logprobs`` [B, S] float32, ``generation_lengths`` [B], ``truncated`` [B] bool (the answer met a length limit,
+        not a stop), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B], ``response_text`` (B texts without special tokens).
+
+    Raises:
+        BatchError: the numbers of seeds and rows differ, or the policy's answer does not fit the prompts.
+    """
+    rows = [list(prompt) for prompt in prompts for _ in range(num_generations)]
+    prompt_ids, prompt_lengths = pad_rows(rows, tokenizer.pad_token_id)
+    request: BatchedDataDict[Any] = BatchedDataDict({"input_ids": prompt_ids, "input_lengths": prompt_lengths})
+    if seeds is not None:
+        if len(seeds) != len(rows):
+            raise BatchError(f"{len(seeds)} sampling seeds for {len(rows)} samples. Fix: pass one seed for each prompt and generation")
+        request["sampling_seeds"] = torch.tensor(list(seeds), dtype=torch.int64)
+    output = policy.generate(request, greedy=greedy)
+
+    input_ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"].long()
+    _check_answers(input_ids, lengths, output["generation_lengths"], prompt_ids, prompt_lengths)
+    answers = [input_ids[row, prompt_lengths[row] : lengths[row]].tolist() for row in range(len(rows))]
+    stops = set(stop_token_ids) if stop_token_ids is not None else {tokenizer.eos_token_id}
+    return BatchedDataDict(
+        {
+            "input_ids": input_ids,
+            "input_lengths": lengths,
+            "token_mask": span_mask(prompt_lengths, lengths, input_ids.shape[1]),
+            "sample_mask": (output["generation_lengths"] > 0).float(),
+            "generation_logprobs": output["logprobs"],
+            "generation_lengths": output["generation_lengths"],
+            "truncated": _truncated(output, answers, stops),
+            "prompt_ids": prompt_ids,
+            "prompt_lengths": prompt_lengths,
+            "response_text": tokenizer.batch_decode(answers, skip_special_tokens=True),
+        }
+    )
+
+
+def _check_answers(input_ids: Tensor, lengths: Tensor, new_lengths: Tensor, prompt_ids: Tensor, prompt_lengths: Tensor) -> None:
+    """Refuse an output whose rows are not those of the prompts, in their order."""
+    fits = input_ids.shape[0] == prompt_ids.shape[0] and torch.equal(lengths, prompt_lengths + new_lengths)
+    if fits:
+        inside = span_mask(torch.zeros_like(prompt_lengths), prompt_lengths, prompt_ids.shape[1]).bool()
+        fits = torch.equal(input_ids[:, : prompt_ids.shape[1]][inside], prompt_ids[inside])
+    if not fits:
+        raise BatchError(
+            f"generated rows {list(input_ids.shape)} with {lengths.tolist()[:8]} tokens, {new_lengths.tolist()[:8]} of them new, "
+            f"do not continue the {prompt_ids.shape[0]} prompts of {prompt_lengths.tolist()[:8]} tokens row by row. "
+            "Fix: the generator must keep the order of the rows and start each with its prompt"
+        )
+
+
+def _truncated(output: BatchedDataDict[Any], answers: Sequence[Sequence[int]], stops: set[int]) -> Tensor:
+    """[B] bool. A generator that knows better, because it stops at texts too, says so under ``truncated``."""
+    if "truncated" in output:
+        return output["truncated"].bool()
+    return torch.tensor([not answer or answer[-1] not in stops for answer in answers])

@@ -1,0 +1,262 @@
+"""One whole run, from a configuration to trained weights: assemble the parts, train, and leave nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.loop import Algorithm, Reporting, Schedule, run_loop, total_steps
+from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point
+from megarl.algorithms.sft import SFT
+from megarl.checkpoint.atomic import write_bytes_durably
+from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.manager import CheckpointManager
+from megarl.config.validate import validate_config
+from megarl.data.datasets import Dataset, load_dataset
+from megarl.data.sampler import ResumableSampler
+from megarl.data.tokenization import get_tokenizer
+from megarl.environments.rewards import get_reward
+from megarl.observe.console import TrainingConsole
+from megarl.observe.redact import redacted
+from megarl.observe.sinks import open_sinks
+from megarl.observe.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.models.policy.lm_policy import Policy
+
+logger = logging.getLogger(__name__)
+
+Config = dict[str, Any]
+PolicyFactory = Callable[[Config, "PreTrainedTokenizerBase", ResumePoint, ExitStack], "Policy"]
+"""Makes the policy of a run, and leaves on the stack what shuts it down."""
+
+CONFIG_FILE = "config.yaml"
+EXPORT_DIRECTORY = "hf"
+
+
+def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
+    """Train as the configuration says, from the latest checkpoint of the run where there is one.
+
+    Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``checkpoints/step_N`` and, with ``checkpointing.export_hf``,
+    ``hf/step_N``. However it ends, the workers are gone afterwards.
+
+    Args:
+        config: plain containers; checked, and absent optional keys filled in.
+        make_policy: None for the real policy on Ray.
+
+    Returns:
+        0, the exit code of success.
+
+    Raises:
+        MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of configuration and data are
+        found
+            before any worker starts.
+    """
+    config = validate_config(config)
+    run_dir = Path(config["run_dir"]).absolute()
+    with ExitStack() as stack:
+        stack.enter_context(_termination_as_exit())
+        lock = stack.enter_context(RunLock(run_dir))
+        _write_config(run_dir / CONFIG_FILE, config)
+        tokenizer = _tokenizer(config)
+        _fill_generation_tokens(config, tokenizer)
+        train_data, validation_data = _load_datasets(config, tokenizer)
+        manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
+        start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
+        schedule = _schedule(config, len(train_data))
+        sampler = _sampler(config, train_data, start)
+        reporting = _open_reporting(config, run_dir, schedule, start, stack)
+        policy = (make_policy or start_policy)(config, tokenizer, start, stack)
+        parts = _Parts(config, policy, tokenizer, train_data, validation_data, sampler, reporting.timer)
+        algorithm = _ALGORITHMS[config["algorithm"]](parts)
+        writer = None if manager is None else CheckpointWriter(manager, policy, config["checkpointing"]["save_period"], config)
+
+        reporting.console.start(start.step)
+        run_loop(algorithm, schedule, reporting, writer, start.step)
+        if config["checkpointing"]["export_hf"]:
+            _export(policy, run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}", reporting.console)
+        reporting.console.finish()
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What an algorithm is made of."""
+
+    config: Config
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    train_data: Dataset
+    validation_data: Dataset | None
+    sampler: ResumableSampler
+    timer: PhaseTimer
+
+
+def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack) -> Policy:
+    """Start Ray, reserve places for the workers and build the policy on them; the stack takes all of it down again."""
+    import ray
+
+    from megarl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+    from megarl.models.policy.lm_policy import Policy
+
+    if not ray.is_initialized():
+        init_ray()
+        stack.callback(ray.shutdown)
+    section = config["cluster"]
+    device = section["device"]
+    use_gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    cluster = RayVirtualCluster(
+        [section["gpus_per_node"]] * section["num_nodes"],
+        use_gpus=use_gpus,
+        num_gpus_per_node=section["gpus_per_node"],
+        name=config["algorithm"],
+    )
+    stack.callback(cluster.shutdown)
+    policy = Policy(
+        cluster,
+        config["policy"],
+        tokenizer,
+        weights_path=_text(start.weights_path),
+        optimizer_path=_text(start.optimizer_path),
+        init_reference_model=_needs_reference(config),
+        seed=config["seed"],
+        init_timeout_s=config["deadlines"]["init_s"],
+        call_timeout_s=max(config["deadlines"]["step_s"], config["deadlines"]["save_s"]),
+    )
+    stack.callback(policy.shutdown)
+    return policy
+
+
+def _needs_reference(config: Config) -> bool:
+    return config["algorithm"] == "grpo" and config["loss_fn"]["reference_policy_kl_penalty"] != 0
+
+
+def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    policy = config["policy"]
+    return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
+
+
+def _fill_generation_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What only the tokenizer knows: the pad token, and the end-of-sequence token as the stop when none is given."""
+    generation = config["policy"]["generation"]
+    if generation is not None:
+        generation.setdefault("pad_token_id", tokenizer.pad_token_id)
+        generation["stop_token_ids"] = generation["stop_token_ids"] or [tokenizer.eos_token_id]
+
+
+def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+    """Training data and, where there is any, validation data."""
+    data, with_answers = config["data"], config["algorithm"] == "sft"
+    train = load_dataset(data["train"], data, tokenizer, with_answers)
+    return train, load_dataset(data["validation"], data, tokenizer, with_answers) if data["validation"] else None
+
+
+def _records_per_step(config: Config) -> int:
+    return config["grpo"]["num_prompts_per_step"] if config["algorithm"] == "grpo" else config["policy"]["train_global_batch_size"]
+
+
+def _schedule(config: Config, num_records: int) -> Schedule:
+    section = config[config["algorithm"]]
+    return Schedule(
+        total_steps(section["max_num_steps"], section["max_num_epochs"], num_records, _records_per_step(config)),
+        section["val_period"],
+        section["val_at_start"],
+        section.get("val_at_end", False),
+    )
+
+
+def _sampler(config: Config, train: Dataset, start: ResumePoint) -> ResumableSampler:
+    sampler = ResumableSampler(len(train), config["seed"], config["data"]["shuffle"], train.fingerprint)
+    if start.sampler_state is not None:
+        sampler.load_state(start.sampler_state)
+    return sampler
+
+
+def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: ResumePoint, stack: ExitStack) -> Reporting:
+    """Sinks, with what an interrupted launch logged after the checkpoint taken back, console and timer."""
+    sinks = stack.enter_context(open_sinks(config["logger"], run_dir, config))
+    sinks.truncate_after(start.step if start.step else -1)
+    console = TrainingConsole(schedule.total_steps, f"{config['algorithm'].upper()} {Path(config['policy']['model_name']).name}")
+    stack.push(console)
+    return Reporting(sinks, console, PhaseTimer())
+
+
+def _make_sft(parts: _Parts) -> SFT:
+    return SFT(
+        policy=parts.policy,
+        config=parts.config["sft"],
+        global_batch_size=parts.config["policy"]["train_global_batch_size"],
+        pad_token_id=parts.tokenizer.pad_token_id,
+        train_data=parts.train_data,
+        validation_data=parts.validation_data,
+        sampler=parts.sampler,
+        timer=parts.timer,
+    )
+
+
+def _make_grpo(parts: _Parts) -> GRPO:
+    config = parts.config
+    return GRPO(
+        policy=parts.policy,
+        tokenizer=parts.tokenizer,
+        config=config["grpo"],
+        loss_fn=ClippedPGLossFn(config["loss_fn"]),
+        reward=get_reward(config["env"]["reward"], config["env"]["strip"]),
+        train_data=parts.train_data,
+        validation_data=parts.validation_data,
+        sampler=parts.sampler,
+        timer=parts.timer,
+        seed=config["seed"],
+        stop_token_ids=config["policy"]["generation"]["stop_token_ids"],
+    )
+
+
+_ALGORITHMS: dict[str, Callable[[_Parts], Algorithm]] = {"sft": _make_sft, "grpo": _make_grpo}
+
+
+def _export(policy: Policy, path: Path, console: TrainingConsole) -> None:
+    """Write the weights as a Hugging Face model, unless an earlier launch did."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        policy.export_hf(str(path))
+    console.note(f"Hugging Face model: {path}")
+
+
+def _write_config(path: Path, config: Config) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_bytes_durably(temporary, yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True).encode())
+    os.replace(temporary, path)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+@contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the program like an error, so that the workers are ended; by itself it would leave them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signal_number: int, frame: object) -> None:
+        raise SystemExit(128 + signal_number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

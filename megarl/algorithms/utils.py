@@ -1,0 +1,55 @@
+"""Arithmetic that the losses share, and seeding."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Keeps an empty mask at 0 / epsilon = 0; below half a unit in the last place of any float32 count of 1 or more.
+_EPSILON = 1e-8
+
+
+def masked_mean(
+    values: Tensor,
+    mask: Tensor,
+    dim: int | None = None,
+    global_normalization_factor: Tensor | float | None = None,
+) -> Tensor:
+    """``sum(values * mask) / (factor + 1e-8)``, where the factor is the mask's sum unless a global one is given.
+
+    Values under a zero mask never reach the result, not even NaN or infinity. An empty mask gives exactly 0.
+
+    Args:
+        values: any shape, float or bool.
+        mask: same shape (or broadcastable), weights that are 0 where a value does not count.
+        dim: dimension to reduce; None reduces all.
+        global_normalization_factor: the divisor, for example the valid tokens of the whole global batch.
+    """
+    weights = mask.to(values.dtype if values.is_floating_point() else torch.float32)
+    kept = torch.where(weights != 0, values.to(weights.dtype), torch.zeros((), dtype=weights.dtype, device=weights.device)) * weights
+    total = kept.sum() if dim is None else kept.sum(dim=dim)
+    if global_normalization_factor is None:
+        factor: Tensor | float = weights.expand_as(kept).sum() if dim is None else weights.expand_as(kept).sum(dim=dim)
+    else:
+        factor = global_normalization_factor
+    return total / (factor + _EPSILON)
+
+
+def calculate_kl_penalty_joschu2020(logprobs_policy: Tensor, logprobs_reference: Tensor) -> Tensor:
+    """Unbiased, never negative estimate of KL(policy || reference) for each token sampled from the policy.
+
+    ``exp(d) - d - 1`` with ``d = reference - policy``: the estimator "k3" of J. Schulman, "Approximating KL Divergence", 2020.
+    Same shape and dtype as the inputs.
+    """
+    difference = logprobs_reference - logprobs_policy
+    return torch.exp(difference) - difference - 1
+
+
+def set_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch (all devices) of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

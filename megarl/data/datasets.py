@@ -1,0 +1,88 @@
+"""Tokenized data sets: prompts to answer (reinforcement learning) and prompts with answers (supervised fine-tuning)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.data.records import Record, fingerprint, load_records
+from megarl.data.tokenization import PromptEncoder, encode_answers, refuse_empty_and_long
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config.sections import DataConfig, DataSource
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1024
+_PROGRESS_EVERY = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenized record.
+
+    Attributes:
+        index: its place in the data set, counted from 0.
+        prompt_ids: tokens up to where the answer starts.
+        answer_ids: the reference answer's tokens with the end-of-sequence token.
+        answer: the reference answer as text.
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Examples in stored order, and the digest of the records they came from."""
+
+    examples: tuple[Example, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def select(self, indices: Sequence[int]) -> list[Example]:
+        """The examples at these places, in this order."""
+        return [self.examples[index] for index in indices]
+
+
+def load_dataset(source: DataSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> Dataset:
+    """Read and tokenize a data source.
+
+    Args:
+        source: where the records are.
+        config: the ``data`` section: templates and ``max_input_seq_length``.
+        tokenizer: from ``get_tokenizer``.
+        with_answers: True when the answer is part of the model's input, and so counts towards ``max_input_seq_length``.
+
+    Raises:
+        DataError: a record is broken, empty or too long; the message says which.
+    """
+    records = load_records(source)
+    examples = tokenize(records, PromptEncoder.from_config(tokenizer, config), tokenizer)
+    refuse_empty_and_long([len(example.prompt_ids) for example in examples], records, config["max_input_seq_length"], "prompts")
+    if with_answers:
+        totals = [len(example.prompt_ids) + len(example.answer_ids) for example in examples]
+        refuse_empty_and_long(totals, records, config["max_input_seq_length"], "prompts with answers")
+    return Dataset(examples, fingerprint(records))
+
+
+def tokenize(records: Sequence[Record], encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase) -> tuple[Example, ...]:
+    """The examples of the records, in order."""
+    examples: list[Example] = []
+    for start in range(0, len(records), _CHUNK):
+        chunk = records[start : start + _CHUNK]
+        prompts = encoder.encode_many([record.prompt for record in chunk])
+        answers = encode_answers(tokenizer, [record.answer for record in chunk])
+        for record, prompt, answer in zip(chunk, prompts, answers, strict=True):
+            examples.append(Example(len(examples), tuple(prompt), tuple(answer), record.answer))
+        if len(records) > _PROGRESS_EVERY and len(examples) % _PROGRESS_EVERY < _CHUNK:
+            logger.info("tokenized %d of %d records", len(examples), len(records))
+    return tuple(examples)

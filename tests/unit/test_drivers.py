@@ -1,0 +1,300 @@
+"""Whole runs of SFT and GRPO in one process: the real drivers, data, checkpoints and logs around the plain reference policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.algorithms.loop import total_steps
+from megarl.algorithms.resume import ResumePoint
+from megarl.algorithms.run import run
+from megarl.checkpoint.lock import RunLock
+from megarl.errors import CheckpointError, ConfigError, DataError, StateError
+from tests.unit.reference_policy import ReferencePolicy
+from tests.unit.tiny_model import make_tiny_model
+
+STEPS = 4
+TAUGHT = 70
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), 5)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> dict[str, str]:
+    """What each algorithm starts from: GRPO needs a model that is right now and then, or there is nothing to reward."""
+    run_dir = tmp_path_factory.mktemp("taught")
+    config = make_config("sft", run_dir, model, data, max_num_steps=TAUGHT, val_period=0)
+    config["checkpointing"]["enabled"] = False
+    run(config, PolicyMaker())
+    return {"sft": model, "grpo": str(run_dir / "hf" / f"step_{TAUGHT}")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # Seven records and batches of four: steps run over the ends of epochs.
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7)))
+    return str(path)
+
+
+def make_config(algorithm: str, run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
+    source = {"path": data, "prompt_key": "prompt", "answer_key": "answer"}
+    config: dict[str, Any] = {
+        "algorithm": algorithm,
+        "seed": 11,
+        "run_dir": str(run_dir),
+        "policy": {
+            "model_name": model,
+            "tokenizer": {"name": model},
+            "train_global_batch_size": 4 if algorithm == "sft" else 6,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 2,
+            "precision": "float32",
+            "make_sequence_length_divisible_by": 1,
+            "max_total_sequence_length": 24,
+            "max_grad_norm": 1.0,
+            "megatron_cfg": {
+                "enabled": True,
+                "optimizer": {"lr": 3e-3, "weight_decay": 0.01, "use_distributed_optimizer": False},
+                "scheduler": {"lr_warmup_iters": 2, "lr_warmup_init": 1e-3},
+            },
+            "generation": {"backend": "megatron", "max_new_tokens": 3},
+        },
+        "data": {"train": source, "validation": source, "max_input_seq_length": 20},
+        "checkpointing": {"enabled": True, "save_period": 2, "keep_top_k": None, "export_hf": True},
+        "cluster": {"gpus_per_node": 1, "num_nodes": 1, "device": "cpu"},
+    }
+    if algorithm == "sft":
+        config["sft"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
+    else:
+        config["grpo"] = {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 3,
+            "max_num_steps": STEPS,
+            "val_period": 2,
+            "val_batch_size": 3,
+            "val_at_start": True,
+            **section,
+        }
+        config["env"] = {"reward": "exact_match"}
+        config["loss_fn"] = {
+            "reference_policy_kl_penalty": 0.01,
+            "ratio_clip_min": 0.2,
+            "ratio_clip_max": 0.2,
+            "ratio_clip_c": None,
+            "use_on_policy_kl_approximation": False,
+            "use_importance_sampling_correction": False,
+            "token_level_loss": True,
+        }
+    return config
+
+
+class Crash(Exception):
+    """Stands for whatever ends a run in the middle."""
+
+
+class PolicyMaker:
+    """Makes reference policies, and one that fails at a given training call."""
+
+    def __init__(self, crash_after: int | None = None) -> None:
+        self.crash_after = crash_after
+        self.policies: list[ReferencePolicy] = []
+
+    def __call__(self, config: dict[str, Any], tokenizer: Any, start: ResumePoint, stack: ExitStack) -> ReferencePolicy:
+        policy = ReferencePolicy(
+            config["policy"],
+            tokenizer,
+            None if start.weights_path is None else str(start.weights_path),
+            None if start.optimizer_path is None else str(start.optimizer_path),
+        )
+        stack.callback(policy.shutdown)
+        self.policies.append(policy)
+        train, calls = policy.train, 0
+
+        def train_or_crash(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            nonlocal calls
+            if not kwargs.get("eval_mode"):
+                calls += 1
+                if calls - 1 == self.crash_after:
+                    raise Crash
+            return train(*args, **kwargs)
+
+        policy.train = train_or_crash  # type: ignore[method-assign]
+        return policy
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows without clock readings."""
+    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "performance/", "time"))} for row in rows(run_dir)]
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "hf" / f"step_{STEPS}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
+    maker = PolicyMaker()
+    assert run(make_config(algorithm, tmp_path, models[algorithm], data), maker) == 0
+    logged = rows(tmp_path)
+    assert [row["step"] for row in logged] == list(range(0 if algorithm == "grpo" else 1, STEPS + 1))
+    training = [row for row in logged if row["step"]]
+    for row in training:
+        assert {"train/loss", "train/grad_norm", "train/lr", "timing/train_s", "timing/step_s", "performance/tokens_per_s"} <= set(row)
+        assert all(value is not None for value in row.values())
+    assert [row["train/lr"] for row in training] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3])
+    assert [("validation/loss" if algorithm == "sft" else "validation/accuracy") in row for row in training] == [False, True, False, True]
+    assert "timing/checkpoint_s" in training[1] and "timing/validation_s" in training[1]
+    if algorithm == "grpo":
+        phases = {"timing/generation_s", "timing/reward_s", "timing/logprobs_s", "timing/reference_logprobs_s"}
+        assert all(phases <= set(row) for row in training)
+        assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3) for row in training)
+        assert any(0 < row["train/reward"] < 1 and row["train/advantages_min"] < 0 < row["train/advantages_max"] for row in training)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    info = json.loads((tmp_path / "checkpoints" / "step_4" / "training_info.json").read_text())
+    assert info["step"] == 4 and info["sampler"]["epoch"] == 2 and info["sampler"]["position"] == 2
+    assert ("val_loss" if algorithm == "sft" else "val_accuracy") in info["metrics"]
+    assert maker.policies[0]._prepared == "shut down"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_4")
+    AutoTokenizer.from_pretrained(tmp_path / "hf" / "step_4")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
+    model = models[algorithm]
+    run(make_config(algorithm, tmp_path / "whole", model, data), PolicyMaker())
+    for crash_after in range(STEPS):
+        run_dir = tmp_path / f"crash{crash_after}"
+        config = make_config(algorithm, run_dir, model, data)
+        with pytest.raises(Crash):
+            run(config, PolicyMaker(crash_after))
+        resumed = PolicyMaker()
+        run(config, resumed)
+        assert resumed.policies[0].trained_steps == STEPS * (1 if algorithm == "sft" else 2)
+        assert comparable(run_dir) == comparable(tmp_path / "whole"), crash_after
+        for name, tensor in final_weights(tmp_path / "whole").items():
+            assert torch.equal(final_weights(run_dir)[name], tensor), (crash_after, name)
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path, model, data)
+    run(config, PolicyMaker())
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    maker = PolicyMaker()
+    run(config, maker)
+    assert maker.policies[0].trained_steps == STEPS
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_failed_run_frees_its_directory_and_workers(tmp_path: Path, model: str, data: str) -> None:
+    maker = PolicyMaker(0)
+    with pytest.raises(Crash):
+        run(make_config("sft", tmp_path, model, data), maker)
+    assert maker.policies[0]._prepared == "shut down"
+    with RunLock(tmp_path):
+        pass
+
+
+def test_termination_unwinds_the_run(tmp_path: Path, model: str, data: str) -> None:
+    maker = PolicyMaker()
+
+    def make_then_terminate(*arguments: Any) -> ReferencePolicy:
+        policy = maker(*arguments)
+        policy.prepare_for_training = lambda: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
+        return policy
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        run(make_config("sft", tmp_path, model, data), make_then_terminate)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert maker.policies[0]._prepared == "shut down"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path, model: str, data: str) -> None:
+    with RunLock(tmp_path), pytest.raises(StateError, match="in use"):
+        run(make_config("sft", tmp_path, model, data), PolicyMaker())
+
+
+def test_other_data_cannot_be_resumed(tmp_path: Path, model: str, data: str) -> None:
+    run(make_config("sft", tmp_path / "run", model, data), PolicyMaker())
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(Path(data).read_text().replace('"12"', '"13"'))
+    with pytest.raises(CheckpointError, match="data_fingerprint"):
+        run(make_config("sft", tmp_path / "run", model, str(changed)), PolicyMaker())
+
+
+def test_never_resuming_refuses_old_checkpoints(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path, model, data)
+    run(config, PolicyMaker())
+    config["checkpointing"]["resume"] = "never"
+    with pytest.raises(CheckpointError, match="resume = 'never'"):
+        run(config, PolicyMaker())
+
+
+def test_faults_are_found_before_a_policy_is_made(tmp_path: Path, model: str, data: str) -> None:
+    maker = PolicyMaker()
+    config = make_config("sft", tmp_path, model, data)
+    config["data"]["max_input_seq_length"] = 2
+    with pytest.raises(DataError, match=r"7 of 7 prompts exceed"):
+        run(config, maker)
+    with pytest.raises(ConfigError, match="seed"):
+        run({**make_config("sft", tmp_path, model, data), "seed": "eleven"}, maker)
+    assert not maker.policies
+
+
+def test_validation_loss_is_that_of_plain_transformers(tmp_path: Path, model: str, data: str) -> None:
+    run(make_config("sft", tmp_path, model, data, max_num_steps=1, val_period=1), PolicyMaker())
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_1", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    total, count = 0.0, 0
+    for left in range(7):
+        prompt = tokenizer(f"{left}+{left}=")["input_ids"]
+        answer = [*tokenizer(str(2 * left))["input_ids"], tokenizer.eos_token_id]
+        logits = trained(torch.tensor([prompt + answer])).logits[0].double().log_softmax(-1)
+        total -= sum(float(logits[len(prompt) - 1 + place, token].detach()) for place, token in enumerate(answer))
+        count += len(answer)
+    row = rows(tmp_path)[-1]
+    assert row["validation/loss"] == pytest.approx(total / count, rel=1e-5)
+    assert row["validation/samples"] == 7
+
+
+def test_validation_accuracy_is_that_of_plain_transformers(tmp_path: Path, models: dict[str, str], data: str) -> None:
+    run(make_config("grpo", tmp_path, models["grpo"], data, max_num_steps=1, val_period=0), PolicyMaker())
+    trained = AutoModelForCausalLM.from_pretrained(models["grpo"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(models["grpo"])
+    right = 0
+    for left in range(7):
+        prompt = torch.tensor([tokenizer(f"{left}+{left}=")["input_ids"]])
+        answer = trained.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3)[0, prompt.shape[1] :]
+        right += tokenizer.decode(answer, skip_special_tokens=True).strip() == str(2 * left)
+    first = rows(tmp_path)[0]
+    assert first["step"] == 0 and first["validation/samples"] == 7
+    assert right > 0, "the comparison says nothing when every answer is wrong"
+    assert first["validation/accuracy"] == pytest.approx(right / 7)
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "records", "per_step", "expected"),
+    [(10, None, 7, 4, 10), (10, 2, 7, 4, 3), (2, 9, 7, 4, 2), (10, 1, 3, 8, 1), (10, 4, 8, 8, 4)],
+)
+def test_total_steps(steps: int, epochs: int | None, records: int, per_step: int, expected: int) -> None:
+    assert total_steps(steps, epochs, records, per_step) == expected

@@ -1,0 +1,390 @@
+"""The losses against plain float64 loops written from the formulas, and their invariances."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
+from megarl.errors import BatchError, ConfigError
+from megarl.observe.metrics import reduce_metrics
+
+PG_CONFIG = {
+    "reference_policy_kl_penalty": 0.3,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.28,
+    "ratio_clip_c": 1.7,
+    "use_on_policy_kl_approximation": True,
+    "use_importance_sampling_correction": True,
+    "token_level_loss": True,
+}
+DPO_CONFIG = {
+    "reference_policy_kl_penalty": 0.4,
+    "preference_loss_weight": 0.9,
+    "sft_loss_weight": 0.25,
+    "preference_average_log_probs": False,
+    "sft_average_log_probs": False,
+}
+
+
+def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str, torch.Tensor]:
+    """Float64 data with holes in the token mask, one dropped row and one row without target tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda: torch.randn(rows, length, generator=generator, dtype=torch.float64)  # noqa: E731
+    base = -normal().abs()
+    token_mask = (torch.rand(rows, length, generator=generator) > 0.3).double()
+    token_mask[-1] = 0.0
+    sample_mask = torch.ones(rows, dtype=torch.float64)
+    sample_mask[1] = 0.0
+    return {
+        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
+        "advantages": normal(),
+        "prev_logprobs": base + 0.3 * normal(),
+        "generation_logprobs": base + 0.3 * normal(),
+        "reference_policy_logprobs": base + 0.3 * normal(),
+        "current": base + 0.5 * normal(),
+        "token_mask": token_mask,
+        "sample_mask": sample_mask,
+    }
+
+
+def normalizers(data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+    return data["sample_mask"].sum(), tokens
+
+
+def slow_policy_gradient(data: dict[str, torch.Tensor], config: dict[str, Any], total_rows: float, total_tokens: float) -> dict[str, float]:
+    """The formulas of the contract, one token at a time."""
+    out = dict.fromkeys(("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "token_mult_prob_error"), 0.0)
+    out |= dict.fromkeys(("sampling_importance_ratio", "approx_entropy"), 0.0)
+    low, high, ceiling = 1 - config["ratio_clip_min"], 1 + config["ratio_clip_max"], config["ratio_clip_c"]
+    for row in range(data["advantages"].shape[0]):
+        policy_sum = kl_sum = count = 0.0
+        for place in range(1, data["advantages"].shape[1]):
+            if not data["token_mask"][row, place]:
+                continue
+            advantage, previous, generation, reference, current = (
+                float(data[key][row, place])
+                for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "current")
+            )
+            ratio = math.exp(current - previous)
+            clamped = min(max(ratio, low), high)
+            if config.get("disable_ppo_ratio"):
+                ratio = clamped = current
+            value = max(-advantage * ratio, -advantage * clamped)
+            if ceiling is not None and advantage < 0:
+                value = min(value, -advantage * ceiling)
+            weight = math.exp(previous - generation)
+            kl = math.exp(reference - current) - (reference - current) - 1
+            if config["use_on_policy_kl_approximation"]:
+                kl *= math.exp(current - generation)
+            count += 1
+            policy_sum += value * (weight if config["use_importance_sampling_correction"] else 1)
+            kl_sum += kl
+            if data["sample_mask"][row]:
+                out["probs_ratio"] += ratio / total_tokens
+                out["probs_ratio_clamped"] += clamped / total_tokens
+                out["token_mult_prob_error"] += math.exp(abs(generation - previous)) / total_tokens
+                out["sampling_importance_ratio"] += weight / total_tokens
+                out["approx_entropy"] -= math.exp(current - generation) * current / total_tokens
+        if data["sample_mask"][row]:
+            scale = 1 / total_tokens if config["token_level_loss"] else 1 / max(count, 1) / total_rows
+            out["loss"] += (policy_sum + config["reference_policy_kl_penalty"] * kl_sum) * scale
+            out["kl_penalty"] += kl_sum * scale
+    return out
+
+
+VARIANTS = [
+    {},
+    {"token_level_loss": False},
+    {"ratio_clip_c": None},
+    {"use_importance_sampling_correction": False, "use_on_policy_kl_approximation": False},
+    {"reference_policy_kl_penalty": 0.0, "token_level_loss": False, "ratio_clip_c": None},
+    {"disable_ppo_ratio": True},
+    {"ratio_clip_min": 0.0, "ratio_clip_max": 0.0},
+]
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_policy_gradient_equals_the_formulas(change: dict[str, Any], seed: int) -> None:
+    config = PG_CONFIG | change
+    data = policy_gradient_batch(seed)
+    rows, tokens = normalizers(data)
+    loss, metrics = ClippedPGLossFn(config)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    for name, expected in slow_policy_gradient(data, config, float(rows), float(tokens)).items():
+        if name != "kl_penalty" or config["reference_policy_kl_penalty"]:
+            assert float(metrics[name]) == pytest.approx(expected, rel=1e-7, abs=1e-12), name
+    assert float(loss) == float(metrics["loss"])
+    assert float(metrics["num_valid_samples"]) == float(rows)
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_policy_gradient_gradient_equals_finite_differences(change: dict[str, Any]) -> None:
+    # The on-policy KL weight is treated as a constant, which finite differences cannot see.
+    config = PG_CONFIG | change | {"use_on_policy_kl_approximation": False}
+    data = policy_gradient_batch(4, rows=4, length=5)
+    rows, tokens = normalizers(data)
+    loss_fn = ClippedPGLossFn(config)
+    current = data["current"][:, 1:].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda logprobs: loss_fn(data, rows, tokens, next_token_logprobs=logprobs)[0], current, eps=1e-7)
+
+
+def test_kl_weight_passes_no_gradient() -> None:
+    data = policy_gradient_batch(5)
+    rows, tokens = normalizers(data)
+    data["advantages"].zero_()
+    current = data["current"][:, 1:].clone().requires_grad_()
+    ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=current)[0].backward()
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    weight = torch.exp(current.detach() - data["generation_logprobs"][:, 1:])
+    slope = 1 - torch.exp(data["reference_policy_logprobs"][:, 1:] - current.detach())
+    torch.testing.assert_close(current.grad, 0.3 * mask * weight * slope / tokens, rtol=1e-7, atol=1e-12)
+
+
+def all_losses() -> list[LossFunction]:
+    return [
+        ClippedPGLossFn(PG_CONFIG),
+        ClippedPGLossFn(PG_CONFIG | {"token_level_loss": False}),
+        NLLLoss(),
+        DPOLossFn(DPO_CONFIG),
+        DPOLossFn(DPO_CONFIG | {"preference_average_log_probs": True, "sft_average_log_probs": True}),
+    ]
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("pieces", [[2, 4], [4, 2], [2, 2, 2]])
+def test_micro_batches_sum_to_the_whole(which: int, pieces: list[int]) -> None:
+    loss_fn = all_losses()[which]
+    data = policy_gradient_batch(6)
+    rows, tokens = normalizers(data)
+    whole = data["current"][:, 1:].clone().requires_grad_()
+    whole_loss, whole_metrics = loss_fn(data, rows, tokens, next_token_logprobs=whole)
+    whole_loss.backward()
+
+    split = data["current"][:, 1:].clone().requires_grad_()
+    collected: dict[str, list[float]] = {}
+    start = 0
+    for piece in pieces:
+        part = {key: value[start : start + piece] for key, value in data.items()}
+        loss, metrics = loss_fn(part, rows, tokens, next_token_logprobs=split[start : start + piece])
+        loss.backward()
+        start += piece
+        for name, value in metrics.items():
+            collected.setdefault(name, []).append(float(value))
+    assert set(collected) == set(loss_fn.metric_reductions)
+    reduced = reduce_metrics(collected, loss_fn.metric_reductions)
+    for name, value in whole_metrics.items():
+        assert reduced[name] == pytest.approx(float(value), rel=1e-12), name
+    torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("empty", ["token_mask", "sample_mask"])
+def test_nothing_valid_gives_zero_loss_and_zero_gradient(which: int, empty: str) -> None:
+    data = policy_gradient_batch(7)
+    data[empty].zero_()
+    rows, tokens = normalizers(data)
+    current = data["current"][:, 1:].clone().requires_grad_()
+    loss_fn = all_losses()[which]
+    loss, metrics = loss_fn(data, rows, tokens, next_token_logprobs=current)
+    loss.backward()
+    if isinstance(loss_fn, DPOLossFn) and empty == "token_mask":
+        assert float(loss) == pytest.approx(0.9 * math.log(2) * 2 / 5 * 2)  # two whole pairs with rewards of 0 of 5 valid rows
+    else:
+        assert float(loss) == 0.0
+    assert torch.equal(current.grad, torch.zeros_like(current))
+    assert not any(math.isnan(float(value)) for value in metrics.values())
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e300])
+def test_masked_positions_never_matter(which: int, garbage: float) -> None:
+    data = policy_gradient_batch(8)
+    rows, tokens = normalizers(data)
+    loss_fn = all_losses()[which]
+    clean = data["current"][:, 1:].clone().requires_grad_()
+    clean_loss, _ = loss_fn(data, rows, tokens, next_token_logprobs=clean)
+    clean_loss.backward()
+
+    hidden = (data["token_mask"] * data["sample_mask"][:, None]) == 0
+    hidden[:, 0] = True
+    dirty_data = dict(data)
+    for key in ("advantages", "prev_logprobs", "generation_logprobs"):
+        dirty_data[key] = torch.where(hidden, garbage, data[key])
+    if not isinstance(loss_fn, DPOLossFn):
+        dirty_data["reference_policy_logprobs"] = torch.where(hidden, garbage, data["reference_policy_logprobs"])
+    dirty = torch.where(hidden[:, 1:], garbage, data["current"][:, 1:]).requires_grad_()
+    loss, _ = loss_fn(dirty_data, rows, tokens, next_token_logprobs=dirty)
+    loss.backward()
+    assert float(loss) == float(clean_loss)
+    assert torch.equal(dirty.grad, clean.grad)
+
+
+def test_importance_weights_that_overflow_count_as_zero_and_are_counted() -> None:
+    data = policy_gradient_batch(9)
+    data["token_mask"].fill_(1)
+    data["generation_logprobs"][0, 2] = -math.inf
+    rows, tokens = normalizers(data)
+    loss, metrics = ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    assert math.isfinite(float(loss))
+    assert float(metrics["nonfinite_importance_weights"]) == 1
+
+
+def test_a_broken_policy_is_not_hidden() -> None:
+    data = policy_gradient_batch(10)
+    data["token_mask"].fill_(1)
+    data["current"][0, 2] = math.nan
+    rows, tokens = normalizers(data)
+    loss, _ = ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    assert math.isnan(float(loss))
+
+
+def test_ratio_extremes() -> None:
+    data = policy_gradient_batch(11)
+    rows, tokens = normalizers(data)
+    _, metrics = ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).bool()
+    ratios = torch.exp(data["current"] - data["prev_logprobs"])[:, 1:][mask]
+    assert float(metrics["probs_ratio_min"]) == pytest.approx(float(ratios.min()))
+    assert float(metrics["probs_ratio_max"]) == pytest.approx(float(ratios.max()))
+    assert 0.8 <= float(metrics["probs_ratio_clamped_min"]) <= float(metrics["probs_ratio_clamped_max"]) <= 1.28
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.5, math.nan])
+def test_dual_clip_bound_must_exceed_one(bound: float) -> None:
+    with pytest.raises(AssertionError, match="ratio_clip_c") as caught:
+        ClippedPGLossFn(PG_CONFIG | {"ratio_clip_c": bound})
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_the_reference_is_needed_only_with_a_penalty() -> None:
+    data = policy_gradient_batch(12)
+    del data["reference_policy_logprobs"]
+    rows, tokens = normalizers(data)
+    ClippedPGLossFn(PG_CONFIG | {"reference_policy_kl_penalty": 0})(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    with pytest.raises(BatchError, match="reference_policy_logprobs"):
+        ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+
+
+@pytest.mark.parametrize("key", ["advantages", "prev_logprobs", "generation_logprobs", "token_mask", "sample_mask"])
+def test_missing_and_misshapen_keys_are_named(key: str) -> None:
+    data = policy_gradient_batch(13)
+    rows, tokens = normalizers(data)
+    current = data["current"][:, 1:]
+    data[key] = data[key][:-1]
+    with pytest.raises(BatchError, match=f"'{key}' has shape"):
+        ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=current)
+    del data[key]
+    with pytest.raises(BatchError, match=f"needs the key '{key}'"):
+        ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=current)
+
+
+def test_nll_equals_the_formula_and_its_rows() -> None:
+    data = policy_gradient_batch(14)
+    rows, tokens = normalizers(data)
+    current = data["current"][:, 1:]
+    expected_rows = []
+    for row in range(6):
+        places = [place for place in range(1, 7) if data["token_mask"][row, place] and data["sample_mask"][row]]
+        expected_rows.append((-sum(float(data["current"][row, place]) for place in places), len(places)))
+    loss, metrics = NLLLoss()(data, rows, tokens, next_token_logprobs=current)
+    assert float(loss) == pytest.approx(sum(value for value, _ in expected_rows) / float(tokens))
+    assert float(metrics["num_unmasked_tokens"]) == float(tokens)
+    summed, row_metrics = NLLLoss()(data, rows, tokens, next_token_logprobs=current, dpo_loss=True)
+    assert summed.tolist() == pytest.approx([value for value, _ in expected_rows])
+    assert row_metrics["loss"].shape == (6,)
+    averaged, _ = NLLLoss()(data, rows, tokens, next_token_logprobs=current, dpo_loss=True, dpo_average_log_probs=True)
+    assert averaged.tolist() == pytest.approx([value / max(count, 1) for value, count in expected_rows])
+
+
+@pytest.mark.parametrize("average_preference", [False, True])
+@pytest.mark.parametrize("average_sft", [False, True])
+@pytest.mark.parametrize("sft_weight", [0.0, 0.25])
+def test_dpo_equals_the_formula(average_preference: bool, average_sft: bool, sft_weight: float) -> None:
+    config = DPO_CONFIG | {
+        "preference_average_log_probs": average_preference,
+        "sft_average_log_probs": average_sft,
+        "sft_loss_weight": sft_weight,
+    }
+    data = policy_gradient_batch(15, rows=8)
+    data["sample_mask"][:2] = 0.0
+    data["sample_mask"][2:] = 1.0
+    reference = data["reference_policy_logprobs"]
+    data["reference_policy_logprobs"] = torch.roll(reference, -1, -1)
+    rows, tokens = normalizers(data)
+    expected = dict.fromkeys(("loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
+    pairs = float(rows) / 2
+    for pair in range(1, 4):
+        rewards, likelihoods = [], []
+        for row in (2 * pair, 2 * pair + 1):
+            places = [place for place in range(1, 7) if data["token_mask"][row, place]]
+            reward = sum(float(data["current"][row, place] - reference[row, place]) for place in places)
+            likelihood = -sum(float(data["current"][row, place]) for place in places)
+            rewards.append(reward / max(len(places), 1) if average_preference else reward)
+            likelihoods.append(likelihood / max(len(places), 1) if average_sft else likelihood)
+        expected["preference_loss"] += math.log1p(math.exp(-0.4 * (rewards[0] - rewards[1]))) / pairs
+        expected["sft_loss"] += (likelihoods[0] if sft_weight else 0.0) / pairs
+        expected["accuracy"] += (rewards[0] > rewards[1]) / pairs
+        expected["rewards_chosen_mean"] += rewards[0] / pairs
+        expected["rewards_rejected_mean"] += rewards[1] / pairs
+    expected["loss"] = 0.9 * expected["preference_loss"] + sft_weight * expected["sft_loss"]
+    current = data["current"][:, 1:].clone().requires_grad_()
+    _, metrics = DPOLossFn(config)(data, rows, tokens, next_token_logprobs=current)
+    for name, value in expected.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-7), name
+    assert float(metrics["num_valid_samples"]) == 3
+    loss_fn = DPOLossFn(config)
+    assert torch.autograd.gradcheck(lambda logprobs: loss_fn(data, rows, tokens, next_token_logprobs=logprobs)[0], current, eps=1e-7)
+
+
+def test_dpo_refuses_half_a_pair() -> None:
+    data = policy_gradient_batch(16, rows=5)
+    rows, tokens = normalizers(data)
+    with pytest.raises(BatchError, match="even number"):
+        DPOLossFn(DPO_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+
+
+def test_attributes_of_the_contract() -> None:
+    assert [loss.loss_type for loss in all_losses()] == [
+        LossType.TOKEN_LEVEL,
+        LossType.SEQUENCE_LEVEL,
+        LossType.TOKEN_LEVEL,
+        LossType.SEQUENCE_LEVEL,
+        LossType.SEQUENCE_LEVEL,
+    ]
+    assert LossType("token_level") is LossType.TOKEN_LEVEL and LossType("sequence_level") is LossType.SEQUENCE_LEVEL
+    assert all(loss.input_type is LossInputType.LOGPROB and isinstance(loss, LossFunction) for loss in all_losses())
+
+
+def test_one_token_rows_have_no_targets() -> None:
+    data = {key: value[:, :1] if value.ndim > 1 else value for key, value in policy_gradient_batch(17).items()}
+    rows, tokens = normalizers(data)
+    for loss_fn in all_losses()[:3]:
+        loss, _ = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+        assert float(loss) == 0.0
+
+
+def test_masked_mean() -> None:
+    values = torch.tensor([[1.0, math.nan, 3.0], [5.0, 7.0, math.inf]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    assert float(masked_mean(values, mask)) == pytest.approx(3.0)
+    assert masked_mean(values, mask, dim=-1).tolist() == pytest.approx([2.0, 5.0])
+    assert float(masked_mean(values, mask, global_normalization_factor=4)) == pytest.approx(9 / 4)
+    assert float(masked_mean(values, torch.zeros_like(mask))) == 0.0
+    assert float(masked_mean(values > 2, mask)) == pytest.approx(2 / 3)
+
+
+def test_kl_estimate_is_never_negative_and_unbiased() -> None:
+    generator = torch.Generator().manual_seed(18)
+    policy, reference = (torch.log_softmax(torch.randn(11, generator=generator, dtype=torch.float64), 0) for _ in range(2))
+    estimate = calculate_kl_penalty_joschu2020(policy, reference)
+    assert bool((estimate >= 0).all())
+    expectation = float((policy.exp() * estimate).sum())
+    assert expectation == pytest.approx(float((policy.exp() * (policy - reference)).sum()))
+    assert torch.equal(calculate_kl_penalty_joschu2020(policy, policy), torch.zeros_like(policy))

@@ -1,0 +1,103 @@
+"""Reading prompt and answer records, and refusing what is not one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from megarl.data.records import Record, fingerprint, load_records
+from megarl.errors import DataError
+
+
+def write(path: Path, lines: list[str]) -> dict[str, Any]:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return {"path": str(path), "prompt_key": "question", "answer_key": "target"}
+
+
+def row(prompt: Any, answer: Any) -> str:
+    return json.dumps({"question": prompt, "target": answer, "other": 1})
+
+
+def test_lines_come_in_order_with_their_numbers(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [row("1+1=", "2"), "", row("\u00e9 ", ""), "   ", row("x", "y")])
+    records = load_records(source)
+    assert [(record.prompt, record.answer) for record in records] == [("1+1=", "2"), ("\u00e9 ", ""), ("x", "y")]
+    assert [record.origin.rsplit(" ", 1)[1] for record in records] == ["1", "3", "5"]
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 3), (1, 1), (2, 2), (7, 3)])
+def test_max_samples(tmp_path: Path, limit: int | None, count: int) -> None:
+    source = write(tmp_path / "a.jsonl", [row(str(number), "a") for number in range(3)]) | {"max_samples": limit}
+    assert len(load_records(source)) == count
+
+
+def test_chat_prompts(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    records = load_records(write(tmp_path / "a.jsonl", [row(messages, "x")]))
+    assert records[0].prompt == tuple(messages)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{not json", r"line 2 is not JSON"),
+        ('{"question": "a", "target": "b"', r"line 2 is not JSON"),
+        ("[1, 2]", r"line 2 is a list, expected an object"),
+        ("null", r"line 2 is a NoneType"),
+        ('{"question": "a"}', r"line 2 has no key 'target'; it has \['question'\]"),
+        ('{"target": "a"}', r"line 2 has no key 'question'"),
+        (row("a", 3), r"line 2: 'target' = 3 is a int, expected a string"),
+        (row(None, "a"), r"line 2: 'question' = None is neither"),
+        (row([], "a"), r"line 2: 'question' = \[\] is neither"),
+        (row(["u"], "a"), r"line 2: 'question'"),
+        (row([{"role": "user"}], "a"), r"line 2: 'question'"),
+        (row([{"role": "user", "content": 3}], "a"), r"line 2: 'question'"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path: Path, bad: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_records(write(tmp_path / "a.jsonl", [row("a", "b"), bad, row("c", "d")]))
+
+
+def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
+    source = write(tmp_path / "empty.jsonl", ["", "  "])
+    with pytest.raises(DataError, match="holds 0 records"):
+        load_records(source)
+    with pytest.raises(DataError, match="does not exist"):
+        load_records(source | {"path": str(tmp_path / "nowhere.jsonl")})
+    with pytest.raises(DataError, match="not a file"):
+        load_records(source | {"path": str(tmp_path)})
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_records(source | {"path": str(tmp_path / "b.jsonl")})
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"question": ["a", "b", "c"], "target": ["1", "2", "3"]})
+    source = {"name": str(tmp_path / "one"), "prompt_key": "question", "answer_key": "target"}
+    rows.save_to_disk(str(tmp_path / "one"))
+    assert [record.prompt for record in load_records(source)] == ["a", "b", "c"]
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "two"))
+    records = load_records(source | {"name": str(tmp_path / "two"), "split": "test"})
+    assert [record.answer for record in records] == ["2"]
+    assert "test] row 0" in records[0].origin
+    with pytest.raises(DataError, match="split nonsense"):
+        load_records(source | {"name": str(tmp_path / "two"), "split": "nonsense"})
+
+
+def test_a_folder_of_data_files(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "train.jsonl", [row("a", "1"), row("b", "2")])
+    source = {"name": str(tmp_path / "folder"), "prompt_key": "question", "answer_key": "target", "max_samples": 1}
+    assert [record.prompt for record in load_records(source)] == ["a"]
+
+
+def test_fingerprint_sees_content_and_order() -> None:
+    first, second = Record("a", "1", "x"), Record("b", "2", "y")
+    assert fingerprint([first, second]) == fingerprint([Record("a", "1", "elsewhere"), second])
+    different = [[second, first], [first], [first, second, second], [Record("a", "2", "x"), second], [Record("a1", "", "x"), second]]
+    assert len({fingerprint(records) for records in [[first, second], *different]}) == 6

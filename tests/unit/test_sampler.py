@@ -1,0 +1,79 @@
+"""The order of records, and resuming it at every place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.sampler import ResumableSampler, epoch_order
+from megarl.errors import CheckpointError, DataError
+
+
+@given(size=st.integers(1, 41), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
+@settings(max_examples=100, deadline=None)
+def test_an_epoch_is_a_permutation_that_depends_on_its_arguments_only(size: int, seed: int, epoch: int) -> None:
+    order = epoch_order(size, seed, epoch)
+    assert sorted(order) == list(range(size))
+    assert order == epoch_order(size, seed, epoch)
+
+
+def test_the_order_is_pinned() -> None:
+    # A change of this order would make every earlier checkpoint resume with other data.
+    assert epoch_order(9, 42, 0) == [2, 7, 8, 1, 6, 4, 5, 3, 0]
+    assert epoch_order(4, 42, 3, shuffle=False) == [0, 1, 2, 3]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(epoch_order(20, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_first_places_are_uniform() -> None:
+    counts = [0] * 5
+    for seed in range(2000):
+        counts[epoch_order(5, seed, 0)[0]] += 1
+    # Binomial(2000, 1/5): 400, standard deviation 18.
+    assert all(310 < count < 490 for count in counts)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("size", "count"), [(7, 3), (5, 5), (3, 8), (1, 2)])
+def test_resume_at_every_step_goes_on_exactly(size: int, count: int, shuffle: bool) -> None:
+    whole = ResumableSampler(size, 5, shuffle)
+    batches = [whole.take(count) for _ in range(10)]
+    for split in range(11):
+        before = ResumableSampler(size, 5, shuffle)
+        for _ in range(split):
+            before.take(count)
+        after = ResumableSampler(size, 5, shuffle)
+        after.load_state(json.loads(json.dumps(before.state())))
+        assert [after.take(count) for _ in range(10 - split)] == batches[split:]
+        assert after.state() == whole.state()
+
+
+@given(size=st.integers(1, 13), counts=st.lists(st.integers(0, 9), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_every_record_once_an_epoch(size: int, counts: list[int]) -> None:
+    sampler = ResumableSampler(size, 3)
+    taken = [index for count in counts for index in sampler.take(count)]
+    assert len(taken) == sum(counts)
+    assert sampler.epoch == len(taken) // size
+    for epoch in range(sampler.epoch):
+        assert taken[epoch * size : (epoch + 1) * size] == epoch_order(size, 3, epoch)
+
+
+@pytest.mark.parametrize(
+    "change", [{"size": 8}, {"seed": 6}, {"shuffle": False}, {"data_fingerprint": "b"}, {"position": 7}, {"position": -1}, {"epoch": None}]
+)
+def test_a_state_of_something_else_is_refused(change: dict[str, object]) -> None:
+    sampler = ResumableSampler(7, 5, True, "a")
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        sampler.load_state(sampler.state() | change)
+
+
+def test_no_records() -> None:
+    with pytest.raises(DataError, match="0 records"):
+        ResumableSampler(0, 1)

@@ -1,0 +1,115 @@
+"""Chat templates, prompt templates, special tokens and length limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megarl.data.datasets import load_dataset
+from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
+from megarl.errors import DataError, ModelError
+
+WORDS = ["<pad>", "</s>", "<s>", "<user>", "<bot>", "<unk>", "two", "plus", "three", "five", "be", "kind", "Q", "A"]
+
+
+def save_tokenizer(path: Path, bos: bool = False, chat: bool = False, pad: bool = True, eos: bool = True) -> str:
+    """A word tokenizer; with ``bos`` it puts <s> in front of every text."""
+    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    names: dict[str, str] = {"unk_token": "<unk>"}
+    names |= {"pad_token": "<pad>"} if pad else {}
+    names |= {"eos_token": "</s>"} if eos else {}
+    names |= {"bos_token": "<s>"} if bos else {}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    if chat:
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+        )
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def words(identifiers: list[int]) -> str:
+    return " ".join(WORDS[identifier] for identifier in identifiers)
+
+
+def test_a_missing_pad_token_becomes_the_end_token(tmp_path: Path) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, pad=False)})
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+    assert get_tokenizer({"name": save_tokenizer(tmp_path / "b")}).pad_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({}, "<user> two plus <bot>"),
+        ({"chat_template": "default"}, "<user> two plus <bot>"),
+        ({"chat_template": None}, "two plus"),
+        ({"chat_template": "Q {{ messages[0]['content'] }} A"}, "Q two plus A"),
+    ],
+)
+def test_chat_templates(tmp_path: Path, setting: dict[str, Any], expected: str) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, chat=True), **setting})
+    assert words(PromptEncoder(tokenizer).encode("two plus")) == expected
+
+
+def test_a_tokenizer_without_a_template_joins_messages(tmp_path: Path) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path)})
+    assert tokenizer.chat_template == PASSTHROUGH_TEMPLATE
+    assert words(PromptEncoder(tokenizer).encode([{"role": "user", "content": "two "}, {"role": "user", "content": "plus"}])) == "two plus"
+
+
+def test_begin_token_only_without_a_chat_template(tmp_path: Path) -> None:
+    name = save_tokenizer(tmp_path, bos=True, chat=True)
+    assert words(PromptEncoder(get_tokenizer({"name": name, "chat_template": None})).encode("two")) == "<s> two"
+    assert words(PromptEncoder(get_tokenizer({"name": name})).encode("two")) == "<user> two <bot>"
+    assert [words(row) for row in encode_answers(get_tokenizer({"name": name}), ["five", ""])] == ["five </s>", "</s>"]
+
+
+def test_prompt_template_and_system_prompt(tmp_path: Path) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path)})
+    encoder = PromptEncoder(tokenizer, prompt_template="Q {prompt} A", system_prompt="be kind ")
+    assert words(encoder.encode("two plus three")) == "be kind Q two plus three A"
+    assert words(encoder.encode([{"role": "user", "content": "two"}])) == "be kind two"
+    assert words(PromptEncoder(tokenizer, prompt_template="Q {x} {prompt}").encode("{prompt}")) == "Q <unk> <unk>"
+    with pytest.raises(DataError, match=r"has no \{prompt\}"):
+        PromptEncoder(tokenizer, prompt_template="Q")
+
+
+def test_missing_tokenizers_and_end_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        get_tokenizer({"name": str(tmp_path / "nowhere")})
+    with pytest.raises(ModelError, match="no eos_token"):
+        get_tokenizer({"name": save_tokenizer(tmp_path, eos=False)})
+
+
+@pytest.mark.parametrize(("limit", "with_answers", "fits"), [(3, False, True), (2, False, False), (5, True, True), (4, True, False)])
+def test_the_length_limit_is_exact(tmp_path: Path, limit: int, with_answers: bool, fits: bool) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t")})
+    lines = [{"p": "two", "a": "five"}, {"p": "two plus three", "a": "five"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
+    config = {"train": source, "max_input_seq_length": limit}
+    if fits:
+        dataset = load_dataset(source, config, tokenizer, with_answers)
+        assert [len(example.prompt_ids) for example in dataset.examples] == [1, 3]
+        assert [example.index for example in dataset.select([1, 0, 1])] == [1, 0, 1]
+        assert dataset.examples[1].answer == "five" and words(list(dataset.examples[1].answer_ids)) == "five </s>"
+    else:
+        with pytest.raises(DataError, match=r"1 of 2 prompts.*max_input_seq_length = .*index 1 \(.*line 2\)"):
+            load_dataset(source, config, tokenizer, with_answers)
+
+
+def test_empty_prompts_are_refused(tmp_path: Path) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t")})
+    (tmp_path / "a.jsonl").write_text('{"p": " ", "a": "five"}')
+    source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
+    with pytest.raises(DataError, match="1 of 1 prompts have no tokens"):
+        load_dataset(source, {"train": source, "max_input_seq_length": 9}, tokenizer, with_answers=False)
