@@ -1,0 +1,1 @@
+"""The quickstart's own task: arithmetic problems, a small tokenizer, a tiny Qwen2 and a check by plain transformers."""

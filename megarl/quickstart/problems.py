@@ -1,0 +1,188 @@
+"""Seeded arithmetic problems in short English, written as JSONL records of a prompt and its answer.
+
+Every problem is about single digits or short numbers and has an answer of one or two digits, so that a model of a hundred thousand
+weights can learn the task within minutes on a CPU, and exact match is a fair reward.
+
+Files for supervised training may come from a careless pupil, who in a given share of the problems copies a number out of the question
+instead of working out the answer. Imitation then stops at the pupil's level, and a verifiable reward has something left to improve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from megarl.errors import DataError
+
+Split = Literal["train", "validation"]
+
+_NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
+_ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
+_VALIDATION_SHARE = 5  # one prompt in this many belongs to validation
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem. ``prompt`` ends right where the answer starts; ``answer`` is a whole number of one or two digits."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Exercise:
+    """A problem with both its true answer and the number that a careless pupil copies instead (by chance they may be equal)."""
+
+    prompt: str
+    answer: str
+    mistake: str
+
+
+def _digit_exercise(draw: random.Random, which: str, choose: Callable[[str], str]) -> _Exercise:
+    """A question about the three digits of a number; the careless pupil takes the middle one."""
+    number = str(draw.randint(100, 999))
+    return _Exercise(f"What is the {which} digit of {number}? Answer:", choose(number), number[1])
+
+
+def _first_digit(draw: random.Random) -> _Exercise:
+    return _digit_exercise(draw, "first", lambda number: number[0])
+
+
+def _last_digit(draw: random.Random) -> _Exercise:
+    return _digit_exercise(draw, "last", lambda number: number[-1])
+
+
+def _largest_digit(draw: random.Random) -> _Exercise:
+    return _digit_exercise(draw, "largest", max)
+
+
+def _smallest_digit(draw: random.Random) -> _Exercise:
+    return _digit_exercise(draw, "smallest", min)
+
+
+def _written_sum(draw: random.Random) -> _Exercise:
+    name, left, right = draw.choice(_NAMES), draw.randint(2, 9), draw.randint(1, 3)
+    return _Exercise(f"{name} writes {left}+{right}=", str(left + right), str(left))
+
+
+def _written_difference(draw: random.Random) -> _Exercise:
+    name, left, right = draw.choice(_NAMES), draw.randint(3, 9), draw.randint(1, 3)
+    return _Exercise(f"{name} writes {left}-{right}=", str(left - right), str(left))
+
+
+def _gain(draw: random.Random) -> _Exercise:
+    name, item, start, more = draw.choice(_NAMES), draw.choice(_ITEMS), draw.randint(2, 9), draw.randint(1, 3)
+    return _Exercise(f"{name} has {start} {item} and buys {more} more. How many {item}? Answer:", str(start + more), str(start))
+
+
+def _loss(draw: random.Random) -> _Exercise:
+    name, item, start, lost = draw.choice(_NAMES), draw.choice(_ITEMS), draw.randint(3, 9), draw.randint(1, 3)
+    return _Exercise(f"{name} has {start} {item} and loses {lost}. How many {item} are left? Answer:", str(start - lost), str(start))
+
+
+def _share_exercise(draw: random.Random, who: str, choose: Callable[[list[int]], int]) -> _Exercise:
+    """A comparison of two people; the careless pupil takes the first number."""
+    (first, second), item, shares = draw.sample(_NAMES, 2), draw.choice(_ITEMS), draw.sample(range(2, 10), 2)
+    prompt = f"{first} has {shares[0]} {item}, {second} has {shares[1]}. How many has the {who}? Answer:"
+    return _Exercise(prompt, str(choose(shares)), str(shares[0]))
+
+
+def _richer(draw: random.Random) -> _Exercise:
+    return _share_exercise(draw, "richer", max)
+
+
+def _poorer(draw: random.Random) -> _Exercise:
+    return _share_exercise(draw, "poorer", min)
+
+
+_KINDS: tuple[Callable[[random.Random], _Exercise], ...] = (
+    _first_digit,
+    _last_digit,
+    _largest_digit,
+    _smallest_digit,
+    _written_sum,
+    _written_difference,
+    _gain,
+    _loss,
+    _richer,
+    _poorer,
+)
+
+
+def split_of(prompt: str) -> Split:
+    """The split that owns ``prompt``. It depends on the text alone: files made with different seeds share no prompt across splits."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return "validation" if int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0 else "train"
+
+
+def generate_problems(count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> list[Problem]:
+    """``count`` problems of one split, every kind equally likely; the same ones for the same arguments. A prompt may come up twice.
+
+    Args:
+        count: number of problems, at least one.
+        seed: seed of the draw. The prompts do not depend on ``mistake_share``.
+        split: the split the prompts are taken from.
+        mistake_share: probability, per problem, that the answer is the careless pupil's instead of the true one.
+
+    Raises:
+        DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is no probability.
+    """
+    if count < 1:
+        raise DataError(f"count = {count!r}: at least one problem must be asked for. Fix: count >= 1")
+    if split not in get_args(Split):
+        raise DataError(f"split = {split!r}: the splits are {', '.join(get_args(Split))}. Fix: name one of them")
+    if not 0.0 <= mistake_share <= 1.0:
+        raise DataError(f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true answers only")
+    draw, care = random.Random(f"problems {seed}"), random.Random(f"mistakes {seed}")
+    problems: list[Problem] = []
+    while len(problems) < count:
+        exercise = draw.choice(_KINDS)(draw)
+        if split_of(exercise.prompt) == split:
+            answer = exercise.mistake if care.random() < mistake_share else exercise.answer
+            problems.append(Problem(exercise.prompt, answer))
+    return problems
+
+
+def write_problems(path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> Path:
+    """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` a line; missing folders are made.
+
+    Raises:
+        DataError: see ``generate_problems``.
+    """
+    problems = generate_problems(count, seed, split, mistake_share)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems), encoding="utf-8")
+    return target
+
+
+def _parse_problem(line: str, where: str) -> Problem:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: {line[:80]!r} is not JSON ({error}). Fix: write one JSON object a line") from None
+    prompt, answer = (record.get("prompt"), record.get("answer")) if isinstance(record, dict) else (None, None)
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        raise DataError(f'{where}: {line[:80]!r} has no string under both "prompt" and "answer". Fix: give both as strings')
+    return Problem(prompt, answer)
+
+
+def read_problems(path: str | Path) -> list[Problem]:
+    """The problems of a JSONL file, in file order; blank lines are skipped.
+
+    Raises:
+        DataError: the file is missing or holds no record, or a line is broken (its number is named).
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise DataError(f"problems file {str(source)!r} does not exist. Fix: write one with write_problems")
+    lines = source.read_text(encoding="utf-8").split("\n")
+    problems = [_parse_problem(line, f"{source} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not problems:
+        raise DataError(f"problems file {str(source)!r} holds no record. Fix: write one with write_problems")
+    return problems
