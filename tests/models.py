@@ -131,6 +131,7 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
                 "overlap_grad_reduce": overlap,
                 "overlap_param_gather": overlap and distributed_optimizer,
                 "average_in_collective": False,
+                "bucket_size": take("bucket_size", None),
                 "use_custom_fsdp": False,
                 "data_parallel_sharding_strategy": "optim_grads_params",
             },

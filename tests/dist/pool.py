@@ -17,8 +17,10 @@ JOB_SECONDS = 300
 
 def _serve(connection: Connection) -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
+    import faulthandler
     import warnings
 
+    faulthandler.enable()
     warnings.filterwarnings("ignore")
     import torch
     import torch.distributed as dist
@@ -75,7 +77,9 @@ class WorkerPool:
                 try:
                     status, value = connection.recv()
                 except EOFError:
-                    status, value = "error", "the process died"
+                    process = self._workers[rank][0]
+                    process.join(timeout=10)
+                    status, value = "error", f"the process died with exit code {process.exitcode}"
                 if status == "error":
                     self.close()
                     raise AssertionError(f"rank {rank} of {function.__name__}:\n{value}")

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -25,15 +27,20 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.optimizer import fused_style_adam
+from megarl.models.megatron.optimizer_state import exact_offsets
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 SCHEDULE_FILE = "schedule.json"
+
+
+def _metadata() -> dict[str, Any]:
+    """How optimizer state is cut: so that any layout can read it. A fresh dict each time, because Megatron adds its process groups to it."""
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def save_weights(model: DistributedDataParallel, directory: Path) -> None:
     """Write the weights to ``directory``. A collective over all ranks."""
     with _appears_whole(directory) as staging, cuda_literals():
-        _save(model.module.sharded_state_dict(metadata=METADATA), staging)
+        _save(model.module.sharded_state_dict(metadata=_metadata()), staging)
 
 
 def load_weights(model: DistributedDataParallel, directory: Path) -> None:
@@ -44,13 +51,7 @@ def load_weights(model: DistributedDataParallel, directory: Path) -> None:
     """
     require(directory)
     with cuda_literals():
-        wanted = model.module.sharded_state_dict(metadata=METADATA)
-        try:
-            loaded = dist_checkpointing.load(wanted, str(directory), strict="log_unexpected")
-        except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{directory} does not hold the weights of this model: {error}. Check model_name and the checkpoint path"
-            ) from error
+        loaded = _load(model.module.sharded_state_dict(metadata=_metadata()), directory, "weights")
         model.module.load_state_dict(loaded, strict=False)
 
 
@@ -62,10 +63,10 @@ def save_optimizer(
     directory: Path,
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``. A collective over all ranks."""
-    with _appears_whole(directory) as staging, cuda_literals(), fused_style_adam():
+    with _appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets():
         _initialize_state(optimizer)
-        weights = model.module.sharded_state_dict(metadata=METADATA)
-        _save(optimizer.sharded_state_dict(weights, metadata=METADATA), staging)
+        weights = model.module.sharded_state_dict(metadata=_metadata())
+        _save(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging)
         if dist.get_rank() == 0 and scheduler is not None:
             (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
         save_file(runtime.rng_state(), staging / _rng_file(dist.get_rank()))
@@ -84,16 +85,11 @@ def load_optimizer(
         CheckpointError: no such checkpoint, or it belongs to another model.
     """
     require(directory)
-    with cuda_literals(), fused_style_adam():
+    with cuda_literals(), fused_style_adam(), exact_offsets():
         _initialize_state(optimizer)
-        weights = model.module.sharded_state_dict(metadata=METADATA)
-        wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
-        try:
-            optimizer.load_state_dict(dist_checkpointing.load(wanted, str(directory)))
-        except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{directory} does not hold the optimizer state of this model: {error}. Check the checkpoint path"
-            ) from error
+        weights = model.module.sharded_state_dict(metadata=_metadata())
+        wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
+        optimizer.load_state_dict(_load(wanted, directory, "optimizer state"))
     schedule = directory / SCHEDULE_FILE
     if scheduler is not None and schedule.exists():
         scheduler.num_steps = 0  # loading advances the schedule from where it stands
@@ -118,6 +114,26 @@ def _rng_file(rank: int) -> str:
 def _save(state: dict[str, Any], directory: Path) -> None:
     # one writer process a rank: more would only make more files
     dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+
+
+def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
+    """What ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
+    try:
+        loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RETURN_ALL)
+    except (CheckpointingException, KeyError, ValueError) as error:
+        raise CheckpointError(f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path") from error
+    only_there, only_here = _tensor_keys(missing), _tensor_keys(unexpected)
+    if only_there or only_here:
+        raise CheckpointError(
+            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, only in the model {only_here[:3]} "
+            f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
+        )
+    return loaded
+
+
+def _tensor_keys(keys: Iterable[str]) -> list[str]:
+    """Names of tensors; the (empty) extra state of linear layers differs between layer specs and does not count."""
+    return sorted(key for key in keys if not key.endswith("_extra_state"))
 
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:

@@ -18,6 +18,8 @@ from megarl.models.megatron.specs import transformer_engine_available
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_CLIPPING = float("inf")
+# float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's own scaler starts
+INITIAL_LOSS_SCALE = 2.0**16
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
@@ -116,4 +118,5 @@ def optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
         use_precision_aware_optimizer=chosen["use_precision_aware_optimizer"],
         overlap_param_gather=overlap,
         clip_grad=chosen["clip_grad"] or NO_CLIPPING,
+        initial_loss_scale=INITIAL_LOSS_SCALE,
     )

@@ -137,6 +137,7 @@ class MegatronDDPConfig(TypedDict):
         overlap_grad_reduce: reduce gradients while the backward pass runs.
         overlap_param_gather: gather parameters while the forward pass runs; needs the distributed optimizer.
         average_in_collective: must be false: losses are normalised globally, so that gradients have to be summed.
+        bucket_size: parameters that are reduced or gathered in one collective, with overlap; null for Megatron's choice.
         use_custom_fsdp: Megatron's own FSDP.
         data_parallel_sharding_strategy: what Megatron's own FSDP shards.
     """
@@ -145,6 +146,7 @@ class MegatronDDPConfig(TypedDict):
     overlap_grad_reduce: NotRequired[bool]
     overlap_param_gather: NotRequired[bool]
     average_in_collective: NotRequired[bool]
+    bucket_size: NotRequired[int | None]
     use_custom_fsdp: NotRequired[bool]
     data_parallel_sharding_strategy: NotRequired[Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]]
 

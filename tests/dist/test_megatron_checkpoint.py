@@ -1,0 +1,137 @@
+"""Checkpoints: a run that was saved and loaded, in any layout, goes on exactly as the undisturbed one for several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.errors import CheckpointError
+from tests.dist import jobs
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.models import policy_config
+
+BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in range(5)]
+SAVED_AFTER = 2
+
+
+def train_and_save(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Trains on all batches, saving after two of them; returns what came after."""
+    worker = jobs.build(config, init_reference_model=False)
+    measured = []
+    for index, batch in enumerate(BATCHES):
+        if index == SAVED_AFTER:
+            worker.save_checkpoint(str(directory / "weights"), str(directory / "optimizer"))
+        result = worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+        measured.append((float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1]))
+    weights = jobs.full_weights(worker)
+    worker.backend.close()
+    return {"measured": measured[SAVED_AFTER:], "weights": weights}
+
+
+def load_and_train(config: Mapping[str, Any], directory: Path, live: bool) -> dict[str, Any]:
+    """Continues from a checkpoint, in a new worker or in one that has trained on something else before."""
+    paths = (str(directory / "weights"), str(directory / "optimizer"))
+    if live:
+        worker = jobs.build(config, init_reference_model=False)
+        worker.train(data=jobs.my_share(worker, make_batch(8, 9, seed=99), config["train_global_batch_size"]), loss_fn=NLLLoss())
+        worker.load_checkpoint(*paths)
+    else:
+        worker = jobs.build(config, weights_path=paths[0], optimizer_path=paths[1], init_reference_model=False)
+    measured = []
+    for batch in BATCHES[SAVED_AFTER:]:
+        result = worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+        measured.append((float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1]))
+    weights = jobs.full_weights(worker)
+    worker.backend.close()
+    return {"measured": measured, "weights": weights}
+
+
+SAME = [("tp2", 2, {"tp": 2}), ("pp2", 2, {"pp": 2, "first": 1, "last": 2}), ("dp2", 2, {}), ("dp2-plain", 2, {"distributed_optimizer": False}), ("dp2-many-buckets", 2, {"overlap": True, "bucket_size": 5000})]
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
+@pytest.mark.parametrize(("world", "changes"), [case[1:] for case in SAME], ids=[case[0] for case in SAME])
+def test_resume_in_the_same_layout_is_exact(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, changes: dict[str, Any], live: bool
+) -> None:
+    config = policy_config(tiny_models["qwen2-tied"], **changes)
+    undisturbed = pool.run(world, train_and_save, config, tmp_path)[0]
+    resumed = pool.run(world, load_and_train, config, tmp_path, live)[0]
+    assert resumed["measured"] == undisturbed["measured"]
+    for name, tensor in undisturbed["weights"].items():
+        assert torch.equal(resumed["weights"][name], tensor), name
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_resume_in_half_precision_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
+    """The float32 master weights have to come back, not only what they round to."""
+    config = policy_config(tiny_models["qwen3"], tp=2, precision=precision)
+    undisturbed = pool.run(2, train_and_save, config, tmp_path)[0]
+    resumed = pool.run(2, load_and_train, config, tmp_path, False)[0]
+    assert resumed["measured"] == undisturbed["measured"]
+    assert undisturbed["measured"][0][1] > 0
+
+
+OTHER = [("tp2-to-tp1", 2, {"tp": 2}, 1, {}), ("dp2-to-pp2", 2, {}, 2, {"pp": 2, "first": 2, "last": 1}), ("dp2-many-buckets-to-tp1", 2, {"overlap": True, "bucket_size": 3001}, 1, {}), ("pp2-to-tp2-dp2", 2, {"pp": 2, "first": 1, "last": 2}, 4, {"tp": 2})]
+
+
+@pytest.mark.parametrize(("world", "changes", "new_world", "new_changes"), [case[1:] for case in OTHER], ids=[case[0] for case in OTHER])
+def test_resume_in_another_layout(
+    pool: WorkerPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    world: int,
+    changes: dict[str, Any],
+    new_world: int,
+    new_changes: dict[str, Any],
+) -> None:
+    undisturbed = pool.run(world, train_and_save, policy_config(tiny_models["llama"], **changes), tmp_path)[0]
+    resumed = pool.run(new_world, load_and_train, policy_config(tiny_models["llama"], **new_changes), tmp_path, False)[0]
+    torch.testing.assert_close(resumed["measured"], undisturbed["measured"], atol=1e-6, rtol=1e-5)
+    for name, tensor in undisturbed["weights"].items():
+        assert (resumed["weights"][name] - tensor).norm() < 1e-5 * tensor.norm(), name
+
+
+def refuse(config: Mapping[str, Any], directory: Path) -> str:
+    worker = jobs.build(config, init_reference_model=False)
+    try:
+        worker.load_checkpoint(str(directory))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        worker.backend.close()
+    return ""
+
+
+def save_twice(config: Mapping[str, Any], directory: Path) -> str:
+    worker = jobs.build(config, init_reference_model=False)
+    worker.save_checkpoint(str(directory))
+    try:
+        worker.save_checkpoint(str(directory))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        worker.backend.close()
+    return ""
+
+
+def test_what_is_no_checkpoint_is_refused(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    assert all("is not a checkpoint" in message for message in pool.run(2, refuse, policy_config(tiny_models["llama"], tp=2), tmp_path))
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    pool.run(1, train_and_save, policy_config(tiny_models["llama"]), tmp_path)
+    message = pool.run(1, refuse, policy_config(tiny_models["qwen3"]), tmp_path / "weights")[0]
+    assert "does not hold the weights of this model" in message
+
+
+def test_checkpoints_are_never_overwritten(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    messages = pool.run(2, save_twice, policy_config(tiny_models["llama"], tp=2), tmp_path / "checkpoint")
+    assert all("never overwritten" in message for message in messages)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
