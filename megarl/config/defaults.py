@@ -90,6 +90,7 @@ MEGATRON_SCHEDULER = {
 }
 MEGATRON_DATA_PARALLEL = {
     "grad_reduce_in_fp32": False,
+    "bucket_size": None,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "average_in_collective": False,

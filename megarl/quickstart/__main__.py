@@ -1,0 +1,157 @@
+"""The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
+
+Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward curve, and lets plain
+transformers check the exported model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.checkpoint.atomic import write_json_atomic
+from megarl.config import load_config
+from megarl.errors import MegarlError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+SUMMARY = "summary.json"
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
+CARELESS_SHARE = 0.6
+VALIDATION_SEED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one quickstart run ended with. Accuracies are greedy, over the same 256 validation problems."""
+
+    seed: int
+    accuracy_before: float
+    accuracy_after: float
+    accuracy_transformers: float
+    seconds: float
+    model: str
+    plot: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the quickstart for each seed; the exit code is 0 when every run was checked and agrees with plain transformers."""
+    parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
+    parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        summaries = [run_once(seed, _directory(chosen.out, seed), chosen.overrides, console) for seed in chosen.seeds]
+    except MegarlError as error:
+        console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
+        return error.exit_code
+    _report(summaries, console)
+    if len(summaries) > 1:
+        from megarl.observe.plots import compare_runs
+
+        picture = chosen.out / "seeds.png"
+        compare_runs([Path(summary.model).parents[1] for summary in summaries], picture)
+        console.print(f"all seeds: {picture}")
+    return 0
+
+
+def _directory(out: Path, seed: int) -> Path:
+    """Where this run goes: an unfinished one is continued, a finished one is left alone."""
+    number = 1
+    while True:
+        directory = out / (f"seed-{seed}" if number == 1 else f"seed-{seed}.{number}")
+        if not (directory / SUMMARY).exists():
+            return directory
+        number += 1
+
+
+def run_once(seed: int, directory: Path, overrides: Sequence[str], console: Console) -> Summary:
+    """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
+    from megarl.algorithms.run import run
+    from megarl.observe.plots import plot_run
+    from megarl.quickstart.evaluate import evaluate_checkpoint
+    from megarl.quickstart.model import make_model
+    from megarl.quickstart.problems import write_problems
+
+    started = time.monotonic()
+    data = directory / "data"
+    demonstrations, train, validation = data / "demonstrations.jsonl", data / "train.jsonl", data / "validation.jsonl"
+    model = directory / "model"
+    if not validation.exists():
+        console.rule(f"seed {seed}: making problems and a tiny Qwen2 in {directory}")
+        data.mkdir(parents=True, exist_ok=True)
+        make_model(model, seed)
+        write_problems(demonstrations, TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
+        write_problems(train, TRAIN_PROBLEMS, seed)
+        write_problems(validation, VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+
+    console.rule(f"seed {seed}: supervised fine-tuning, Megatron tensor parallel 2")
+    sft = directory / "sft"
+    common = [f"seed={seed}"]
+    run(load_config(CONFIGS / "sft.yaml", [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}"]))
+
+    console.rule(f"seed {seed}: GRPO, Megatron tensor parallel 2")
+    grpo = directory / "grpo"
+    sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
+    run(load_config(CONFIGS / "grpo.yaml", [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *overrides]))
+
+    console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
+    plots = plot_run(grpo)
+    accuracies = _validation_accuracies(grpo / "metrics.jsonl")
+    exported = _export(grpo)
+    summary = Summary(
+        seed=seed,
+        accuracy_before=accuracies[0],
+        accuracy_after=accuracies[-1],
+        accuracy_transformers=evaluate_checkpoint(exported, validation, max_new_tokens=3),
+        seconds=time.monotonic() - started,
+        model=str(exported),
+        plot=str(plots[0]),
+    )
+    write_json_atomic(directory / SUMMARY, asdict(summary))
+    return summary
+
+
+def _export(run_dir: Path) -> Path:
+    """The Hugging Face model that a run left."""
+    return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _validation_accuracies(metrics: Path) -> list[float]:
+    """Validation accuracies of a run, in order of steps."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [row["validation/accuracy"] for row in rows if row.get("validation/accuracy") is not None]
+
+
+def _report(summaries: Sequence[Summary], console: Console) -> None:
+    table = Table(title="greedy validation accuracy over the same 256 problems")
+    for heading in ("seed", "before GRPO", "after GRPO", "gain", "plain transformers", "seconds"):
+        table.add_column(heading, justify="right")
+    for summary in summaries:
+        table.add_row(
+            str(summary.seed),
+            f"{summary.accuracy_before:.3f}",
+            f"{summary.accuracy_after:.3f}",
+            f"{summary.accuracy_after - summary.accuracy_before:+.3f}",
+            f"{summary.accuracy_transformers:.3f}",
+            f"{summary.seconds:.0f}",
+        )
+    console.print(table)
+    for summary in summaries:
+        console.print(f"reward curve: {summary.plot}", soft_wrap=True, highlight=False)
+        console.print(f"Hugging Face model: {summary.model}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
