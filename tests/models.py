@@ -1,4 +1,5 @@
-"""Tiny models for tests, every size different: grouped queries, a head dimension unlike hidden/heads, a prime vocabulary, an odd number of layers."""
+"""Tiny models for tests, every size different: grouped queries, a head dimension unlike hidden/heads, a prime vocabulary, an odd number
+of layers."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def tiny_config(family: str, *, tied: bool) -> Any:
 
 
 def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
-    """A randomly initialised model of ``family`` saved in Hugging Face form; norms and biases are random too, so that none can be forgotten."""
+    """A randomly initialised model of ``family`` saved in Hugging Face form; norms and biases are random too, so that none can be
+    forgotten."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -66,7 +68,8 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
 
     Args:
         model: Hugging Face directory.
-        changes: ``tp``, ``pp``, ``sp``, ``first``, ``last`` (uneven pipeline), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``,
+        changes: ``tp``, ``pp``, ``sp``, ``first``, ``last`` (uneven pipeline), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``,
+        ``distributed_optimizer``,
             ``recompute``, ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged.
     """
     take = changes.pop

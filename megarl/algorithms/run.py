@@ -27,6 +27,7 @@ from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
 from megarl.data.tokenization import get_tokenizer
 from megarl.environments.rewards import get_reward
+from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
@@ -72,7 +73,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         lock = stack.enter_context(RunLock(run_dir))
         _write_config(run_dir / CONFIG_FILE, config)
         tokenizer = _tokenizer(config)
-        _fill_generation_tokens(config, tokenizer)
+        if config["policy"]["generation"] is not None:
+            config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
         train_data, validation_data = _load_datasets(config, tokenizer)
         manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
@@ -147,14 +149,6 @@ def _needs_reference(config: Config) -> bool:
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     policy = config["policy"]
     return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
-
-
-def _fill_generation_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What only the tokenizer knows: the pad token, and the end-of-sequence token as the stop when none is given."""
-    generation = config["policy"]["generation"]
-    if generation is not None:
-        generation.setdefault("pad_token_id", tokenizer.pad_token_id)
-        generation["stop_token_ids"] = generation["stop_token_ids"] or [tokenizer.eos_token_id]
 
 
 def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:

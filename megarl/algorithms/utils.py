@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import torch
 from torch import Tensor
+
+from megarl.distributed.device import seed_everything
 
 # Keeps an empty mask at 0 / epsilon = 0; below half a unit in the last place of any float32 count of 1 or more.
 _EPSILON = 1e-8
@@ -50,6 +49,4 @@ def calculate_kl_penalty_joschu2020(logprobs_policy: Tensor, logprobs_reference:
 
 def set_seed(seed: int) -> None:
     """Seed the generators of Python, numpy and torch (all devices) of this process."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_everything(seed)

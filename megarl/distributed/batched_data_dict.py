@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.collectives import all_gather_rows, gather_jagged_object_lists
+from megarl.distributed.collectives import gather_jagged_object_lists, rebalance_nd_tensor
 from megarl.distributed.row_values import count_rows, join_rows, take_rows
 from megarl.distributed.shard_plan import (
     DynamicBatchingArgs,
@@ -84,7 +84,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         gathered = type(self)()
         for key, kind in columns:
             if kind == "tensor":
-                gathered[key] = all_gather_rows(self.data[key], group)
+                gathered[key] = rebalance_nd_tensor(self.data[key], group)
             elif kind == "list":
                 gathered[key] = gather_jagged_object_lists(self.data[key], group)
             else:

@@ -18,7 +18,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )  # fmt: skip
 
 
-def all_gather_rows(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def rebalance_nd_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The rows of all ranks, stacked in rank order, on every rank.
 
     Args:
@@ -42,32 +42,6 @@ def all_gather_rows(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     return _from_bytes(rows, like=tensor, rows=sum(row_counts))
 
 
-def rebalance_nd_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Even out the number of rows over the ranks; only the rows that change place travel.
-
-    Args:
-        tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions and the dtype may not.
-        group: process group, None for the default one.
-
-    Returns:
-        ``[share, ...]``, detached, on the device of ``tensor``. Shares differ by at most one, the first ranks have the larger ones, and
-        stacking the results in rank order gives what stacking the arguments gave.
-
-    Raises:
-        BatchError: on every rank, if dtypes or trailing dimensions differ.
-    """
-    row_counts = _gather_row_counts(tensor, group)
-    ranks, rank = len(row_counts), dist.get_rank(group)
-    share, remainder = divmod(sum(row_counts), ranks)
-    shares = [share + (1 if number < remainder else 0) for number in range(ranks)]
-    row_bytes = _row_bytes(tensor)
-    send = [_overlap(row_counts, rank, shares, other) * row_bytes for other in range(ranks)]
-    receive = [_overlap(row_counts, other, shares, rank) * row_bytes for other in range(ranks)]
-    received = torch.empty(sum(receive), dtype=torch.uint8, device=tensor.device)
-    dist.all_to_all_single(received, _as_bytes(tensor), receive, send, group=group)
-    return _from_bytes(received, like=tensor, rows=shares[rank])
-
-
 def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup | None = None) -> list[ObjectT]:
     """The lists of all ranks joined in rank order, on every rank. Lists may have different lengths.
 
@@ -76,13 +50,6 @@ def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup 
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, objects, group=group)
     return [item for part in gathered for item in part]
-
-
-def _overlap(held: list[int], holder: int, wanted: list[int], taker: int) -> int:
-    """How many of the rows of rank ``holder`` fall into the share of rank ``taker``, both laid end to end in rank order."""
-    held_start, wanted_start = sum(held[:holder]), sum(wanted[:taker])
-    end = min(held_start + held[holder], wanted_start + wanted[taker])
-    return max(0, end - max(held_start, wanted_start))
 
 
 def _gather_row_counts(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:

@@ -153,7 +153,8 @@ def seed_everything(seed: int) -> None:
 def runtime() -> DeviceRuntime:
     """The runtime of this process.
 
-    ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a configuration; ``auto`` means CUDA where there is
+    ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a configuration; ``auto`` means CUDA where
+    there is
     one. The CUDA device is ``LOCAL_RANK`` modulo the devices this process can see.
     """
     wanted = env.text("MEGARL_DEVICE", "auto")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.collectives import all_gather_rows, gather_jagged_object_lists, rebalance_nd_tensor
+from megarl.distributed.collectives import gather_jagged_object_lists, rebalance_nd_tensor
 from megarl.errors import BatchError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
@@ -30,20 +30,16 @@ def count_patterns(ranks: int) -> list[list[int]]:
 
 
 def check_rows(group: dist.ProcessGroup | None) -> None:
-    """Gathering and rebalancing rows equals slicing of the stacked tensor."""
+    """Rows of all ranks, stacked in rank order, on every rank."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     for counts in count_patterns(ranks):
         for trailing in TRAILING:
             for dtype in DTYPES:
                 held = rows_of_ranks(counts, trailing, dtype)
                 stacked = torch.cat(held)
-                assert_equal(all_gather_rows(held[rank], group), stacked)
-                share, remainder = divmod(sum(counts), ranks)
-                start = rank * share + min(rank, remainder)
-                size = share + (1 if rank < remainder else 0)
-                assert_equal(rebalance_nd_tensor(held[rank], group), stacked[start : start + size])
+                assert_equal(rebalance_nd_tensor(held[rank], group), stacked)
     transposed = torch.arange(6).reshape(2, 3).t()
-    assert_equal(all_gather_rows(transposed, group), torch.cat([transposed] * ranks))
+    assert_equal(rebalance_nd_tensor(transposed, group), torch.cat([transposed] * ranks))
 
 
 def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -62,9 +58,8 @@ def check_mismatches(group: dist.ProcessGroup | None) -> None:
         (torch.ones(1, dtype=torch.complex64) if odd else torch.ones(1), "unsupported dtype"),
     ]
     for tensor, message in faults:
-        for collective in (all_gather_rows, rebalance_nd_tensor):
-            with pytest.raises(BatchError, match=message):
-                collective(tensor, group)
+        with pytest.raises(BatchError, match=message):
+            rebalance_nd_tensor(tensor, group)
     with pytest.raises(BatchError, match="different columns"):
         BatchedDataDict(**{"x": [0], "extra" if odd else "other": [1]}).all_gather(group)
     with pytest.raises(BatchError, match="different columns"):

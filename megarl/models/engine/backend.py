@@ -1,11 +1,12 @@
-"""What the engine asks of a backend. Everything that the backends share lives in the engine; a backend supplies only what really differs."""
+"""What the engine asks of a backend. Everything that the backends share lives in the engine; a backend supplies only what really
+differs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -34,16 +35,19 @@ class StepOutcome:
 class Backend(Protocol):
     """A model spread over the workers, with its optimizer. Every method is collective unless it says otherwise.
 
-    Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks of the gradients of the losses that
+    Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks of the gradients of the
+    losses that
     the head returned.
     """
 
+    hf_config: Any
     groups: ParallelGroups
     vocabulary: VocabularyShard
     sequence_multiple: int
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool) -> list[HeadOutput]:
-        """Run the head on every micro-batch. All micro-batches have one shape. Results exist on the last pipeline stage, elsewhere the list is empty."""
+        """Run the head on every micro-batch. All micro-batches have one shape. Results exist on the last pipeline stage, elsewhere the
+        list is empty."""
 
     def set_training(self, training: bool) -> None:
         """Choose between training and evaluation behaviour. Local."""

@@ -1,6 +1,7 @@
 """Where a worker's parameters, gradients and optimizer state are, as a state machine with legal transitions.
 
-A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a worker says
+A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a
+worker says
 which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash inside a kernel.
 """
 
@@ -71,5 +72,6 @@ class Lifecycle:
         """Refuse a call that needs ``part`` on the device when it is not there."""
         if part not in _ON_DEVICE[self.residence]:
             raise StateError(
-                f"{method}() needs {part} on the device, but the worker is {self.residence.name} ({self.residence.value}); call {remedy}() first"
+                f"{method}() needs {part} on the device, but the worker is {self.residence.name} "
+                f"({self.residence.value}); call {remedy}() first"
             )

@@ -19,7 +19,7 @@ from converters.writer import write_hf
 from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import BatchError, ConfigError, StateError
+from megarl.errors import BatchError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, move_to
@@ -114,7 +114,8 @@ class EngineWorker:
         local = global_batch // ranks
         if local % micro_batch:
             raise BatchError(
-                f"micro-batch size = {micro_batch}: does not divide the {local} samples of a global batch on one data-parallel rank; choose a divisor"
+                f"micro-batch size = {micro_batch}: does not divide the {local} samples of a global batch on one data-parallel rank; "
+                "choose a divisor"
             )
         if batch_size(data) % local or batch_size(data) == 0:
             raise BatchError(f"{batch_size(data)} rows on this data-parallel rank: need a positive multiple of {local} (one global batch)")
@@ -286,10 +287,3 @@ class EngineWorker:
             close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def require_key(config: Mapping[str, Any], key: str) -> Any:
-    """``config[key]`` or a typed error that names it."""
-    if key not in config:
-        raise ConfigError(f"policy.{key} is missing: add it to the configuration")
-    return config[key]

@@ -1,0 +1,26 @@
+"""Generation: what every engine offers, how tokens are chosen, when an answer ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.models.generation.interfaces import GenerationConfig
+
+
+def configure_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, is_eval: bool = False) -> GenerationConfig:
+    """A copy of ``config`` with what only the tokenizer knows.
+
+    Args:
+        config: the generation configuration.
+        tokenizer: gives ``pad_token_id`` and, where no ``stop_token_ids`` are configured, the end-of-sequence token.
+        is_eval: accepted for the contract; the policy itself generates alike in training and evaluation.
+    """
+    filled = dict(config)
+    if filled.get("pad_token_id") is None:
+        filled["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if filled.get("stop_token_ids") is None:
+        filled["stop_token_ids"] = [tokenizer.eos_token_id]
+    return cast("GenerationConfig", filled)

@@ -1,4 +1,5 @@
-"""Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn does not depend on the layout, on the
+"""Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn does not depend on the layout,
+on the
 micro-batch a row is in, or on its neighbours.
 
 Legend: b rows, V vocabulary.
@@ -49,10 +50,7 @@ def choose_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampli
     """
     scaled = logits.float() / settings.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
-    if settings.greedy:
-        tokens = logits.argmax(dim=-1)
-    else:
-        tokens = _inverse_transform(_filtered(logprobs.double().exp(), settings), uniforms)
+    tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(_filtered(logprobs.double().exp(), settings), uniforms)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 

@@ -1,7 +1,8 @@
 """AdamW with one step counter a parameter group, as the fused optimizers of Transformer Engine and Apex keep it.
 
 torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves optimizer state as slices of
-parameters and carries only what stands in the parameter groups beside them, so torch's counters are lost or shared after a resume. With the counter
+parameters and carries only what stands in the parameter groups beside them, so torch's counters are lost or shared after a resume. With
+the counter
 in the group, save, load and resharding need no special case.
 """
 

@@ -33,7 +33,8 @@ SCHEDULE_FILE = "schedule.json"
 
 
 def _metadata() -> dict[str, Any]:
-    """How optimizer state is cut: so that any layout can read it. A fresh dict each time, because Megatron adds its process groups to it."""
+    """How optimizer state is cut: so that any layout can read it. A fresh dict each time, because Megatron adds its process groups to
+    it."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -125,7 +126,8 @@ def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
     only_there, only_here = _tensor_keys(missing), _tensor_keys(unexpected)
     if only_there or only_here:
         raise CheckpointError(
-            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, only in the model {only_here[:3]} "
+            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
+            f"only in the model {only_here[:3]} "
             f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
         )
     return loaded

@@ -2,10 +2,12 @@
 
 Everything that is redirected is listed here and nowhere else. It happens in two layers:
 
-* *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device, streams and
+* *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device,
+streams and
   events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
 * :class:`CudaLiterals`, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
-  ``Tensor.type()``. It costs about one microsecond for each torch call made under it, so :func:`cuda_literals` is entered only where Megatron-Core
+  ``Tensor.type()``. It costs about one microsecond for each torch call made under it, so :func:`cuda_literals` is entered only where
+  Megatron-Core
   uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again inside the
   model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
 

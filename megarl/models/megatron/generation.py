@@ -1,7 +1,9 @@
 """Generation by Megatron itself, with a static key-value cache, in any layout of tensor, pipeline and data parallelism.
 
-Rows of a batch go forward in lockstep: the cache is first filled up to the shortest prompt, then one position at a time; a row whose prompt is longer
-takes its next prompt token instead of a sampled one. All rows of a batch so share one position, which is what Megatron's static cache wants, and no row
+Rows of a batch go forward in lockstep: the cache is first filled up to the shortest prompt, then one position at a time; a row whose
+prompt is longer
+takes its next prompt token instead of a sampled one. All rows of a batch so share one position, which is what Megatron's static cache
+wants, and no row
 ever sees padding. Rows are batched by prompt length to keep the difference small.
 """
 
@@ -34,14 +36,16 @@ def generate(
 
     Args:
         backend: the model.
-        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry a row) and ``sampling_seeds`` [B] int64.
+        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry a row) and
+        ``sampling_seeds`` [B] int64.
             Without seeds they are drawn from this process's generator.
         config: the generation configuration.
         tokenizer: decodes answers for stop strings.
         greedy: take the most likely token instead of sampling.
 
     Returns:
-        ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and padding; ``generation_lengths`` [B];
+        ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and padding; ``generation_lengths``
+        [B];
         ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True where a length limit and not a stop ended the answer.
     """
     settings = SamplingSettings(greedy, float(config["temperature"]), config.get("top_k"), float(config.get("top_p") or 1.0))

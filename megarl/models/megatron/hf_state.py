@@ -52,7 +52,8 @@ def load_from_hf(model: GPTModel, source: HuggingFaceSource, architecture: Archi
 def stream_to_hf(model: GPTModel, architecture: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in one order on all ranks.
 
-    One Megatron parameter at a time is gathered over the tensor-parallel group and handed to the other pipeline stages, so that memory stays bounded by
+    One Megatron parameter at a time is gathered over the tensor-parallel group and handed to the other pipeline stages, so that memory
+    stays bounded by
     the largest of them.
     """
     names = global_names(model)

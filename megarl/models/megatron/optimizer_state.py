@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megarl.distributed.device import runtime
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megarl.distributed.device import runtime
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -22,7 +23,8 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 def gathered_state(
     optimizer: DistributedOptimizer, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
 ) -> dict[Any, Any]:
-    """Stands for ``DistributedOptimizer.get_parameter_state_dp_zero``: for each buffer and dtype, each state as one float32 tensor on the CPU.
+    """Stands for ``DistributedOptimizer.get_parameter_state_dp_zero``: for each buffer and dtype, each state as one float32 tensor on the
+    CPU.
 
     A collective over the data-parallel group; always returns on all ranks. With ``empty_data`` the tensors are zeros, to be loaded into.
     """

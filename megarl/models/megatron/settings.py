@@ -40,7 +40,8 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 def transformer_config(policy: Mapping[str, Any], architecture: Architecture) -> TransformerConfig:
     """Megatron's model configuration.
 
-    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do), and fusions that need
+    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do), and
+    fusions that need
     CUDA extensions are on only where Transformer Engine is.
     """
     megatron = policy["megatron_cfg"]

@@ -1,4 +1,5 @@
-"""Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error names the key, what was expected and what came."""
+"""Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error names the key, what was expected
+and what came."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError
+from megarl.errors import BatchError, ConfigError
+from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_checks import check_batch
@@ -77,6 +78,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         call_timeout_s: float = 3600.0,
     ) -> None:
         config = cast(PolicyConfig, validate_policy_config(config, cluster.world_size()))
+        if config["generation"] is not None and tokenizer is not None:
+            config["generation"] = configure_generation_config(config["generation"], tokenizer)
         self.cfg = config
         self.tokenizer = tokenizer
         self.sharding_annotations = _sharding(config, cluster.world_size())
@@ -128,7 +131,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
         self._check(data)
-        needed = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
         results = self._call_sharded(method, self._uneven_shards(needed), options)
         return BatchedDataDict({key: torch.cat([result[key] for result in results])})
 
@@ -144,7 +147,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> dict[str, Any]:
         """One optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
 
-        ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all micro-batches of all
+        ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all
+        micro-batches of all
         data-parallel replicas.
 
         Raises:
@@ -173,7 +177,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         if (global_batch // replicas) % micro_batch:
             raise BatchError(
-                f"micro-batch size ({micro_batch}) does not divide the {global_batch // replicas} samples of a global batch on one replica: "
+                f"micro-batch size ({micro_batch}) does not divide the {global_batch // replicas} samples of a global batch "
+                "on one replica: "
                 "choose a divisor"
             )
 
@@ -182,15 +187,19 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``.
 
-        Rows that bring no ``sampling_seeds`` get one from this policy's seed and the number of generate calls before.
+        ``truncated`` [B] bool comes on top of the contract's keys: True where a length limit and not a stop ended the answer. Rows that
+        bring no ``sampling_seeds`` get one from this policy's seed and the number of generate calls before.
 
         Raises:
             BatchError: the prompts cannot be used.
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
+        generation = self.cfg["generation"]
+        if generation is None:
+            raise ConfigError("policy.generation = None: this policy cannot generate; add the generation section")
         self._check(data)
-        needed = BatchedDataDict(
+        needed: BatchedDataDict[Any] = BatchedDataDict(
             {name: data[name] for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data}
         )
         if "sampling_seeds" not in needed:
@@ -202,7 +211,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             missing = [key for key in GENERATION_KEYS if key not in result]
             if missing:
                 raise ValueError(f"Missing required keys for GenerationOutputSpec: {', '.join(missing)}")
-        return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["generation"]["pad_token_id"]})
+        return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": generation["pad_token_id"]})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Parameters to the device; gradients and optimizer state leave."""
@@ -257,7 +266,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         raise _no_transport("init_collective", "a process group shared with an inference engine")
 
-    def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:
+    # the contract's two interfaces give this name to the sending and to the receiving half; the policy is both
+    def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
         raise _no_transport("prepare_refit_info", "the plan of a weight transfer")
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
