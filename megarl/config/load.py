@@ -150,7 +150,7 @@ def _apply(config: DictConfig, override: str) -> None:
 
 
 def _value_of(text: str) -> Any:
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 
 
 def _plain(section: DictConfig) -> Config:
