@@ -87,7 +87,7 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         "precision": precision,
         "fsdp_offload_enabled": False,
         "activation_checkpointing_enabled": False,
-        "make_sequence_length_divisible_by": 1,
+        "make_sequence_length_divisible_by": take("multiple", 1),
         "max_total_sequence_length": 64,
         "max_grad_norm": clip,
         "dtensor_cfg": {"enabled": False},

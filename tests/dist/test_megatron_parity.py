@@ -71,7 +71,14 @@ def test_micro_batch_size_changes_nothing(pool: WorkerPool, tiny_models: dict[st
 
 @pytest.mark.parametrize(
     "changes",
-    [{"overlap": True}, {"distributed_optimizer": False}, {"recompute": True}, {"clip": 0.0}, {"tp": 2, "overlap": True, "sp": True}],
+    [
+        {"overlap": True},
+        {"multiple": 5},
+        {"distributed_optimizer": False},
+        {"recompute": True},
+        {"clip": 0.0},
+        {"tp": 2, "overlap": True, "sp": True},
+    ],
     ids=lambda changes: "-".join(changes),
 )
 def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]) -> None:

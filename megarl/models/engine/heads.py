@@ -24,12 +24,13 @@ class HeadOutput:
     Attributes:
         loss: differentiable scalar, this micro-batch's share of the global loss; None where nothing is trained.
         tensors: per-row results, detached.
-        metrics: numbers, to be reduced as the loss declares.
+        metrics: numbers or 0-d tensors, to be reduced as the loss declares; read only after the pass, so that no micro-batch waits for
+            the device.
     """
 
     loss: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Head(Protocol):
@@ -85,4 +86,4 @@ class LossHead:
             self.normalizers.valid_tokens,
             next_token_logprobs=self.logprobs.next_token_logprobs(logits, micro_batch),
         )
-        return HeadOutput(loss=loss, metrics={name: float(value) for name, value in metrics.items()})
+        return HeadOutput(loss=loss, metrics=metrics)

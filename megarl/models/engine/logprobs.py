@@ -55,36 +55,38 @@ def _local_statistics(logits: torch.Tensor, targets: torch.Tensor, shard: Vocabu
     for first in range(0, tokens, step):
         rows = slice(first, first + step)
         scaled = logits[rows, :valid].float() / temperature
-        maximum = scaled.amax(dim=-1)
+        # finite even where all columns are minus infinity, so that their exponentials are 0 and not undefined
+        maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
         statistics[0, rows] = maximum
-        statistics[2, rows] = scaled.gather(1, safe_targets[rows, None]).squeeze(1) * mine[rows]
+        target_logits = scaled.gather(1, safe_targets[rows, None]).squeeze(1)
+        statistics[2, rows] = target_logits.where(mine[rows], torch.zeros_like(target_logits))
         statistics[1, rows] = scaled.sub_(maximum[:, None]).exp_().sum(dim=-1)
     return statistics
 
 
-def _combine(statistics: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(target logit [T], logsumexp [T]) over all ranks of ``group``."""
+def _combine(statistics: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Over all ranks of ``group``: target logit relative to the maximum, maximum, sum of exponentials relative to it; [T] each."""
     size = 1 if group is None else dist.get_world_size(group)
     if size == 1:
-        return statistics[2], statistics[0] + statistics[1].log()
+        return statistics[2] - statistics[0], statistics[0], statistics[1]
     gathered = torch.empty(size, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
     dist.all_gather_into_tensor(gathered.view(size * 3, -1), statistics, group=group)
     maximum = gathered[:, 0].amax(dim=0)
     total = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(dim=0)
-    return gathered[:, 2].sum(dim=0), maximum + total.log()
+    return gathered[:, 2].sum(dim=0) - maximum, maximum, total
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float) -> torch.Tensor:
-        target_logits, total = _combine(_local_statistics(logits, targets, shard, temperature), shard.group)
-        ctx.save_for_backward(logits, targets, total)
+        target_logits, maximum, total = _combine(_local_statistics(logits, targets, shard, temperature), shard.group)
+        ctx.save_for_backward(logits, targets, maximum, total)
         ctx.shard, ctx.temperature = shard, temperature
-        return target_logits - total
+        return target_logits - total.log()
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets, total = ctx.saved_tensors
+        logits, targets, maximum, total = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
         tokens, columns = logits.shape
         valid = min(max(shard.size - shard.start, 0), columns)
@@ -98,7 +100,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         for first in range(0, tokens, step):
             rows = slice(first, first + step)
             weight = grad_output[rows, None] / temperature
-            part = (logits[rows, :valid].float() / temperature).sub_(total[rows, None]).exp_().mul_(-weight)
+            part = (logits[rows, :valid].float() / temperature).sub_(maximum[rows, None]).exp_().mul_(-weight / total[rows, None])
             part.scatter_add_(1, safe_targets[rows, None], weight * mine[rows, None])
             gradient[rows, :valid] = part.to(logits.dtype)
         return gradient, None, None, None

@@ -17,20 +17,22 @@ class Normalizers:
 
     Attributes:
         valid_sequences: sum of ``sample_mask``.
-        valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times the padded length.
+        valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times the batch's sequence length.
     """
 
     valid_sequences: torch.Tensor
     valid_tokens: torch.Tensor
 
 
-def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Normalizers:
-    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group."""
+def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups, length: int) -> Normalizers:
+    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group.
+
+    ``length`` is the sequence length the caller gave, before the backend's own padding, which must not change a loss.
+    """
     sample_mask = data["sample_mask"].to(torch.float64)
     sequences = sample_mask.sum()
+    tokens = sequences * length
     if "token_mask" in data:
         tokens = (data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]).sum()
-    else:
-        tokens = sequences * data["input_ids"].shape[1]
     totals = groups.sum_over_data(torch.stack([sequences, tokens]))
     return Normalizers(totals[0].float(), totals[1].float())

@@ -99,6 +99,7 @@ def train_on_batch(
         temperature: the sampling temperature.
         update: take optimizer steps and advance the schedule once at the end.
     """
+    length = data["input_ids"].shape[1]
     data = pad_sequences(data, backend.sequence_multiple)
     count = batch_size(data) // local_batch_size
     losses: list[torch.Tensor] = []
@@ -108,7 +109,7 @@ def train_on_batch(
     with mode:
         for index in range(count):
             part = slice_rows(data, index * local_batch_size, (index + 1) * local_batch_size)
-            loss, outputs, extra = _global_batch(backend, part, loss_fn, micro_batch_size, temperature, update)
+            loss, outputs, extra = _global_batch(backend, part, length, loss_fn, micro_batch_size, temperature, update)
             losses.append(loss)
             if update:
                 outcome = backend.apply_gradients()
@@ -125,13 +126,14 @@ def train_on_batch(
 def _global_batch(
     backend: Backend,
     part: Mapping[str, Any],
+    length: int,
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
     micro_batch_size: int,
     temperature: float,
     update: bool,
 ) -> tuple[torch.Tensor, Sequence[Mapping[str, float]], dict[str, float]]:
     """Loss of one global batch (gradients are left in the backend), metrics a micro-batch, and metrics of the batch as a whole."""
-    normalizers = global_normalizers(part, backend.groups)
+    normalizers = global_normalizers(part, backend.groups, length)
     head = LossHead(loss_fn, LogprobHead(backend.vocabulary, temperature), normalizers)
     if update:
         backend.zero_grad()
@@ -139,7 +141,7 @@ def _global_batch(
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=part["input_ids"].device)
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
-    measured = backend.groups.object_from_last_stage([dict(output.metrics) for output in outputs])
+    measured = backend.groups.object_from_last_stage([{name: float(value) for name, value in output.metrics.items()} for output in outputs])
     batch_metrics = {
         "global_valid_seqs": float(normalizers.valid_sequences),
         "global_valid_toks": float(normalizers.valid_tokens),

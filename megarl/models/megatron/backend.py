@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class MegatronBackend:
             context=megatron["context_parallel_size"],
         )
         self.groups: ParallelGroups = parallel.initialize(sizes)
-        self.sequence_multiple = sizes.tensor if megatron["sequence_parallel"] else 1
+        needed = sizes.tensor if megatron["sequence_parallel"] else 1
+        self.sequence_multiple = math.lcm(needed, policy["make_sequence_length_divisible_by"])
         check_source(source, self.architecture, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
         with cuda_redirect.cuda_literals():
             parallel.seed_model_parallel(seed)
@@ -85,7 +87,9 @@ class MegatronBackend:
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool) -> list[HeadOutput]:
         if not backward:
             self.sync_parameters()
-        return forward_backward(self.model, micro_batches, head, backward=backward)
+        outputs = forward_backward(self.model, micro_batches, head, backward=backward)
+        self._empty_cache(1)
+        return outputs
 
     def set_training(self, training: bool) -> None:
         self.model.train(training)
@@ -103,7 +107,13 @@ class MegatronBackend:
         assert self.optimizer is not None, "built without an optimizer"
         with cuda_redirect.cuda_literals():
             stepped, grad_norm, _ = self.optimizer.step()
+        self._empty_cache(2)
         return StepOutcome(float("nan") if grad_norm is None else float(grad_norm), bool(stepped))
+
+    def _empty_cache(self, level: int) -> None:
+        """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a pass, from 2 also after a step."""
+        if self.policy["megatron_cfg"].get("empty_unused_memory_level", 0) >= level:
+            self.runtime.empty_cache()
 
     def lr_step(self) -> None:
         if self.scheduler is not None:
