@@ -51,20 +51,29 @@ def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None =
     Raises:
         ConfigError: as in :func:`load_config`.
     """
-    return _load(Path(path), Path(base_dir) if base_dir is not None else None, ())
+    return cast(DictConfig, OmegaConf.create(_load(Path(path), Path(base_dir) if base_dir is not None else None, ())))
 
 
-def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> DictConfig:
+def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[Any, Any]:
     path = path.expanduser().resolve()
     if path in chain:
         circle = " -> ".join(str(member) for member in (*chain, path))
         raise ConfigError(f"configuration files inherit from each other in a circle: {circle}. Fix: remove one of the 'defaults'")
     config = _read_yaml(path, chain)
     start = path.parent if base_dir is None else base_dir
-    merged: Any = OmegaConf.create({})
+    merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
-        merged = OmegaConf.merge(merged, _load(start / Path(parent).expanduser(), None, (*chain, path)))
-    return cast(DictConfig, OmegaConf.merge(merged, config))
+        merged = _merged(merged, _load(start / Path(parent).expanduser(), None, (*chain, path)))
+    return _merged(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
+
+
+def _merged(under: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
+    """``over`` wins; only mappings merge. Not OmegaConf's merge, which refuses to put a mapping where a list was."""
+    result = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:

@@ -33,7 +33,14 @@ def _serve(connection: Connection) -> None:
         function, rank, world, port, arguments = job
         os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
         try:
-            store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=datetime.timedelta(seconds=60))
+            store = dist.TCPStore(
+                "127.0.0.1",
+                port,
+                world,
+                is_master=rank == 0,
+                timeout=datetime.timedelta(seconds=60),
+                master_listen_fd=_listen(port) if rank == 0 else None,
+            )
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
             result = ("ok", function(*arguments))
         except BaseException:
@@ -42,6 +49,12 @@ def _serve(connection: Connection) -> None:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         connection.send(result)
+
+
+def _listen(port: int) -> int:
+    """A listening socket on loopback; by itself the store would listen on every interface."""
+    listener = socket.create_server(("127.0.0.1", port))
+    return listener.detach()
 
 
 class WorkerPool:

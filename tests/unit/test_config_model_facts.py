@@ -12,7 +12,9 @@ from megarl.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ["/a/b", "./a", "../a", "~/a", "a/", "a/b/c"])
-def test_paths(name: str) -> None:
+def test_paths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert looks_like_path(name)
     with pytest.raises(ConfigError, match=r"policy\.model_name = .*this directory does not exist"):
         read_model_facts(name)
