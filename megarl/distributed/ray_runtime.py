@@ -107,6 +107,8 @@ def _start_local(
     if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
         env.set_variables({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
+    # Ray warns that token authentication is on, which is what is wanted here
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
         with _loopback_only():
             ray.init(

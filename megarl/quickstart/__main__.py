@@ -79,12 +79,15 @@ def _directory(out: Path, seed: int) -> Path:
 
 def run_once(seed: int, directory: Path, overrides: Sequence[str], console: Console) -> Summary:
     """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
+    from transformers.utils import logging as hugging_face_logging
+
     from megarl.algorithms.run import run
     from megarl.observe.plots import plot_run
     from megarl.quickstart.evaluate import evaluate_checkpoint
     from megarl.quickstart.model import make_model
     from megarl.quickstart.problems import write_problems
 
+    hugging_face_logging.disable_progress_bar()  # bars of a tiny model's files say nothing
     started = time.monotonic()
     data = directory / "data"
     demonstrations, train, validation = data / "demonstrations.jsonl", data / "train.jsonl", data / "validation.jsonl"
