@@ -69,13 +69,24 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
             f"{len(runs)} runs share none of the metrics {wanted}. Fix: give at least one run, all of one recipe with validation on"
         )
     figure, axes = _figure(f"{metric} of {len(runs)} run{'s' if len(runs) != 1 else ''}")
+    labels = _labels(list(runs))
     for colour, (run_dir, series) in zip(_cycled(len(runs)), runs.items(), strict=True):
-        axes.plot(series[metric].steps, series[metric].values, color=colour, linewidth=1.4, alpha=0.75, label=Path(run_dir).resolve().name)
+        axes.plot(series[metric].steps, series[metric].values, color=colour, linewidth=1.4, alpha=0.75, label=labels[run_dir])
     mean = mean_over_runs([series[metric] for series in runs.values()])
     if len(runs) > 1 and mean.steps:
         axes.plot(mean.steps, mean.values, color="black", linewidth=2.6, marker=_marker(mean), label="mean over common steps")
     _finish_axes(axes, metric.split("/", 1)[1].replace("_", " ") + " (fraction)", legend=True)
     return _save(figure, Path(out_png))
+
+
+def _labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
+    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are called ``grpo``."""
+    parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(path[-length:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return dict(zip(run_dirs, names, strict=True))
 
 
 def _draw_reward(series: Mapping[str, Series], run_name: str) -> Figure | None:

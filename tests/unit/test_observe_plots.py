@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import DataError
+from megarl.observe import plots
 from megarl.observe.plots import compare_runs, plot_run
 from megarl.observe.series import Series, collect_series, mean_over_runs, running_mean, smoothing_window
 from megarl.observe.sinks import open_sinks
@@ -123,3 +124,9 @@ def test_mean_over_runs_uses_common_steps_only() -> None:
     curves = [Series((1, 2, 3), (1.0, 2.0, 3.0)), Series((2, 3, 4), (4.0, 6.0, 8.0))]
     assert mean_over_runs(curves) == Series((2, 3), (3.0, 4.5))
     assert mean_over_runs([]) == Series((), ())
+
+
+def test_labels_tell_runs_of_one_name_apart() -> None:
+    assert list(plots._labels(["a/x", "b/y"]).values()) == ["x", "y"]
+    assert list(plots._labels(["a/seed-1/grpo", "a/seed-2/grpo"]).values()) == ["seed-1/grpo", "seed-2/grpo"]
+    assert list(plots._labels(["same/run"]).values()) == ["run"]
