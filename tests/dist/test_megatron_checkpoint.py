@@ -52,7 +52,13 @@ def load_and_train(config: Mapping[str, Any], directory: Path, live: bool) -> di
     return {"measured": measured, "weights": weights}
 
 
-SAME = [("tp2", 2, {"tp": 2}), ("pp2", 2, {"pp": 2, "first": 1, "last": 2}), ("dp2", 2, {}), ("dp2-plain", 2, {"distributed_optimizer": False}), ("dp2-many-buckets", 2, {"overlap": True, "bucket_size": 5000})]
+SAME = [
+    ("tp2", 2, {"tp": 2}),
+    ("pp2", 2, {"pp": 2, "first": 1, "last": 2}),
+    ("dp2", 2, {}),
+    ("dp2-plain", 2, {"distributed_optimizer": False}),
+    ("dp2-many-buckets", 2, {"overlap": True, "bucket_size": 5000}),
+]
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
@@ -78,7 +84,12 @@ def test_resume_in_half_precision_is_exact(pool: WorkerPool, tiny_models: dict[s
     assert undisturbed["measured"][0][1] > 0
 
 
-OTHER = [("tp2-to-tp1", 2, {"tp": 2}, 1, {}), ("dp2-to-pp2", 2, {}, 2, {"pp": 2, "first": 2, "last": 1}), ("dp2-many-buckets-to-tp1", 2, {"overlap": True, "bucket_size": 3001}, 1, {}), ("pp2-to-tp2-dp2", 2, {"pp": 2, "first": 1, "last": 2}, 4, {"tp": 2})]
+OTHER = [
+    ("tp2-to-tp1", 2, {"tp": 2}, 1, {}),
+    ("dp2-to-pp2", 2, {}, 2, {"pp": 2, "first": 2, "last": 1}),
+    ("dp2-many-buckets-to-tp1", 2, {"overlap": True, "bucket_size": 3001}, 1, {}),
+    ("pp2-to-tp2-dp2", 2, {"pp": 2, "first": 1, "last": 2}, 4, {"tp": 2}),
+]
 
 
 @pytest.mark.parametrize(("world", "changes", "new_world", "new_changes"), [case[1:] for case in OTHER], ids=[case[0] for case in OTHER])

@@ -73,6 +73,9 @@ class Backend(Protocol):
     def sync_parameters(self) -> None:
         """Finish whatever still brings updated parameters together, so that parameters may be read or written."""
 
+    def parameters_changed(self) -> None:
+        """Parameters were written from outside: further copies of them (a tied output layer, the optimizer's own) have to follow."""
+
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and full tensors, in the same order on all ranks."""
 

@@ -86,4 +86,6 @@ class LossHead:
             self.normalizers.valid_tokens,
             next_token_logprobs=self.logprobs.next_token_logprobs(logits, micro_batch),
         )
-        return HeadOutput(loss=loss, metrics=metrics)
+        # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
+        kept = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+        return HeadOutput(loss=loss, metrics=kept)

@@ -69,7 +69,13 @@ class Lifecycle:
         self.residence = target
 
     def require(self, part: Part, method: str, remedy: str) -> None:
-        """Refuse a call that needs ``part`` on the device when it is not there."""
+        """Refuse a call that needs ``part`` on the device when it is not there.
+
+        Raises:
+            StateError: with ``remedy``, the method that would bring it there.
+        """
+        if part == "optimizer" and not self._has_optimizer:
+            raise StateError(f"{method}(): this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
         if part not in _ON_DEVICE[self.residence]:
             raise StateError(
                 f"{method}() needs {part} on the device, but the worker is {self.residence.name} "

@@ -6,7 +6,8 @@ For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` ove
 its own columns to
 three numbers a token (maximum, sum of exponentials, target logit); one all-gather a micro-batch brings them together. The backward pass
 needs no
-communication: the gradient of a column depends on that column and the total alone.
+communication: the gradient of a column depends on that column, the maximum and the sum alone. The maximum is always subtracted first, and
+never added to the logarithm of the sum, which large logits would round away.
 """
 
 from __future__ import annotations

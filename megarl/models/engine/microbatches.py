@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megarl.errors import BatchError
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -39,6 +41,18 @@ class MicroBatch:
 def batch_size(data: Mapping[str, Any]) -> int:
     """Rows of a batch."""
     return data["input_ids"].shape[0]
+
+
+def chosen_size(given: int | None, configured: int, what: str) -> int:
+    """The batch or micro-batch size of one call: ``given``, or ``configured`` when it is None.
+
+    Raises:
+        BatchError: it is less than 1.
+    """
+    value = configured if given is None else given
+    if value < 1:
+        raise BatchError(f"{what} = {value}: must be at least 1; leave it out for the configured {configured}")
+    return value
 
 
 def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from converters.writer import write_hf
 from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import BatchError, StateError
+from megarl.errors import BatchError, CheckpointError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.lifecycle import Lifecycle, Residence
-from megarl.models.engine.microbatches import batch_size, move_to
+from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.reference import ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 
@@ -85,9 +85,9 @@ class EngineWorker:
             ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in evaluation), ``rank``,
             ``all_mb_metrics`` a list for each metric.
         """
-        self._require("train" if not eval_mode else None)
-        global_batch = gbs or self.cfg["train_global_batch_size"]
-        micro_batch = mbs or self.cfg["train_micro_batch_size"]
+        self._require("train", optimizer=not eval_mode)
+        global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
+        micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
         local_batch = self._local_batch_size(data, global_batch, micro_batch)
         result = train_on_batch(
             self.backend,
@@ -128,8 +128,8 @@ class EngineWorker:
             data: ``input_ids`` [B, S] and ``input_lengths`` [B].
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
         """
-        self._require(None)
-        rows = micro_batch_size or self.cfg["logprob_batch_size"]
+        self._require("get_logprobs")
+        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
         logprobs = logprobs_of_batch(self.backend, batch, micro_batch_size=rows, temperature=self.temperature)
         return BatchedDataDict({"logprobs": logprobs.cpu()})
@@ -139,25 +139,31 @@ class EngineWorker:
         """Inside, the model has the reference policy's weights."""
         if self.reference is None:
             raise StateError("there is no reference policy: the worker was built with init_reference_model=False; build it with True")
-        self._require(None)
+        self._require("use_reference_model")
         with self.reference.swapped_in(self.backend):
-            self._reference_is_in = True
+            before, self._reference_is_in = self._reference_is_in, True
             try:
                 yield
             finally:
-                self._reference_is_in = False
+                self._reference_is_in = before
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
         """As :meth:`get_logprobs` under the reference policy, key ``reference_logprobs``."""
         with self.use_reference_model():
             return BatchedDataDict({"reference_logprobs": self.get_logprobs(data=data, micro_batch_size=micro_batch_size)["logprobs"]})
 
-    def _require(self, training: str | None) -> None:
-        if training:
-            if self._reference_is_in:
-                raise StateError("train() inside use_reference_model() would train the reference policy; leave the context first")
-            self.lifecycle.require("optimizer", training, "prepare_for_training")
-        self.lifecycle.require("parameters", training or "get_logprobs", "prepare_for_lp_inference")
+    def _require(self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference") -> None:
+        if optimizer:
+            self._refuse_reference(method)
+            self.lifecycle.require("optimizer", method, "prepare_for_training")
+        self.lifecycle.require("parameters", method, remedy)
+
+    def _refuse_reference(self, method: str) -> None:
+        """Refuse what would mix the reference policy's weights with the policy's own."""
+        if self._reference_is_in:
+            raise StateError(
+                f"{method}() inside use_reference_model() would take the reference policy for the policy; leave the context first"
+            )
 
     # where parameters, gradients and optimizer state are
 
@@ -194,32 +200,42 @@ class EngineWorker:
 
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
+            StateError: inside ``use_reference_model()``, or the parameters are in host memory.
         """
-        self.lifecycle.require("parameters", "save_checkpoint", "prepare_for_training")
+        self._refuse_reference("save_checkpoint")
+        self._require("save_checkpoint", remedy="prepare_for_training")
         self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
-        if tokenizer_path and dist.get_rank() == 0:
-            self.tokenizer.save_pretrained(tokenizer_path)
-        dist.barrier()
+        with _on_first_rank() as first:
+            if first and tokenizer_path:
+                self.tokenizer.save_pretrained(tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Read what :meth:`save_checkpoint` wrote, also on a live worker and from any other layout.
 
         Raises:
             CheckpointError: a directory is missing or holds another model.
+            StateError: inside ``use_reference_model()``, or the parameters are in host memory.
         """
-        self.lifecycle.require("parameters", "load_checkpoint", "prepare_for_training")
+        self._refuse_reference("load_checkpoint")
+        self._require("load_checkpoint", remedy="prepare_for_training")
         self.backend.load(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
 
     def export_hf(self, path: str) -> None:
-        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all."""
-        self.lifecycle.require("parameters", "export_hf", "prepare_for_lp_inference")
+        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
+
+        Raises:
+            ConversionError: on rank 0, ``path`` exists already.
+            CheckpointError: on the other ranks, when rank 0 could not write.
+        """
+        self._require("export_hf")
         stream = self.backend.export_hf()
-        if dist.get_rank() == 0:
-            write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
-        else:
-            for _ in stream:
-                pass
-        dist.barrier()
+        with _on_first_rank() as first:
+            try:
+                if first:
+                    write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
+            finally:
+                for _ in stream:  # every tensor is a collective: all ranks go through all of them, whatever happened to rank 0
+                    pass
 
     @property
     def hf_config(self) -> Any:
@@ -274,11 +290,16 @@ class EngineWorker:
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
-        """Add N(0, 0.01) to every trainable parameter, in place (for tests of refit)."""
+        """Add N(0, 0.01) to every trainable parameter, in place (for tests of refit). All copies of a weight get the same noise."""
+        self._require("_add_noise_to_weights")
         self.backend.sync_parameters()
+        seed = torch.randint(2**62, (1,)).tolist()
+        dist.broadcast_object_list(seed, src=0)
+        generator = torch.Generator().manual_seed(seed[0])
         for _, parameter in self.backend.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * NOISE)
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * NOISE).to(parameter))
+        self.backend.parameters_changed()
 
     def shutdown(self) -> None:
         """Leave the process groups."""
@@ -287,3 +308,19 @@ class EngineWorker:
             close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _on_first_rank() -> Iterator[bool]:
+    """True on rank 0, which works while the others wait; what fails there fails on all ranks, so that none waits for ever."""
+    failure: Exception | None = None
+    try:
+        yield dist.get_rank() == 0
+    except Exception as error:
+        failure = error
+    message = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    dist.broadcast_object_list(message, src=0)
+    if failure is not None:
+        raise failure
+    if message[0]:
+        raise CheckpointError(f"rank 0 failed: {message[0]}")

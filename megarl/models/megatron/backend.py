@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import AutoConfig
@@ -17,6 +18,7 @@ from converters.architecture import Architecture, read_architecture
 from converters.check import check_source
 from converters.source import HuggingFaceSource
 from megarl.distributed.device import DeviceRuntime
+from megarl.errors import StateError
 from megarl.models.engine.backend import Part, Place, StepOutcome
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
@@ -53,6 +55,15 @@ class MegatronBackend:
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=bool(policy.get("trust_remote_code", False)))
         self.architecture: Architecture = read_architecture(self.hf_config)
         cuda_redirect.install()
+        try:
+            self._build(policy, source, seed, with_optimizer)
+        except BaseException:
+            self.close()
+            raise
+        self.model.train()
+
+    def _build(self, policy: Mapping[str, Any], source: HuggingFaceSource, seed: int, with_optimizer: bool) -> None:
+        """Groups, model with its weights, optimizer and schedule."""
         megatron = policy["megatron_cfg"]
         sizes = parallel.ParallelSizes(
             tensor=megatron["tensor_model_parallel_size"],
@@ -77,7 +88,6 @@ class MegatronBackend:
             self.groups.tensor if self.groups.tensor_size > 1 else None,
         )
         self._gathers_ahead = self.model.ddp_config.overlap_param_gather
-        self.model.train()
 
     @property
     def stage(self) -> Any:
@@ -135,10 +145,22 @@ class MegatronBackend:
             self.model.enable_forward_pre_hook()
 
     def parameters_changed(self) -> None:
-        """Parameters were written from outside: the optimizer's own copies have to follow."""
+        """Parameters were written from outside: a tied output layer and the optimizer's own copies have to follow."""
+        self._copy_embedding_to_output_layer()
         if self.optimizer is not None:
             with cuda_redirect.cuda_literals():
                 self.optimizer.reload_model_params()
+
+    def _copy_embedding_to_output_layer(self) -> None:
+        """With tied embeddings the last of several stages has a copy of the first one's."""
+        groups = self.groups
+        if groups.pipeline_size == 1 or not self.stage.share_embeddings_and_output_weights:
+            return
+        if groups.is_first_stage:
+            dist.send(self.stage.embedding.word_embeddings.weight.detach(), dst=groups.last_stage_global_rank, group=groups.pipeline)
+        elif groups.is_last_stage:
+            first = dist.get_global_rank(groups.pipeline, 0)
+            dist.recv(self.stage.output_layer.weight.detach(), src=first, group=groups.pipeline)
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sync_parameters()
@@ -148,21 +170,23 @@ class MegatronBackend:
         move_part(self.model, self.optimizer, self.runtime, part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
+        trained = self._require_optimizer() if optimizer is not None else None
         self.sync_parameters()
         checkpoint.save_weights(self.model, weights)
-        if optimizer is not None:
-            checkpoint.save_optimizer(self.model, self._require_optimizer(), self.scheduler, self.runtime, optimizer)
+        if optimizer is not None and trained is not None:
+            checkpoint.save_optimizer(self.model, trained, self.scheduler, self.runtime, optimizer)
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
+        trained = self._require_optimizer() if optimizer is not None else None
         self.sync_parameters()
         checkpoint.load_weights(self.model, weights)
         self.parameters_changed()
-        if optimizer is not None:
-            checkpoint.load_optimizer(self.model, self._require_optimizer(), self.scheduler, self.runtime, optimizer)
+        if optimizer is not None and trained is not None:
+            checkpoint.load_optimizer(self.model, trained, self.scheduler, self.runtime, optimizer)
 
     def _require_optimizer(self) -> MegatronOptimizer:
         if self.optimizer is None:
-            raise ValueError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
+            raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
         return self.optimizer
 
     def close(self) -> None:

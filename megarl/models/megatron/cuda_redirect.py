@@ -5,6 +5,7 @@ Everything that is redirected is listed here and nowhere else. It happens in two
 * *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device,
 streams and
   events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
+  ``Tensor.record_stream`` is among them: it looks at the type of its argument before any function mode is asked.
 * :class:`CudaLiterals`, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
   ``Tensor.type()``. It costs about one microsecond for each torch call made under it, so :func:`cuda_literals` is entered only where
   Megatron-Core
@@ -117,6 +118,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, replacement) of everything that :func:`install` changes."""
     for name, replacement in _CUDA_STAND_INS.items():
         yield torch.cuda, name, replacement
+    yield torch.Tensor, "record_stream", _nothing
     from megatron.core.tensor_parallel import random as megatron_random
 
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
@@ -141,7 +143,7 @@ def install() -> None:
     if _depth > 1:
         return
     for owner, name, replacement in list(_stand_ins()):
-        _saved.append((owner, name, getattr(owner, name, _MISSING)))
+        _saved.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, replacement)
 
 
@@ -176,8 +178,6 @@ class CudaLiterals(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _TENSOR_TYPES.get(args[0].dtype) or func(*args)
         if "device" in kwargs and _is_cuda(kwargs["device"]):

@@ -186,7 +186,7 @@ def _assemble(
     """The contract's output tensors."""
     totals = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     ids = torch.full((len(prompts), max(totals, default=0)), pad, dtype=torch.int64)
-    values = torch.zeros(len(prompts), max(totals), dtype=torch.float32)
+    values = torch.zeros(ids.shape, dtype=torch.float32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : totals[row]] = torch.tensor(prompt + answer, dtype=torch.int64)
         values[row, len(prompt) : totals[row]] = torch.tensor(logprobs[row], dtype=torch.float32)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -20,12 +23,34 @@ def move_part(
         return
     if part == "optimizer":
         if optimizer is not None:
-            optimizer.offload_to_cpu() if place == "host" else optimizer.restore_from_cpu()
+            target = torch.device("cpu") if place == "host" else runtime.device
+            move_optimizer(optimizer, lambda tensor: tensor.to(target))
+        runtime.synchronize()
         return
     _move_buffers(model, place, parameters=part == "parameters")
     if part == "parameters":
         _move_loose_parameters(model, runtime, place)
     runtime.synchronize()
+
+
+def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put optimizer state, and the float32 copies of half-precision parameters, where ``move`` puts a tensor.
+
+    Without such copies (a float32 model, the precision-aware optimizer) what the optimizer updates are the model's parameters themselves,
+    or views into their buffer. They go and come with the parameters; Megatron's own ``offload_to_cpu`` would take the model's weights
+    along, or read a buffer that has been freed before.
+    """
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(inner, "is_stub_optimizer", False):
+            continue
+        if (inner.config.bf16 or inner.config.fp16) and not inner.config.use_precision_aware_optimizer:
+            for group in inner.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data = move(parameter.data)
+        for state in inner.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = move(value)
 
 
 def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: bool) -> None:

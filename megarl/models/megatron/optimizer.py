@@ -53,9 +53,19 @@ def build_optimizer(policy: Mapping[str, Any], model: DistributedDataParallel) -
         options["config_overrides"] = overrides(config)
     with fused_style_adam():
         optimizer = megatron_optimizer.get_megatron_optimizer(config, [model], **options)
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if config.optimizer == "sgd" and not getattr(inner, "is_stub_optimizer", False):
+            inner.init_state_fn = _initialize_momentum
     if config.fp16:
         model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Zero momentum, with which the first step equals that of a fresh SGD to the bit. Megatron cannot load SGD's state without it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

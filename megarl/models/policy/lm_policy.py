@@ -19,6 +19,7 @@ from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError
+from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.policy import PolicyConfig
@@ -126,7 +127,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """As :meth:`get_logprobs` under the reference policy; ``micro_batch_size`` replaces ``logprob_batch_size``."""
-        options = {"micro_batch_size": micro_batch_size}
+        options = {"micro_batch_size": chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")}
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
     def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
@@ -156,8 +157,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
-        global_batch = gbs or self.cfg["train_global_batch_size"]
-        self._check_batch_arithmetic(data.size, global_batch, mbs or self.cfg["train_micro_batch_size"])
+        global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
+        micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
+        self._check_batch_arithmetic(data.size, global_batch, micro_batch)
         shards = data.shard_by_batch_size(self.data_parallel_size, batch_size=global_batch)
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         results = self._call_sharded("train", shards, options)

@@ -1,0 +1,155 @@
+"""Vocab-parallel log-probabilities on one rank against float64: values, gradients, chunks, padding columns, extreme logits."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megarl.models.engine import logprobs
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+
+
+def expected_logprobs(logits: torch.Tensor, targets: torch.Tensor, size: int, temperature: float) -> torch.Tensor:
+    """A plain float64 formula over the true vocabulary."""
+    return (logits[..., :size].double() / temperature).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+
+
+def random_logits(*shape: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def random_targets(*shape: int, size: int, seed: int) -> torch.Tensor:
+    return torch.randint(size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 9),
+    padding=st.integers(0, 3),
+    temperature=st.floats(0.05, 20.0),
+    seed=st.integers(0, 2**31),
+)
+def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: int, temperature: float, seed: int) -> None:
+    logits = random_logits(rows, 5, columns + padding, seed=seed).requires_grad_()
+    targets = random_targets(rows, 5, size=columns, seed=seed + 1)
+    weights = random_logits(rows, 5, seed=seed + 2)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(columns), temperature)
+    (measured * weights).sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    expected = expected_logprobs(exact, targets, columns, temperature)
+    (expected * weights.double()).sum().backward()
+    assert measured.dtype == torch.float32
+    bound = 2e-5 * max(1.0, 1.0 / temperature)
+    torch.testing.assert_close(measured.detach().double(), expected.detach(), atol=bound, rtol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=bound, rtol=1e-4)
+    assert logits.grad[..., columns:].eq(0).all()
+
+
+@pytest.mark.parametrize("rubbish", [float("inf"), float("nan"), -float("inf"), 3e38])
+def test_padding_columns_never_count(rubbish: float) -> None:
+    logits = random_logits(7, 13, seed=0)
+    targets = random_targets(7, size=11, seed=1)
+    clean = vocab_parallel_logprobs(logits[:, :11], targets, VocabularyShard(11))
+    logits[:, 11:] = rubbish
+    logits.requires_grad_()
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(11))
+    measured.sum().backward()
+    assert torch.equal(measured, clean)
+    assert logits.grad.isfinite().all()
+    assert logits.grad[:, 11:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_lose_nothing_in_the_forward_pass(dtype: torch.dtype) -> None:
+    logits = random_logits(17, 101, seed=2, scale=8).to(dtype).requires_grad_()
+    targets = random_targets(17, size=101, seed=3)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(101), 0.7)
+    torch.testing.assert_close(measured.double(), expected_logprobs(logits.detach(), targets, 101, 0.7), atol=2e-5, rtol=0)
+    measured.sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    expected_logprobs(exact, targets, 101, 0.7).sum().backward()
+    assert logits.grad.dtype is dtype
+    spacing = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1.01 * spacing)
+
+
+@pytest.mark.parametrize("largest", [1e4, -1e4, 1e30])
+def test_huge_logits_neither_overflow_nor_vanish(largest: float) -> None:
+    logits = (random_logits(6, 10, seed=4) + largest).requires_grad_()
+    targets = random_targets(6, size=10, seed=5)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(10))
+    measured.sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    expected = expected_logprobs(exact, targets, 10, 1.0)
+    expected.sum().backward()
+    torch.testing.assert_close(measured.detach().double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_that_cannot_be_has_minus_infinity_and_others_stay_exact() -> None:
+    logits = random_logits(3, 7, seed=6)
+    logits[:, 2] = -torch.inf
+    logits[:, 0] = -torch.inf
+    targets = torch.tensor([2, 4, 6])
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(7))
+    assert measured[0] == -torch.inf
+    torch.testing.assert_close(measured[1:].double(), expected_logprobs(logits, targets, 7, 1.0)[1:], atol=1e-5, rtol=0)
+
+
+def test_a_vocabulary_of_one_token_is_certain() -> None:
+    logits = random_logits(4, 1, seed=7).requires_grad_()
+    measured = vocab_parallel_logprobs(logits, torch.zeros(4, dtype=torch.int64), VocabularyShard(1))
+    measured.sum().backward()
+    assert measured.eq(0).all() and logits.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 2, 3, 6, 7, 8, 100])
+def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int) -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = random_logits(7, 13, seed=8).requires_grad_()
+        measured = vocab_parallel_logprobs(logits, random_targets(7, size=12, seed=9), VocabularyShard(12), 1.3)
+        (measured * torch.arange(7)).sum().backward()
+        return measured.detach(), logits.grad
+
+    whole = run()
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", rows_a_chunk * 13 * 4)
+    chunked = run()
+    assert torch.equal(whole[0], chunked[0]) and torch.equal(whole[1], chunked[1])
+
+
+def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 1)
+    logits, targets = random_logits(3, 50, seed=10), random_targets(3, size=50, seed=11)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(50))
+    torch.testing.assert_close(measured.double(), expected_logprobs(logits, targets, 50, 1.0), atol=1e-5, rtol=0)
+
+
+def test_logits_are_not_written_to() -> None:
+    logits = random_logits(5, 9, seed=12)
+    before = logits.clone()
+    vocab_parallel_logprobs(logits, random_targets(5, size=9, seed=13), VocabularyShard(9), 1.0)
+    assert torch.equal(logits, before)
+
+
+def test_logits_that_are_not_contiguous() -> None:
+    logits = random_logits(6, 4, 9, seed=14).requires_grad_().transpose(0, 1)
+    targets = random_targets(4, 6, size=9, seed=15)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(9))
+    torch.testing.assert_close(measured.double(), expected_logprobs(logits.detach(), targets, 9, 1.0), atol=1e-5, rtol=0)
+
+
+def test_gradient_of_a_weighted_sum_is_exact_by_finite_differences() -> None:
+    logits = random_logits(2, 6, seed=16, scale=1)
+    targets = torch.tensor([1, 4])
+    leaf = logits.clone().requires_grad_()
+    vocab_parallel_logprobs(leaf, targets, VocabularyShard(5), 0.9)[1].backward()
+    for column in range(6):
+        step = torch.zeros_like(logits, dtype=torch.float64)
+        step[1, column] = 1e-6
+        up = expected_logprobs(logits.double() + step, targets, 5, 0.9)[1]
+        down = expected_logprobs(logits.double() - step, targets, 5, 0.9)[1]
+        assert float(leaf.grad[1, column]) == pytest.approx(float((up - down) / 2e-6), abs=1e-6)
+    assert leaf.grad[0].eq(0).all()
