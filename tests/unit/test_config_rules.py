@@ -101,6 +101,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"policy.dynamic_batching.train_mb_tokens", "policy.dynamic_batching.logprob_mb_tokens"},
     ),
+    ("distributed_optimizer_is_adam", {"o.optimizer": "sgd", "o.use_distributed_optimizer": True}, {}, {"o.optimizer"}),
     ("optimizer_follows_precision", {"o.bf16": False, "o.fp16": True}, {}, {"o.bf16", "o.fp16"}),
     ("parameter_type", {"o.params_dtype": "float16"}, {}, {"o.params_dtype"}),
     ("pipeline_type", {"m.pipeline_dtype": "float32"}, {}, {"m.pipeline_dtype"}),
@@ -108,7 +109,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("decay_of_learning_rate", {"s.lr_decay_style": "cosine"}, {}, {"s.lr_decay_iters"}),
     ("decay_of_learning_rate", {"s.lr_decay_iters": 5, "s.lr_warmup_iters": 5}, {}, {"s.lr_warmup_iters"}),
     ("weight_decay_schedule", {"s.end_weight_decay": 0.02}, {}, {"s.end_weight_decay"}),
-    ("weight_decay_schedule", {"s.end_weight_decay": 0.001, "s.weight_decay_incr_style": "linear"}, {}, {"s.end_weight_decay"}),
+    (
+        "weight_decay_schedule",
+        {"s.end_weight_decay": 0.001, "s.weight_decay_incr_style": "linear", "s.lr_decay_iters": 99},
+        {},
+        {"s.end_weight_decay"},
+    ),
+    ("weight_decay_schedule", {"s.weight_decay_incr_style": "cosine", "s.lr_decay_iters": None}, {}, {"s.lr_decay_iters"}),
     ("clipping_agrees", {"o.clip_grad": 0.5, "policy.max_grad_norm": None}, {}, {"o.clip_grad"}),
     (
         "precision_aware_optimizer",

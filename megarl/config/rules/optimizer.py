@@ -31,11 +31,22 @@ def optimizer_follows_precision(view: View) -> Iterator[Violation]:
 
 
 def parameter_type(view: View) -> Iterator[Violation]:
-    """The optimizer updates float32 parameters, or parameters of the model's own type."""
+    """The optimizer updates float32 parameters; the model's own type is ``policy.precision``."""
     _megatron(view)
-    key, precision = f"{OPTIMIZER}.params_dtype", view["policy.precision"]
-    if view[key] not in {"float32", precision}:
-        yield Violation(key, view[key], f"policy.precision is {precision}, so it must be float32 or {precision}", "write float32")
+    key = f"{OPTIMIZER}.params_dtype"
+    if view[key] != "float32":
+        yield Violation(key, view[key], "the optimizer always keeps float32 parameters", "write float32, or remove the line")
+
+
+def distributed_optimizer_is_adam(view: View) -> Iterator[Violation]:
+    """Megatron-Core's distributed optimizer shards the state of Adam only."""
+    _megatron(view)
+    key = f"{OPTIMIZER}.optimizer"
+    view.require(view[f"{OPTIMIZER}.use_distributed_optimizer"])
+    if view[key] != "adam":
+        yield Violation(
+            key, view[key], "the distributed optimizer works only with adam", f"set {OPTIMIZER}.use_distributed_optimizer to false"
+        )
 
 
 def pipeline_type(view: View) -> Iterator[Violation]:
@@ -78,6 +89,11 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         yield Violation(key, end, f"weight decay can only grow, and start_weight_decay is {start}", f"write {start} or more")
     elif style == "constant" and start != end:
         yield Violation(key, end, f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}", f"write {start}")
+    steps = f"{SCHEDULER}.lr_decay_iters"
+    if style != "constant" and view[steps] is None:
+        yield Violation(
+            steps, None, f"weight_decay_incr_style {style!r} needs the number of steps it grows over", "write the steps of the run"
+        )
 
 
 def clipping_agrees(view: View) -> Iterator[Violation]:
@@ -124,6 +140,7 @@ def overlap_of_parameter_gather(view: View) -> Iterator[Violation]:
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     optimizer_follows_precision,
     parameter_type,
+    distributed_optimizer_is_adam,
     pipeline_type,
     learning_rates,
     decay_of_learning_rate,

@@ -49,6 +49,7 @@ RANGES: dict[str, Range] = {
     "seed": Range(low=0, high=2**63 - 1),
     "cluster.gpus_per_node": AT_LEAST_1,
     "cluster.num_nodes": AT_LEAST_1,
+    "policy.megatron_cfg.distributed_data_parallel_config.bucket_size": AT_LEAST_1,
     "deadlines.init_s": ABOVE_0,
     "deadlines.step_s": ABOVE_0,
     "deadlines.save_s": ABOVE_0,
