@@ -154,8 +154,7 @@ def runtime() -> DeviceRuntime:
     """The runtime of this process.
 
     ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a configuration; ``auto`` means CUDA where
-    there is
-    one. The CUDA device is ``LOCAL_RANK`` modulo the devices this process can see.
+    there is one. The CUDA device is ``LOCAL_RANK`` modulo the devices this process can see.
     """
     wanted = env.text("MEGARL_DEVICE", "auto")
     if wanted not in {"auto", "cpu", "cuda"}:

@@ -1,8 +1,7 @@
 """The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
 
 Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward
-curve, and lets plain
-transformers check the exported model.
+curve, and lets plain transformers check the exported model.
 """
 
 from __future__ import annotations

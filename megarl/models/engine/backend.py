@@ -36,8 +36,7 @@ class Backend(Protocol):
     """A model spread over the workers, with its optimizer. Every method is collective unless it says otherwise.
 
     Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks of the gradients of the
-    losses that
-    the head returned.
+    losses that the head returned.
     """
 
     hf_config: Any

@@ -1,8 +1,8 @@
 """Where a worker's parameters, gradients and optimizer state are, as a state machine with legal transitions.
 
 A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a
-worker says
-which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash inside a kernel.
+worker says which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash
+inside a kernel.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Legend: T tokens, V vocabulary columns of this rank, R tensor-parallel ranks.
 
 For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` over the true vocabulary (t: temperature). Each rank reduces
-its own columns to
-three numbers a token (maximum, sum of exponentials, target logit); one all-gather a micro-batch brings them together. The backward pass
-needs no
-communication: the gradient of a column depends on that column, the maximum and the sum alone. The maximum is always subtracted first, and
-never added to the logarithm of the sum, which large logits would round away.
+its own columns to three numbers a token (maximum, sum of exponentials, target logit); one all-gather a micro-batch brings them together.
+The backward pass needs no communication: the gradient of a column depends on that column, the maximum and the sum alone. The maximum is
+always subtracted first, and never added to the logarithm of the sum, which large logits would round away.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn does not depend on the layout,
-on the
-micro-batch a row is in, or on its neighbours.
+on the micro-batch a row is in, or on its neighbours.
 
 Legend: b rows, V vocabulary.
 """

@@ -3,14 +3,12 @@
 Everything that is redirected is listed here and nowhere else. It happens in two layers:
 
 * *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device,
-streams and
-  events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
+  streams and events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
   ``Tensor.record_stream`` is among them: it looks at the type of its argument before any function mode is asked.
 * :class:`CudaLiterals`, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
   ``Tensor.type()``. It costs about one microsecond for each torch call made under it, so :func:`cuda_literals` is entered only where
-  Megatron-Core
-  uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again inside the
-  model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
+  Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again
+  inside the model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
 
 In a process with CUDA every function here does nothing at all.
 """

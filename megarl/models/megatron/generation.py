@@ -1,10 +1,8 @@
 """Generation by Megatron itself, with a static key-value cache, in any layout of tensor, pipeline and data parallelism.
 
 Rows of a batch go forward in lockstep: the cache is first filled up to the shortest prompt, then one position at a time; a row whose
-prompt is longer
-takes its next prompt token instead of a sampled one. All rows of a batch so share one position, which is what Megatron's static cache
-wants, and no row
-ever sees padding. Rows are batched by prompt length to keep the difference small.
+prompt is longer takes its next prompt token instead of a sampled one. All rows of a batch so share one position, which is what Megatron's
+static cache wants, and no row ever sees padding. Rows are batched by prompt length to keep the difference small.
 """
 
 from __future__ import annotations

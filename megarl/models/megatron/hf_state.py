@@ -53,8 +53,7 @@ def stream_to_hf(model: GPTModel, architecture: Architecture, groups: ParallelGr
     """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in one order on all ranks.
 
     One Megatron parameter at a time is gathered over the tensor-parallel group and handed to the other pipeline stages, so that memory
-    stays bounded by
-    the largest of them.
+    stays bounded by the largest of them.
     """
     names = global_names(model)
     for stage in range(groups.pipeline_size):

@@ -41,8 +41,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
     """Megatron's model configuration.
 
     Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do), and
-    fusions that need
-    CUDA extensions are on only where Transformer Engine is.
+    fusions that need CUDA extensions are on only where Transformer Engine is.
     """
     megatron = policy["megatron_cfg"]
     dtype = dtype_of(policy["precision"], "policy.precision")

@@ -1,10 +1,8 @@
 """Which modules Megatron's GPT layers are made of: chosen once, here, and logged.
 
 With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec*: Megatron's own parallel linear layers
-with our
-attention (:mod:`megarl.models.engine.attention`) and with norms that also work under sequence parallelism, which Megatron-Core offers
-only with
-Transformer Engine.
+with our attention (:mod:`megarl.models.engine.attention`) and with norms that also work under sequence parallelism, which Megatron-Core
+offers only with Transformer Engine.
 """
 
 from __future__ import annotations

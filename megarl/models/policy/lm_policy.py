@@ -149,8 +149,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """One optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
 
         ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all
-        micro-batches of all
-        data-parallel replicas.
+        micro-batches of all data-parallel replicas.
 
         Raises:
             BatchError: the batch cannot be trained on.
