@@ -28,3 +28,7 @@ class ConversionError(ValueError):
             lines.append(f"  - and {len(self.details) - self.shown} more")
         listing = "\n" + "\n".join(lines) + "\n" if lines else " "
         super().__init__(f"{what}{':' if lines else '.'}{listing}Fix: {fix}")
+
+    def __reduce__(self) -> tuple[type[ConversionError], tuple[str, str, tuple[str, ...]]]:
+        # Exceptions are rebuilt from their message otherwise, and a worker's error could not reach the driver.
+        return type(self), (self.what, self.fix, self.details)

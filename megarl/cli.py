@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from converters.errors import ConversionError
 from megarl import __version__
 from megarl.config import load_config, read_model_facts, validate_config
 from megarl.config.sections import Config
@@ -16,6 +17,8 @@ from megarl.errors import MegarlError
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+USER_FAULT = 2
+_WORKER_TRACE = "\n--- traceback of the worker ---"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,6 +80,15 @@ def plot(run_dir: str) -> int:
     return 0
 
 
+def report(error: MegarlError | ConversionError) -> int:
+    """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is shown without tracebacks."""
+    found_by_worker = isinstance(error.__cause__, ConversionError)
+    code = USER_FAULT if found_by_worker else error.exit_code
+    text = str(error)
+    sys.stderr.write(f"megarl: {text.partition(_WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit code; errors that nobody foresaw leave with their traceback."""
     arguments, overrides = parse(argv)
@@ -85,9 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "train":
             return train(arguments.config, overrides, arguments.dry_run)
         return plot(arguments.run)
-    except MegarlError as error:
-        sys.stderr.write(f"megarl: {error}\n")
-        return error.exit_code
+    except (MegarlError, ConversionError) as error:
+        return report(error)
     except KeyboardInterrupt:
         sys.stderr.write("megarl: interrupted\n")
         return INTERRUPTED

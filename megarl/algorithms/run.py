@@ -17,9 +17,10 @@ import yaml
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.loop import Algorithm, Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point
 from megarl.algorithms.sft import SFT
-from megarl.checkpoint.atomic import write_bytes_durably
+from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.config.validate import validate_config
@@ -36,6 +37,7 @@ from megarl.observe.timing import PhaseTimer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.config.sections import DataSource
     from megarl.models.policy.lm_policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -62,9 +64,9 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         0, the exit code of success.
 
     Raises:
-        MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of configuration and data are
-        found
-            before any worker starts.
+        MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of configuration, data and model
+            are found before any worker starts.
+        ConversionError: the model cannot be carried over; found before any worker starts too.
     """
     config = validate_config(config)
     run_dir = Path(config["run_dir"]).absolute()
@@ -75,7 +77,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         tokenizer = _tokenizer(config)
         if config["policy"]["generation"] is not None:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
-        train_data, validation_data = _load_datasets(config, tokenizer)
+        architecture = check_model(config["policy"])
+        train_data, validation_data = _load_datasets(config, tokenizer, architecture.vocab_size)
         manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         schedule = _schedule(config, len(train_data))
@@ -151,11 +154,16 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
 
 
-def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[Dataset, Dataset | None]:
     """Training data and, where there is any, validation data."""
     data, with_answers = config["data"], config["algorithm"] == "sft"
-    train = load_dataset(data["train"], data, tokenizer, with_answers)
-    return train, load_dataset(data["validation"], data, tokenizer, with_answers) if data["validation"] else None
+
+    def load(source: DataSource) -> Dataset:
+        dataset = load_dataset(source, data, tokenizer, with_answers)
+        check_tokens(dataset, tokenizer, vocab_size, with_answers)
+        return dataset
+
+    return load(data["train"]), load(data["validation"]) if data["validation"] else None
 
 
 def _records_per_step(config: Config) -> int:
@@ -222,7 +230,9 @@ _ALGORITHMS: dict[str, Callable[[_Parts], Algorithm]] = {"sft": _make_sft, "grpo
 
 
 def _export(policy: Policy, path: Path, console: TrainingConsole) -> None:
-    """Write the weights as a Hugging Face model, unless an earlier launch did."""
+    """Write the weights as a Hugging Face model, unless an earlier launch did; what a killed one left of its own is removed."""
+    for unfinished in path.parent.glob(".*.partial-*"):
+        remove_tree(unfinished)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         policy.export_hf(str(path))

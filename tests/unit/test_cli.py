@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from converters.errors import ConversionError
 from megarl import __version__
 from megarl.cli import load_and_check, main
 from megarl.config import load_config, validate_config
-from megarl.errors import CheckpointError, DataError
+from megarl.errors import CheckpointError, DataError, WorkerError
 from tests.unit.config_samples import raw_grpo
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -144,8 +145,8 @@ def test_train_hands_the_checked_configuration_to_run(config_file: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(DataError("no rows"), 2), (CheckpointError("torn"), 1), (KeyboardInterrupt(), 130)],
-    ids=["data", "checkpoint", "ctrl-c"],
+    [(DataError("no rows"), 2), (ConversionError("no weights", "save them"), 2), (CheckpointError("torn"), 1), (KeyboardInterrupt(), 130)],
+    ids=["data", "model", "checkpoint", "ctrl-c"],
 )
 def test_exit_codes_of_a_failed_run(
     error: BaseException, code: int, config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -156,6 +157,19 @@ def test_exit_codes_of_a_failed_run(
     stand_in(monkeypatch, "megarl.algorithms.run", run=run)
     assert main(["train", str(config_file)]) == code
     assert (str(error) or "interrupted") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cause", "code"), [(ConversionError("no weights", "save them"), 2), (OSError("disk"), 1)], ids=["model", "disk"])
+def test_a_fault_of_the_user_that_a_worker_found_is_shown_without_its_traceback(
+    cause: Exception, code: int, config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Any) -> int:
+        raise WorkerError(f"[tp0] {cause}\n--- traceback of the worker ---\nFile 1") from cause
+
+    stand_in(monkeypatch, "megarl.algorithms.run", run=run)
+    assert main(["train", str(config_file)]) == code
+    shown = capsys.readouterr().err
+    assert str(cause) in shown and ("File 1" in shown) == (code == 1)
 
 
 def test_an_unforeseen_error_keeps_its_traceback(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

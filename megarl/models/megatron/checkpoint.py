@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
@@ -113,6 +115,9 @@ def _rng_file(rank: int) -> str:
 
 
 def _save(state: dict[str, Any], directory: Path) -> None:
+    # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
     # one writer process a rank: more would only make more files
     dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
 

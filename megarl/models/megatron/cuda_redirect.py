@@ -6,7 +6,8 @@ Everything that is redirected is listed here and nowhere else. It happens in two
   streams and events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
   ``Tensor.record_stream`` is among them: it looks at the type of its argument before any function mode is asked.
 * :class:`CudaLiterals`, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
-  ``Tensor.type()``. It costs about one microsecond for each torch call made under it, so :func:`cuda_literals` is entered only where
+  ``Tensor.type()``. It costs one to three microseconds for each torch call made under it
+  (``python -m benchmarks run redirect.cost``), so :func:`cuda_literals` is entered only where
   Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again
   inside the model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
 

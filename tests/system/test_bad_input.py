@@ -1,0 +1,205 @@
+"""Bad input to the program itself: exit code 2, one message that names the thing, its value and the remedy, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.algorithms import run as algorithms_run
+from megarl.cli import main
+from tests.system.whole_runs import Launches, Material, make_material, write_config
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[Launches]:
+    started = Launches()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return make_material(tmp_path_factory.mktemp("material"), teach=False)
+
+
+def broken_lines(directory: Path) -> list[str]:
+    path = directory / "broken.jsonl"
+    good = json.dumps({"prompt": "Anna writes 1+1=", "answer": "2"})
+    path.write_text(f'{good}\n\n{good}\n{{"prompt": "no end\n{good}\n')
+    return [f"data.train.path={path}"]
+
+
+def empty_file(directory: Path) -> list[str]:
+    path = directory / "empty.jsonl"
+    path.write_text("\n \n")
+    return [f"data.train.path={path}"]
+
+
+def long_prompt(directory: Path) -> list[str]:
+    path = directory / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "7 " * 200, "answer": "7"}))
+    return [f"data.train.path={path}"]
+
+
+def changed_model(model: Path, directory: Path, **changes: object) -> list[str]:
+    """The model with other entries in its config.json."""
+    copy = directory / "changed"
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    return [f"policy.model_name={copy}"]
+
+
+def lost_tensor(model: Path, directory: Path) -> list[str]:
+    copy = directory / "lost"
+    shutil.copytree(model, copy)
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, copy / "model.safetensors")
+    return [f"policy.model_name={copy}"]
+
+
+def torn_weights(model: Path, directory: Path) -> list[str]:
+    copy = directory / "torn"
+    shutil.copytree(model, copy)
+    content = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(content[: len(content) // 2])
+    return [f"policy.model_name={copy}"]
+
+
+def small_vocabulary(model: Path, directory: Path) -> list[str]:
+    """Weights and config agree with each other, but the tokenizer knows more tokens."""
+    overrides = changed_model(model, directory, vocab_size=211)
+    path = directory / "changed" / "model.safetensors"
+    tensors = load_file(path)
+    rows = {"model.embed_tokens.weight", "lm_head.weight"}
+    save_file({name: tensor[:211].clone() if name in rows else tensor for name, tensor in tensors.items()}, path)
+    return overrides
+
+
+def loose_head(model: Path, directory: Path) -> list[str]:
+    """A tied model with a second, different output layer: only who reads the weights can see that."""
+    overrides = changed_model(model, directory, tie_word_embeddings=True)
+    path = directory / "changed" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = torch.ones_like(tensors["lm_head.weight"])
+    save_file(tensors, path)
+    return overrides
+
+
+@dataclass(frozen=True)
+class Case:
+    """Overrides, made in a directory from the model, and what the message must say."""
+
+    name: str
+    make: Callable[[Path, Path], list[str]]
+    says: list[str] = field(default_factory=list)
+
+
+def fixed(*overrides: str) -> Callable[[Path, Path], list[str]]:
+    return lambda model, directory: list(overrides)
+
+
+FAULTS = [
+    Case(
+        "misspelt key",
+        fixed("policy.megatron_cfg.tensor_modle_parallel_size=2"),
+        [r"policy\.megatron_cfg\.tensor_modle_parallel_size = 2", r"tensor_model_parallel_size", "Fix"],
+    ),
+    Case("ranks", fixed("cluster.gpus_per_node=3"), [r"cluster\.gpus_per_node = 3", "multiple of", "= 2", "Fix"]),
+    Case(
+        "heads",
+        fixed("policy.megatron_cfg.tensor_model_parallel_size=8", "cluster.gpus_per_node=8"),
+        [r"tensor_model_parallel_size = 8", "4 attention heads", "2 key-value heads", "Fix"],
+    ),
+    Case(
+        "layers",
+        fixed("policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.gpus_per_node=6"),
+        [r"pipeline_model_parallel_size = 3", "2 layers", "Fix"],
+    ),
+    Case("global batch", fixed("policy.train_global_batch_size=7"), [r"train_global_batch_size = 7", "24 samples", "Fix"]),
+    Case("micro-batch", fixed("policy.train_micro_batch_size=3"), [r"train_micro_batch_size = 3", "8 samples", "divisor of 8"]),
+    Case("no model", fixed("policy.model_name=/no/such/model"), [r"policy\.model_name = '/no/such/model'", "does not exist", "Fix"]),
+    Case("no data", fixed("data.train.path=/no/such.jsonl"), [r"/no/such\.jsonl does not exist", "Fix"]),
+    Case("empty data", lambda model, directory: empty_file(directory), [r"empty\.jsonl holds 0 records", "at least 1", "Fix"]),
+    Case("broken line", lambda model, directory: broken_lines(directory), [r"broken\.jsonl line 4 is not JSON", "no end", "Fix"]),
+    Case("long prompt", lambda model, directory: long_prompt(directory), [r"1 of 1 prompts exceed", "24", r"long\.jsonl line 1"]),
+    Case(
+        "other vocabulary",
+        lambda model, directory: changed_model(model, directory, vocab_size=380),
+        ["do not fit their config.json", r"model\.embed_tokens\.weight is \[379, 64\], config\.json asks for \[380, 64\]", "Fix"],
+    ),
+    Case(
+        "other width",
+        lambda model, directory: changed_model(model, directory, hidden_size=48),
+        ["do not fit their config.json", r"asks for \[379, 48\]", "Fix"],
+    ),
+    Case(
+        "more layers",
+        lambda model, directory: changed_model(model, directory, num_hidden_layers=4, layer_types=["full_attention"] * 4),
+        [r"missing: model\.layers\.2\.", "Fix"],
+    ),
+    Case(
+        "unknown family",
+        lambda model, directory: changed_model(model, directory, model_type="nonesuch"),
+        ["nonesuch", "Fix"],
+    ),
+    Case("lost tensor", lost_tensor, [r"missing: model\.norm\.weight", "Fix"]),
+    Case("torn weights", torn_weights, [r"model\.safetensors is not a readable safetensors file", "Fix"]),
+    Case("token ids", small_vocabulary, [r"token id \d+", r"\[0, 211\)", "Fix"]),
+]
+
+
+def check_message(output: str, says: list[str]) -> None:
+    """One message that says everything, and no traceback."""
+    message = output[output.index("megarl: ") :]
+    for part in says:
+        assert re.search(part, message), f"{part!r} is not in:\n{message}"
+    assert "Traceback" not in output, output
+
+
+def check_nothing_left(run_dir: Path) -> None:
+    """At most the resolved configuration and the empty lock file."""
+    left = {path.name: path for path in run_dir.iterdir()} if run_dir.exists() else {}
+    assert set(left) <= {"config.yaml", "run.lock"}
+    assert not left or left["run.lock"].read_bytes() == b""
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=[case.name.replace(" ", "-") for case in FAULTS])
+def test_faults_are_found_before_workers_start(
+    case: Case, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start"))
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    assert main(["train", str(config), f"run_dir={tmp_path / 'run'}", *case.make(material.model, tmp_path)]) == 2
+    check_message(capsys.readouterr().err, case.says)
+    check_nothing_left(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["misspelt key", "broken line", "other vocabulary"])
+def test_faults_end_the_program_with_2(name: str, material: Material, launches: Launches, tmp_path: Path) -> None:
+    [case] = [case for case in FAULTS if case.name == name]
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    launch = launches.start(config, tmp_path / "run", case.make(material.model, tmp_path))
+    assert launch.finish() == 2, launch.output()[-3000:]
+    check_message(launch.output(), case.says)
+    check_nothing_left(tmp_path / "run")
+
+
+def test_fault_found_by_a_worker(material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    launch = launches.start(config, tmp_path / "run", loose_head(material.model, tmp_path))
+    assert launch.finish() == 2, launch.output()[-3000:]
+    output = launch.output()
+    message = output[output.index("megarl: ") :]
+    assert re.search(r"\[pp0 dp0 cp0 tp0 .*lm_head\.weight differs from model\.embed_tokens\.weight", message, re.DOTALL), message
+    assert "Traceback" not in message, message
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "hf").exists()

@@ -1,0 +1,190 @@
+"""Killed at any moment and started again, a run ends like one that nobody disturbed: the same log and the same weights, bit for bit.
+
+The program itself is started, with real Megatron on tensor parallel 2 over Ray, and killed so that nothing of it can tidy up. One run is
+killed several times where that tells as much. ``MEGARL_TEST_SLOW=1`` adds one run for each step, save period and further moments.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl import env
+from megarl.checkpoint.manifest import verify
+from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, make_material, read_rows, write_config
+
+# Five launches in one test: on a machine that does much else they take longer than the limit of other tests.
+pytestmark = pytest.mark.timeout(1800)
+slow = pytest.mark.skipif(not env.flag("MEGARL_TEST_SLOW"), reason="MEGARL_TEST_SLOW=1 runs it")
+Moment = Callable[[Launch], Callable[[], bool]]
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[Launches]:
+    started = Launches()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return make_material(tmp_path_factory.mktemp("material"))
+
+
+def whole_run(algorithm: str, directory: Path, material: Material, launches: Launches) -> Path:
+    launch = launches.start(write_config(directory / f"{algorithm}.yaml", algorithm, material), directory / algorithm)
+    assert launch.finish() == 0, launch.output()[-5000:]
+    check_leftovers(launch.run_dir, 1)
+    return launch.run_dir
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, material: Material, launches: Launches) -> Path:
+    """A GRPO run that nobody disturbed."""
+    return whole_run("grpo", tmp_path_factory.mktemp("whole"), material, launches)
+
+
+@pytest.fixture(scope="module")
+def whole_sft(tmp_path_factory: pytest.TempPathFactory, material: Material, launches: Launches) -> Path:
+    """The same of supervised training."""
+    return whole_run("sft", tmp_path_factory.mktemp("whole"), material, launches)
+
+
+def check_leftovers(run_dir: Path, save_period: int) -> None:
+    """A finished run has its checkpoints, its export, and nothing that is half written."""
+    saved = {f"step_{step}" for step in range(1, STEPS + 1) if step % save_period == 0 or step == STEPS}
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == saved
+    assert {path.name for path in (run_dir / "hf").iterdir()} == {f"step_{STEPS}"}
+    assert {path.name for path in run_dir.iterdir()} == {"checkpoints", "config.yaml", "hf", "metrics.jsonl", "run.lock"}
+    check_visible_checkpoints(run_dir)
+
+
+def check_visible_checkpoints(run_dir: Path) -> None:
+    """Whatever bears a checkpoint's name is whole."""
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        assert verify(path) == [], path
+
+
+def check_same(run_dir: Path, undisturbed: Path) -> None:
+    """The log, and the weights byte by byte."""
+    assert comparable(run_dir) == comparable(undisturbed)
+    name = f"hf/step_{STEPS}/model.safetensors"
+    assert (run_dir / name).read_bytes() == (undisturbed / name).read_bytes()
+
+
+def run_with_kills(config: Path, run_dir: Path, kills: list[Moment], launches: Launches) -> list[int]:
+    """Launch and kill once for each moment, and once more to the end. Returns after which step each further launch went on (0: anew)."""
+    for moment in kills:
+        launch = launches.start(config, run_dir)
+        launch.kill_when(moment(launch))
+        check_visible_checkpoints(run_dir)
+    first = len(launches.all) - len(kills)
+    last = launches.start(config, run_dir)
+    assert last.finish() == 0, last.output()[-5000:]
+    outputs = [launch.output() for launch in launches.all[first + 1 :]]
+    found = [re.search(r"resumed after step (\d+)", output) for output in outputs]
+    return [int(match[1]) if match else 0 for match in found]
+
+
+def inside(step: int, undisturbed: Path, seed: int) -> Moment:
+    """Some moment inside a step; which, the seed says."""
+    share = random.Random(seed).random()
+    seconds = next(row["timing/step_s"] for row in read_rows(undisturbed) if row["step"] == step)
+    print(f"seed {seed}: kill after {share:.3f} of step {step}, {share * seconds:.2f} s after the step before")
+
+    def moment(launch: Launch) -> Callable[[], bool]:
+        begun = launch.logged(step - 1) if step > 1 or read_rows(undisturbed)[0]["step"] == 0 else launch.workers_are_up
+        ended = launch.logged(step)
+
+        def happened() -> bool:
+            if not begun():
+                return False
+            deadline = time.monotonic() + share * seconds
+            # On a machine that has become faster the step may be over before.
+            while time.monotonic() < deadline and not ended():
+                launch.stay(0.02)
+            return True
+
+        return happened
+
+    return moment
+
+
+def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
+    rows = [row for row in comparable(whole) if row["step"]]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert sum(0 < row["train/reward"] < 1 for row in rows) >= 2, "without rewards nothing is trained and nothing can differ"
+    assert sum(row["train/grad_norm"] > 0 for row in rows) >= 2
+    assert len({row["train/loss"] for row in rows}) == STEPS
+
+
+def test_kills_inside_a_step_after_one_and_inside_a_checkpoint(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    kills: list[Moment] = [inside(1, whole, seed=5), lambda launch: launch.logged(1), lambda launch: launch.writing(3)]
+    first, second, third = run_with_kills(config, tmp_path / "run", kills, launches)
+    assert first <= 1 and second <= 1 and third == 2
+    check_leftovers(tmp_path / "run", 1)
+    check_same(tmp_path / "run", whole)
+
+
+def test_steps_between_checkpoints_are_done_again(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", "grpo", material, save_period=2)
+    kills: list[Moment] = [lambda launch: launch.logged(1), lambda launch: launch.logged(3)]
+    assert run_with_kills(config, tmp_path / "run", kills, launches) == [0, 2]
+    check_leftovers(tmp_path / "run", 2)
+    check_same(tmp_path / "run", whole)
+
+
+def test_supervised_training_resumes(whole_sft: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", "sft", material, save_period=2)
+    [resumed] = run_with_kills(config, tmp_path / "run", [inside(3, whole_sft, seed=6)], launches)
+    assert resumed == 2
+    check_leftovers(tmp_path / "run", 2)
+    check_same(tmp_path / "run", whole_sft)
+
+
+@slow
+@pytest.mark.parametrize("save_period", [1, 2])
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_killed_after_each_step(step: int, save_period: int, whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", "grpo", material, save_period)
+    [resumed] = run_with_kills(config, tmp_path / "run", [lambda launch: launch.logged(step)], launches)
+    assert resumed in {step // save_period * save_period, (step - 1) // save_period * save_period}
+    check_leftovers(tmp_path / "run", save_period)
+    check_same(tmp_path / "run", whole)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_random_moments(seed: int, whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    step = random.Random(f"step {seed}").randint(1, STEPS)
+    run_with_kills(config, tmp_path / "run", [inside(step, whole, seed)], launches)
+    check_leftovers(tmp_path / "run", 1)
+    check_same(tmp_path / "run", whole)
+
+
+@slow
+@pytest.mark.parametrize("where", ["start", "first checkpoint", "committed", "export"])
+def test_killed_at_chosen_moments(where: str, whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    config, run_dir = write_config(tmp_path / "run.yaml", "grpo", material), tmp_path / "run"
+    moments: dict[str, Moment] = {
+        "start": lambda launch: launch.workers_are_up,
+        "first checkpoint": lambda launch: launch.writing(1),
+        "committed": lambda launch: launch.committed(2),
+        "export": lambda launch: lambda: any((run_dir / "hf").glob("*")),
+    }
+    [resumed] = run_with_kills(config, run_dir, [moments[where]], launches)
+    assert resumed in {"start": {0}, "first checkpoint": {0, 1}, "committed": {2, 3}, "export": {STEPS}}[where]
+    check_leftovers(run_dir, 1)
+    check_same(run_dir, whole)
+
+
+def test_ray_leaves_in_the_end(launches: Launches) -> None:
+    for launch in launches.all:
+        launch.check_nothing_runs(agents_too=True)
