@@ -1,0 +1,32 @@
+"""The cases, by name. Their modules are imported only to be run, because they need torch, Ray or Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A case.
+
+    Attributes:
+        about: what is compared with what, in a line.
+        module: has ``measure(quick) -> Iterator[Point]``.
+    """
+
+    about: str
+    module: str
+
+
+CASES = {
+    "pack.quality": Case("bins of each packing algorithm against the lower bound L2", "benchmarks.cases.pack_quality"),
+    "pack.time": Case("time of best-fit decreasing against sorted() of the same lengths", "benchmarks.cases.pack_time"),
+    "logprob.cpu": Case("vocabulary-parallel log-probabilities against eager log_softmax and gather", "benchmarks.cases.logprob_cpu"),
+    "redirect.cost": Case(
+        "torch calls under the CUDA redirection against plain ones, and its share of a step", "benchmarks.cases.redirect_cost"
+    ),
+    "dispatch.ray": Case(
+        "a batch of 1 MB to a worker group against an empty call and against bare Ray actors", "benchmarks.cases.dispatch_ray"
+    ),
+    "step.overhead": Case("a training step of the worker against a plain loop on transformers", "benchmarks.cases.step_overhead"),
+}

@@ -1,0 +1,66 @@
+"""What a result depends on besides the code: machine, versions, commit, load."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "numpy")
+
+
+def commit() -> str:
+    """The commit in the work tree, with ``+changes`` when tracked or new files differ from it; ``unknown`` without git."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        # results are what this program writes: they do not change what was measured
+        changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}+changes" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, versions, device and the load of the last minute, ready for JSON."""
+    return {
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "device": "cpu",
+        "threads": 1,
+        "load_before": load(),
+    }
+
+
+def load() -> float:
+    """Processes that wanted a core, on average over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _processor() -> str:
+    """The processor's name as the kernel knows it, with what tells two of the same name apart."""
+    wanted = ("model name", "model", "stepping")
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in wanted:
+            found.setdefault(key.strip(), value.strip())
+    if not found:
+        return platform.processor() or platform.machine()
+    return f"{found.get('model name', platform.machine())} (model {found.get('model', '?')}, stepping {found.get('stepping', '?')})"

@@ -1,0 +1,44 @@
+"""Sequence lengths like those of published runs: log-normal, cut off at the longest sequence allowed."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+SPREAD = 0.8  # of the logarithm: answers of one model to one kind of problem
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Mean and largest length, in tokens."""
+
+    mean: int
+    longest: int
+
+
+# mean and cap of published reinforcement-learning runs: short answers, long reasoning at two caps, tool use
+PROFILES = {
+    "short": Profile(1060, 4096),
+    "reasoning-4k": Profile(3200, 4096),
+    "reasoning-8k": Profile(5700, 8192),
+    "agentic": Profile(31_000, 131_072),
+}
+
+
+def draw_lengths(profile: Profile, count: int, seed: int) -> list[int]:
+    """``count`` lengths in [1, longest] whose mean is about ``profile.mean`` (the cut-off is allowed for)."""
+    generator = random.Random(seed)
+    normal = [generator.gauss(0.0, SPREAD) for _ in range(count)]
+    low, high = 0.0, math.log(profile.longest) + 4 * SPREAD
+    for _ in range(40):
+        middle = (low + high) / 2
+        if sum(_cut(middle, value, profile) for value in normal) < profile.mean * count:
+            low = middle
+        else:
+            high = middle
+    return [_cut(high, value, profile) for value in normal]
+
+
+def _cut(middle: float, value: float, profile: Profile) -> int:
+    return max(1, min(profile.longest, round(math.exp(middle + SPREAD * value))))

@@ -1,0 +1,115 @@
+"""Runs cases, each in a fresh process of its own, and turns what they measured into results."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from benchmarks import environment
+from benchmarks.cases import CASES, Case
+from benchmarks.point import Point
+
+CASE_SECONDS = 600.0
+LAST_WORDS_SECONDS = 20.0
+OUTPUT_SHOWN = 2000  # characters
+
+
+def run_case(name: str, quick: bool, case: Case | None = None) -> dict[str, Any]:
+    """One result, ready for JSON: case, commit, environment, parameters, metrics of every point, and whether it went well.
+
+    A case that raises, dies or takes longer than ``CASE_SECONDS`` gives a result with ``success`` false and the reason in ``error``; points
+    that it had finished by then are kept.
+    """
+    case = case or CASES[name]
+    started = time.monotonic()
+    surroundings = environment.describe()
+    points, error = _collect(case, quick)
+    surroundings["load_after"] = environment.load()
+    if error is None and not points:
+        error = "the case measured nothing"
+    return {
+        "case": name,
+        "about": case.about,
+        "commit": environment.commit(),
+        "environment": surroundings,
+        "quick": quick,
+        "points": [point.record() for point in points],
+        "success": error is None,
+        "error": error,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def run_cases(names: Iterable[str], quick: bool) -> Iterator[dict[str, Any]]:
+    """Results in the order of ``names``."""
+    for name in names:
+        yield run_case(name, quick)
+
+
+def _collect(case: Case, quick: bool) -> tuple[list[Point], str | None]:
+    """Points of a case and, where it failed, why."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    points: list[Point] = []
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
+        process = context.Process(target=_serve, args=(case.module, quick, there, output.name))
+        process.start()
+        there.close()
+        try:
+            error = _receive(here, points)
+        except EOFError:
+            process.join(timeout=10)
+            error = f"the process died with exit code {process.exitcode}"
+        finally:
+            here.close()
+            _end(process)
+        return points, error and f"{error}\nLast output:\n{output.read()[-OUTPUT_SHOWN:]}"
+
+
+def _receive(results: Connection, points: list[Point]) -> str | None:
+    """Add points as they come; at the end what went wrong, if anything did."""
+    deadline = time.monotonic() + CASE_SECONDS
+    while results.poll(max(0.0, deadline - time.monotonic())):
+        message = results.recv()
+        if not isinstance(message, Point):
+            return None if message is None else str(message)
+        points.append(message)
+    return f"no end after {CASE_SECONDS:g} s"
+
+
+def _serve(module: str, quick: bool, results: Connection, output: str) -> None:
+    """In the case's process: send every point as it comes, then None, or what went wrong. What libraries print goes to a file."""
+    with open(output, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # before torch is imported, which reads the first once
+    os.environ.update({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
+    try:
+        for point in importlib.import_module(module).measure(quick):
+            results.send(point)
+        results.send(None)
+    except BaseException:
+        results.send(traceback.format_exc())
+
+
+def _end(process: Any) -> None:
+    """End the case's process, and what it started if it does not end by itself."""
+    process.join(timeout=LAST_WORDS_SECONDS)
+    if not process.is_alive():
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.join()
