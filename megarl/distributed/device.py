@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -79,8 +78,7 @@ class DeviceRuntime:
                 torch.cuda.max_memory_reserved(self.device),
             )
             return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
-        resident = _resident_mebibytes()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        resident, peak = _resident_mebibytes()
         return MemoryFigures(resident, resident, peak, peak)
 
     def reset_peak_memory(self) -> None:
@@ -137,9 +135,11 @@ class Stopwatch:
     seconds: float = 0.0
 
 
-def _resident_mebibytes() -> float:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize() / MEBIBYTE
+def _resident_mebibytes() -> tuple[float, float]:
+    """Resident set of this process, now and at its peak (not ``ru_maxrss``, which a child inherits from a large parent)."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["VmRSS"].split()[0]) / 1024, int(fields["VmHWM"].split()[0]) / 1024
 
 
 def seed_everything(seed: int) -> None:

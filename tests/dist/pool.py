@@ -110,6 +110,8 @@ class WorkerPool:
         """End all processes."""
         for process, connection in self._workers:
             with contextlib.suppress(OSError):
+                connection.send(None)
+                process.join(timeout=2)
                 connection.close()
             process.kill()
             process.join()

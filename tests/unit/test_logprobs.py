@@ -115,13 +115,13 @@ def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk
         return measured.detach(), logits.grad
 
     whole = run()
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", rows_a_chunk * 13 * 4)
+    monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", rows_a_chunk * 13 * 4)
     chunked = run()
     assert torch.equal(whole[0], chunked[0]) and torch.equal(whole[1], chunked[1])
 
 
 def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 1)
+    monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 1)
     logits, targets = random_logits(3, 50, seed=10), random_targets(3, size=50, seed=11)
     measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(50))
     torch.testing.assert_close(measured.double(), expected_logprobs(logits, targets, 50, 1.0), atol=1e-5, rtol=0)

@@ -10,13 +10,15 @@ always subtracted first, and never added to the logarithm of the sum, which larg
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 64 * 1024 * 1024
+# float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
+CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,15 @@ class VocabularyShard:
     group: dist.ProcessGroup | None = None
 
 
-def _chunk_rows(columns: int) -> int:
-    """Rows whose float32 copy fits CHUNK_BYTES."""
-    return max(1, CHUNK_BYTES // (4 * max(columns, 1)))
+def _scaled_chunks(logits: torch.Tensor, valid: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows and their first ``valid`` columns, divided by the temperature, in float32: one buffer, overwritten by each next chunk."""
+    tokens = logits.shape[0]
+    step = min(max(1, CHUNK_BYTES[logits.device.type] // (4 * valid)), max(tokens, 1))
+    buffer = torch.empty(step, valid, dtype=torch.float32, device=logits.device)
+    for first in range(0, tokens, step):
+        rows = slice(first, min(first + step, tokens))
+        scaled = buffer[: rows.stop - first].copy_(logits[rows, :valid])
+        yield rows, scaled if temperature == 1.0 else scaled.div_(temperature)
 
 
 def _local_statistics(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float) -> torch.Tensor:
@@ -50,10 +58,7 @@ def _local_statistics(logits: torch.Tensor, targets: torch.Tensor, shard: Vocabu
     local_targets = targets - shard.start
     mine = (local_targets >= 0) & (local_targets < valid)
     safe_targets = local_targets.clamp(0, valid - 1)
-    step = _chunk_rows(columns)
-    for first in range(0, tokens, step):
-        rows = slice(first, first + step)
-        scaled = logits[rows, :valid].float() / temperature
+    for rows, scaled in _scaled_chunks(logits, valid, temperature):
         # finite even where all columns are minus infinity, so that their exponentials are 0 and not undefined
         maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
         statistics[0, rows] = maximum
@@ -87,7 +92,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, maximum, total = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
-        tokens, columns = logits.shape
+        columns = logits.shape[1]
         valid = min(max(shard.size - shard.start, 0), columns)
         gradient = torch.zeros_like(logits) if valid < columns else torch.empty_like(logits)
         if valid == 0:
@@ -95,13 +100,11 @@ class _VocabParallelLogprob(torch.autograd.Function):
         local_targets = targets - shard.start
         mine = (local_targets >= 0) & (local_targets < valid)
         safe_targets = local_targets.clamp(0, valid - 1)
-        step = _chunk_rows(columns)
-        for first in range(0, tokens, step):
-            rows = slice(first, first + step)
+        for rows, scaled in _scaled_chunks(logits, valid, temperature):
             weight = grad_output[rows, None] / temperature
-            part = (logits[rows, :valid].float() / temperature).sub_(maximum[rows, None]).exp_().mul_(-weight / total[rows, None])
+            part = scaled.sub_(maximum[rows, None]).exp_().mul_(-weight / total[rows, None])
             part.scatter_add_(1, safe_targets[rows, None], weight * mine[rows, None])
-            gradient[rows, :valid] = part.to(logits.dtype)
+            gradient[rows, :valid] = part
         return gradient, None, None, None
 
 
@@ -109,7 +112,7 @@ def vocab_parallel_logprobs(logits: torch.Tensor, targets: torch.Tensor, shard: 
     """Log-probability of each target token.
 
     Args:
-        logits: [..., V] this rank's columns, any floating dtype; computed in float32 in chunks of at most 64 MiB.
+        logits: [..., V] this rank's columns, any floating dtype; computed in float32, chunk by chunk.
         targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the same on all ranks of the group.
         shard: which columns these are.
         temperature: positive; logits are divided by it.
