@@ -11,6 +11,7 @@ from converters.errors import ConversionError
 from converters.families import family_of
 from converters.families.base import Family
 from converters.inert_keys import INERT_KEYS
+from converters.mixture import MixtureOfExperts
 from converters.rope import read_rope
 
 _DIMENSIONS = {
@@ -37,7 +38,7 @@ class Architecture:
 
     Attributes:
         family: ``model_type`` of the Hugging Face config.
-        ffn_hidden_size: width of the gated MLP.
+        ffn_hidden_size: width of the gated MLP of dense layers.
         num_key_value_heads: key-value groups; equal to the heads without grouped-query attention.
         head_dim: width of one head; not always hidden_size / num_attention_heads.
         vocab_size: rows of the embedding, unpadded.
@@ -49,6 +50,8 @@ class Architecture:
         max_position: longest sequence the config allows, tokens.
         activation: of the gate, always ``silu``.
         initializer_range: standard deviation of freshly initialised weights.
+        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it, in every layer; None for all before it.
+        mixture: the experts; None for a dense model.
     """
 
     family: str
@@ -70,6 +73,12 @@ class Architecture:
     max_position: int
     activation: str
     initializer_range: float
+    sliding_window: int | None = None
+    mixture: MixtureOfExperts | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of that global index has experts instead of a dense MLP."""
+        return self.mixture is not None and self.mixture.sparse_layers[layer]
 
 
 def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
@@ -104,6 +113,8 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
         rope_scaling=rope_scaling,
         activation=str(config.get("hidden_act")),
         initializer_range=_positive(config, "initializer_range", problems),
+        sliding_window=_sliding_window(config, family, problems),
+        mixture=family.read_mixture(config, dimensions["num_layers"], problems),
     )
     if problems:
         raise ConversionError(
@@ -184,6 +195,17 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     if dimensions["head_dim"] % 2:
         problems.append(f"head_dim = {dimensions['head_dim']}: rotary embedding needs an even number")
     return dimensions
+
+
+def _sliding_window(config: Mapping[str, Any], family: Family, problems: list[str]) -> int | None:
+    """The window of a family that has one window for all layers, tokens."""
+    window = config.get("sliding_window")
+    if not family.has_uniform_window or window is None:
+        return None
+    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
+        return window
+    problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")
+    return None
 
 
 def _positive(config: Mapping[str, Any], key: str, problems: list[str]) -> float:

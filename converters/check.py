@@ -31,17 +31,9 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
     Raises:
         ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
     """
-    expected = {tensor.name: tensor.shape for tensor in hf_tensors(architecture)}
-    found = set(source.names())
-    problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in found]
-    for name in sorted(found):
-        if name in expected:
-            problems += _tensor_problems(source, name, expected[name])
-        elif name == _HEAD and architecture.tied_embeddings:
-            problems += _tensor_problems(source, name, expected[_EMBEDDING])
-        elif not _IGNORABLE.fullmatch(name):
-            problems.append(f"unknown: {name} {list(source.shape(name))}")
-    if not problems and compare_tied and architecture.tied_embeddings and _HEAD in found and not _equal(source, _EMBEDDING, _HEAD):
+    accounted: set[str] = set()
+    problems = _asked_problems(source, architecture, accounted) + _unasked_problems(source, architecture, accounted)
+    if not problems and compare_tied and architecture.tied_embeddings and _HEAD in source and not _equal(source, _EMBEDDING, _HEAD):
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings is true: set it to false to keep both")
     if problems:
         raise ConversionError(
@@ -49,6 +41,36 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
             "use the config.json that belongs to these weights, and complete weights",
             problems,
         )
+
+
+def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str]) -> list[str]:
+    """Problems with tensors of the architecture. Names of the stored tensors that hold them are put into ``accounted``."""
+    problems = []
+    for tensor in hf_tensors(architecture):
+        places = [place for place in tensor.places if place.name in source]
+        if not places:
+            problems.append(f"missing: {tensor.name} {list(tensor.shape)}")
+        if len(places) > 1:
+            problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
+        for place in places:
+            # A stack of experts holds many tensors; what is wrong with it is said once.
+            if place.name not in accounted:
+                accounted.add(place.name)
+                problems += _tensor_problems(source, place.name, place.shape)
+    return problems
+
+
+def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str]) -> list[str]:
+    """Problems with tensors that the architecture does not ask for."""
+    problems = []
+    for name in source.names():
+        if name in accounted or _IGNORABLE.fullmatch(name):
+            continue
+        if name == _HEAD and architecture.tied_embeddings:
+            problems += _tensor_problems(source, name, (architecture.vocab_size, architecture.hidden_size))
+        else:
+            problems.append(f"unknown: {name} {list(source.shape(name))}")
+    return problems
 
 
 def _tensor_problems(source: HuggingFaceSource, name: str, shape: tuple[int, ...]) -> list[str]:

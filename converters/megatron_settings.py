@@ -8,6 +8,7 @@ from typing import Any
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
+from converters.mixture import MixtureOfExperts
 from converters.rope import yarn_attention_factor
 
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -19,8 +20,10 @@ class MegatronSettings:
     """What has to be handed to Megatron-Core.
 
     Attributes:
-        transformer: keyword arguments of ``TransformerConfig``. The activation function is left to the caller, because it is a function:
-            ``torch.nn.functional.silu`` for every family here.
+        transformer: keyword arguments of ``TransformerConfig``. Left to the caller are the activation function, because it is a function
+            (``torch.nn.functional.silu`` for every family here), and all that is a matter of training or of layout: of a mixture of
+            experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``, ``moe_grouped_gemm``, ``moe_router_dtype`` and the
+            load-balancing loss, whose coefficient is 0 unless given.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
         attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads them with ``getattr``
             for YaRN, though the class does not declare them.
@@ -35,7 +38,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     """Arguments with which Megatron-Core computes the same function as transformers.
 
     Raises:
-        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling.
+        ConversionError: Megatron-Core has no setting for a combination of biases, for the routing or for the rotary scaling.
     """
     add_bias_linear, add_qkv_bias = _bias_flags(architecture)
     transformer = {
@@ -55,6 +58,11 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if architecture.sliding_window is not None:
+        # Megatron-Core counts the tokens before and after, transformers counts the token itself as well.
+        transformer["window_size"] = (architecture.sliding_window - 1, 0)
+    if architecture.mixture is not None:
+        transformer |= _mixture(architecture.mixture)
     model, attributes = _rotary(architecture)
     model |= {
         "vocab_size": architecture.vocab_size,
@@ -76,6 +84,30 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
         "Megatron-Core has them all, none, or on query-key-value alone",
         _OTHER_BACKEND,
     )
+
+
+def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
+    """Arguments of the experts.
+
+    Softmax over all logits and division of the chosen probabilities by their sum is the same function as softmax over the chosen logits,
+    which is what Megatron-Core does without ``moe_router_pre_softmax``; with it, it does not divide.
+    """
+    if mixture.normalized and mixture.experts_per_token == 1:
+        raise ConversionError(
+            "num_experts_per_tok = 1 with normalised probabilities (every Mixtral; norm_topk_prob): the chosen expert has the weight 1, "
+            "which Megatron-Core cannot give",
+            _OTHER_BACKEND,
+        )
+    return {
+        "num_moe_experts": mixture.num_experts,
+        "moe_router_topk": mixture.experts_per_token,
+        "moe_ffn_hidden_size": mixture.ffn_hidden_size,
+        # A list, even of ones, makes Megatron-Core store every layer of a checkpoint apart.
+        "moe_layer_freq": 1 if all(mixture.sparse_layers) else [int(sparse) for sparse in mixture.sparse_layers],
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not mixture.normalized,
+        "moe_router_enable_expert_bias": False,
+    }
 
 
 def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:

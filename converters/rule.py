@@ -24,11 +24,41 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class HuggingFaceTensor:
-    """Name and full shape of one tensor in a Hugging Face checkpoint."""
+class Place:
+    """Where a checkpoint may keep a tensor: as a stored tensor of its own, or as consecutive rows of a larger one.
+
+    Attributes:
+        name: of the stored tensor.
+        shape: of all of the stored tensor.
+        index: position along the first dimension of the stored tensor, which the tensor itself does not have (the expert, where experts
+            are stacked); None if there is no such dimension.
+        start: first row, along the first dimension that the tensor has.
+    """
 
     name: str
     shape: tuple[int, ...]
+    index: int | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceTensor:
+    """One tensor of a Hugging Face checkpoint.
+
+    Attributes:
+        name: that ``save_pretrained`` gives it; it is written under this name.
+        shape: full.
+        alternatives: other places where transformers finds it; it is read from the one that exists.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    alternatives: tuple[Place, ...] = ()
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place where it may be stored, its own name first."""
+        return (Place(self.name, self.shape), *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +66,8 @@ class Rule:
     """How one Megatron-Core parameter is made of Hugging Face tensors.
 
     Attributes:
-        megatron_name: parameter name with the global layer index; for a parameter inside a layer, the name of the portable layer spec.
+        megatron_name: parameter name with the global layer and expert index; for a parameter inside a layer, the name of the portable layer
+            spec.
         kind: the layout.
         parts: the tensors it is made of, in the order the layout wants (query, key, value; gate, up).
         emits: False for a copy of a parameter that another rule already writes (the output layer of a tied model).

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
+from converters.experts import expert_index, is_expert, sequential_name
 from converters.families import family_of
 from converters.rule import HuggingFaceTensor, Rule
 
@@ -24,7 +25,8 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
 
     Args:
         megatron_name: without wrapper prefixes such as ``module.``, with the *global* layer index, for example
-            ``decoder.layers.7.self_attention.linear_qkv.weight``. Names of the portable and of the Transformer Engine layer spec are known.
+            ``decoder.layers.7.self_attention.linear_qkv.weight``, and the *global* expert index
+            (:func:`converters.experts.shift_expert`). Names of the portable and of the Transformer Engine layer spec are known.
         architecture: the model.
 
     Raises:
@@ -42,12 +44,24 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
                 "give the global layer index, counted from 0 over all pipeline stages",
             )
         rules = _layer_rules(architecture, layer)
-        rule = rules.get(f"decoder.layers.{layer}.{_TRANSFORMER_ENGINE_NAMES.get(suffix, suffix)}")
+        suffix = sequential_name(_TRANSFORMER_ENGINE_NAMES.get(suffix, suffix))
+        rule = rules.get(f"decoder.layers.{layer}.{suffix}")
+        if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
+            _refuse_expert(megatron_name, architecture.mixture.num_experts)
     if rule is None:
         near = difflib.get_close_matches(megatron_name, list(rules), n=1)
         hint = f"the nearest known name is {near[0]}" if near else "strip wrapper prefixes and skip _extra_state entries"
         raise ConversionError(f"{megatron_name} is no parameter of a {architecture.family} model with these settings", hint)
     return rule
+
+
+def _refuse_expert(megatron_name: str, num_experts: int) -> None:
+    """Say what is wrong with the name of an expert's parameter, if it is the number."""
+    if expert_index(megatron_name) >= num_experts:
+        raise ConversionError(
+            f"{megatron_name}: a layer has experts 0 to {num_experts - 1}",
+            "give the global expert index, counted from 0 over all expert-parallel ranks",
+        )
 
 
 def all_rules(architecture: Architecture) -> list[Rule]:

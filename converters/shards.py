@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,23 +10,8 @@ from torch import Tensor
 from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.layouts import ShardLayout, Span, padded_vocab_size, shard_layout
-from converters.rule import Kind, Rule
-
-
-class TensorSource(Protocol):
-    """What is needed of a source to read shards from it."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a tensor."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
-        ...
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """A tensor, or a slice of it along its leading dimensions, as a fresh contiguous tensor."""
-        ...
+from converters.places import TensorSource, locate, read_part
+from converters.rule import Kind, Place, Rule
 
 
 def load_shard(
@@ -45,8 +29,8 @@ def load_shard(
         rule: of the parameter.
         source: where the Hugging Face tensors are.
         architecture: the model.
-        tp_rank: tensor-parallel rank.
-        tp_size: tensor-parallel size.
+        tp_rank: tensor-parallel rank; of a parameter of an expert (:func:`converters.experts.is_expert`), the expert-tensor-parallel rank.
+        tp_size: size of that group.
         padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of ``tp_size``. Padding rows are zero.
         dtype: of the result; by default that of the source.
 
@@ -57,21 +41,16 @@ def load_shard(
         ConversionError: a tensor is missing or has another shape than the architecture says, the cut is impossible, or the parts are stored
             in different dtypes and no ``dtype`` is given.
     """
-    for part in rule.parts:
-        if source.shape(part.name) != part.shape:
-            raise ConversionError(
-                f"{part.name} has shape {list(source.shape(part.name))}, but config.json asks for {list(part.shape)}",
-                "use the config.json that belongs to these weights",
-            )
+    places = [locate(part, source) for part in rule.parts]
     padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
     layout = shard_layout(rule, architecture.head_dim, tp_rank, tp_size, padded)
-    dtype = dtype or _common_dtype(rule, source)
+    dtype = dtype or _common_dtype(rule, places, source)
     if len(layout.spans) == 1 and not layout.padding:
-        return _read_span(rule, source, layout.axis, layout.spans[0]).to(dtype)
+        return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
     shard = torch.empty(layout.shape, dtype=dtype)
     position = 0
     for span in layout.spans:
-        shard.narrow(layout.axis, position, span.length).copy_(_read_span(rule, source, layout.axis, span))
+        shard.narrow(layout.axis, position, span.length).copy_(_read_span(rule, places, source, layout.axis, span))
         position += span.length
     shard.narrow(layout.axis, position, layout.padding).zero_()
     return shard
@@ -84,7 +63,8 @@ def to_hf(
 
     Args:
         rule: of the parameter.
-        shards: one tensor a tensor-parallel rank, in rank order, all on one device. Of a replicated parameter only the first is read.
+        shards: one tensor a tensor-parallel rank (an expert-tensor-parallel one, of a parameter of an expert), in rank order, all on one
+            device. Of a replicated parameter only the first is read.
         architecture: the model.
         dtype: of the results; by default that of the shards.
 
@@ -125,15 +105,16 @@ def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> 
         position += span.length
 
 
-def _read_span(rule: Rule, source: TensorSource, axis: int, span: Span) -> Tensor:
-    part = rule.parts[span.part]
+def _read_span(rule: Rule, places: Sequence[Place], source: TensorSource, axis: int, span: Span) -> Tensor:
+    part, place = rule.parts[span.part], places[span.part]
     if span.length == part.shape[axis]:
-        return source.read(part.name)
-    return source.read(part.name, (*(slice(None) for _ in range(axis)), slice(span.start, span.stop)))
+        return read_part(part, place, source)
+    before = tuple(slice(0, size) for size in part.shape[:axis])
+    return read_part(part, place, source, (*before, slice(span.start, span.stop)))
 
 
-def _common_dtype(rule: Rule, source: TensorSource) -> torch.dtype:
-    dtypes = {part.name: source.dtype(part.name) for part in rule.parts}
+def _common_dtype(rule: Rule, places: Sequence[Place], source: TensorSource) -> torch.dtype:
+    dtypes = {place.name: source.dtype(place.name) for place in places}
     if len(set(dtypes.values())) > 1:
         raise ConversionError(
             f"{rule.megatron_name} is made of tensors stored in different dtypes",

@@ -83,6 +83,10 @@ class HuggingFaceSource:
         """Names of all tensors, sorted."""
         return sorted(self._file_of)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._file_of
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from converters.mixture import MixtureOfExperts
 from converters.rule import Rule
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ class Features:
     qk_norm: bool
 
 
+def no_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    """The mixture of a dense family."""
+    del config, num_layers, problems
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model family.
@@ -33,6 +40,8 @@ class Family:
         read_features: the optional tensors, from the config as a mapping.
         model_rules: rules of the parameters outside the layers, embedding first.
         layer_rules: rules of one layer, by its global index.
+        read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the list.
+        has_uniform_window: ``sliding_window``, when it is set, holds for every layer.
     """
 
     model_type: str
@@ -41,3 +50,5 @@ class Family:
     read_features: Callable[[Mapping[str, object]], Features]
     model_rules: Callable[[Architecture], tuple[Rule, ...]]
     layer_rules: Callable[[Architecture, int], tuple[Rule, ...]]
+    read_mixture: Callable[[Mapping[str, object], int, list[str]], MixtureOfExperts | None] = no_mixture
+    has_uniform_window: bool = False

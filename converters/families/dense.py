@@ -27,10 +27,11 @@ def model_rules(architecture: Architecture) -> tuple[Rule, ...]:
 
 def layer_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
     """All parameters of one layer, in forward order."""
-    return (*_attention_rules(architecture, layer), *_mlp_rules(architecture, layer))
+    return (*attention_rules(architecture, layer), mlp_norm_rule(architecture, layer), *_mlp_rules(architecture, layer))
 
 
-def _attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+    """Attention and the norm before it."""
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
     query, key = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
     megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
@@ -58,15 +59,17 @@ def _attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]
     return tuple(rules)
 
 
+def mlp_norm_rule(architecture: Architecture, layer: int) -> Rule:
+    """The norm before the MLP or the experts."""
+    norm = HuggingFaceTensor(f"model.layers.{layer}.post_attention_layernorm.weight", (architecture.hidden_size,))
+    return Rule(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", Kind.REPLICATED, (norm,))
+
+
 def _mlp_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
     hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
     megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    norm = HuggingFaceTensor(f"{prefix}post_attention_layernorm.weight", (hidden,))
     gated = tuple(HuggingFaceTensor(f"{prefix}mlp.{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up"))
-    rules = [
-        Rule(f"{megatron}pre_mlp_layernorm.weight", Kind.REPLICATED, (norm,)),
-        Rule(f"{megatron}mlp.linear_fc1.weight", Kind.GATED, gated),
-    ]
+    rules = [Rule(f"{megatron}mlp.linear_fc1.weight", Kind.GATED, gated)]
     if architecture.mlp_bias:
         biases = tuple(HuggingFaceTensor(f"{prefix}mlp.{part}_proj.bias", (ffn,)) for part in ("gate", "up"))
         rules.append(Rule(f"{megatron}mlp.linear_fc1.bias", Kind.GATED, biases))

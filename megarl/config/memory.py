@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
-from megarl.config.layout import Layout, layers_per_stage
+from megarl.config.layout import Layout, stage_layer_counts
 from megarl.config.model_facts import ModelFacts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,24 +52,54 @@ def layer_parameters(facts: ModelFacts, tensor: int) -> int:
 
     Source: the shapes of Megatron-Core's ``SelfAttention`` and ``MLP``; output biases and norms are on every rank, all else is divided.
     """
+    divided = 3 * facts.hidden_size * facts.ffn_hidden_size + 2 * facts.ffn_hidden_size * facts.mlp_bias
+    return attention_parameters(facts, tensor) + divided // tensor + facts.hidden_size * facts.mlp_bias
+
+
+def attention_parameters(facts: ModelFacts, tensor: int) -> int:
+    """Parameters of one layer on one tensor-parallel rank without its MLP: attention and norms."""
     query = facts.num_attention_heads * facts.head_dim
     key_value = 2 * facts.num_key_value_heads * facts.head_dim
-    divided = facts.hidden_size * (query + key_value) + query * facts.hidden_size
-    divided += 3 * facts.hidden_size * facts.ffn_hidden_size
-    divided += (query + key_value) * facts.qkv_bias + 2 * facts.ffn_hidden_size * facts.mlp_bias
-    whole = 2 * facts.hidden_size + 2 * facts.head_dim * facts.qk_norm
-    whole += facts.hidden_size * (facts.attention_output_bias + facts.mlp_bias)
+    divided = facts.hidden_size * (query + key_value) + query * facts.hidden_size + (query + key_value) * facts.qkv_bias
+    whole = 2 * facts.hidden_size + 2 * facts.head_dim * facts.qk_norm + facts.hidden_size * facts.attention_output_bias
     return divided // tensor + whole
 
 
+def sparse_layer_parameters(facts: ModelFacts, tensor: int) -> int:
+    """Parameters of one layer with experts on one tensor-parallel rank, without the experts: attention, norms, router.
+
+    Source: the shape of Megatron-Core's ``TopKRouter``, which is on every rank.
+    """
+    return attention_parameters(facts, tensor) + facts.hidden_size * facts.num_experts
+
+
+def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
+    """Parameters of the experts of one layer on one rank.
+
+    Args:
+        facts: sizes of the model.
+        expert: ranks that the experts are divided over.
+        expert_tensor: ranks that each of them is cut over.
+    """
+    return facts.num_experts // expert * 3 * facts.hidden_size * (facts.expert_ffn_hidden_size // expert_tensor)
+
+
+def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
+    """Dense layers of one pipeline stage, and those with experts."""
+    first = sum(layers[:stage])
+    sparse = sum(facts.is_sparse(layer) for layer in range(first, first + layers[stage]))
+    return layers[stage] - sparse, sparse
+
+
 def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
-    """Parameters on one tensor-parallel rank of one pipeline stage.
+    """Parameters on one tensor-parallel rank of one pipeline stage, without experts.
 
     The first stage holds the embedding, the last one the final norm and the output layer; when both are tied and there are several stages,
     the last one holds a copy of the embedding. The vocabulary is padded to a multiple of ``tensor``.
     """
     vocabulary = padded_vocabulary(facts.vocab_size, tensor) // tensor * facts.hidden_size
-    count = layers[stage] * layer_parameters(facts, tensor)
+    dense, sparse = stage_layers(facts, stage, layers)
+    count = dense * layer_parameters(facts, tensor) + sparse * sparse_layer_parameters(facts, tensor)
     first, last = stage == 0, stage == len(layers) - 1
     if first:
         count += vocabulary
@@ -106,6 +136,23 @@ def layer_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence
     return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
 
 
+def sparse_layer_activation_bytes(
+    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, expert_tensor: int, element: int
+) -> int:
+    """Bytes one layer with experts keeps of one micro-batch for the backward pass, without recomputation, when the router spreads the
+    tokens evenly.
+
+    All of a dense layer but its MLP, and for each token of this rank (divided over tensor ranks with sequence parallelism) float32 scores
+    of all experts before and after softmax, and for each of its chosen experts: input and output (whole on each of the expert's tensor
+    ranks), gate, up, activated gate and their product.
+    """
+    dense = replace(facts, ffn_hidden_size=0)
+    own = tokens // tensor if sequence_parallel else tokens
+    chosen = 2 * facts.hidden_size * expert_tensor + 4 * facts.expert_ffn_hidden_size
+    experts = own * (facts.experts_per_token * chosen * element + 8 * facts.num_experts)
+    return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element) + experts
+
+
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
     """Micro-batches whose activations a stage holds at once in the 1F1B schedule (Narayanan et al. 2021, section 2.2.1)."""
     return min(stages - stage, micro_batches)
@@ -121,13 +168,7 @@ def estimate(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan:
         plan: the batches.
         reference: whether there is a reference policy.
     """
-    megatron = policy["megatron_cfg"]
-    layers = layers_per_stage(
-        facts.num_layers,
-        layout.pipeline,
-        megatron["num_layers_in_first_pipeline_stage"],
-        megatron["num_layers_in_last_pipeline_stage"],
-    )
+    layers = stage_layer_counts(policy["megatron_cfg"], facts.num_layers)
     return [_stage_memory(stage, layers, policy, facts, layout, plan, reference) for stage in range(layout.pipeline)]
 
 
@@ -137,10 +178,17 @@ def _stage_memory(
     megatron = policy["megatron_cfg"]
     element = BYTES[policy["precision"]]
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
-    parameters = stage_parameters(facts, layout.tensor, stage, layers)
-    state = parameters * optimizer_bytes(megatron["optimizer"], element, gradient)
+    shared = stage_parameters(facts, layout.tensor, stage, layers)
+    expert, expert_tensor = _expert_sizes(megatron)
+    experts = stage_layers(facts, stage, layers)[1] * expert_layer_parameters(facts, expert, expert_tensor)
+    parameters = shared + experts
+    each = optimizer_bytes(megatron["optimizer"], element, gradient)
+    state = parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
-        state = -(-state // (layout.data * layout.context))
+        copies = layout.data * layout.context
+        # An expert's copies lie on all ranks of a stage that hold no other part of the experts.
+        expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
+        state = -(-shared * each // copies) - (-experts * each // expert_copies)
     last = stage == layout.pipeline - 1
     return RankMemory(
         stage=stage,
@@ -149,23 +197,31 @@ def _stage_memory(
         weights=parameters * element,
         gradients=parameters * gradient,
         optimizer=state,
-        activations=_activations(stage, layers[stage], policy, facts, layout, plan),
+        activations=_activations(stage, layers, policy, facts, layout, plan),
         logits=_logits(policy, facts, layout, plan, element) if last else 0,
         generation_cache=_generation_cache(layers[stage], policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
     )
 
 
-def _activations(stage: int, layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan) -> int:
+def _expert_sizes(megatron: Mapping[str, Any]) -> tuple[int, int]:
+    """Ranks that the experts are divided over, and ranks that each of them is cut over."""
+    return megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1)
+
+
+def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan) -> int:
     """With recomputation a layer keeps only its input, and one layer at a time is there in full."""
     megatron, element = policy["megatron_cfg"], BYTES[policy["precision"]]
     tokens = -(-plan.tokens_per_micro_batch // layout.context)
-    shared = layout.tensor if megatron["sequence_parallel"] else 1
-    whole = layer_activation_bytes(facts, tokens, layout.tensor, megatron["sequence_parallel"], element)
+    divided = megatron["sequence_parallel"]
+    dense, sparse = stage_layers(facts, stage, layers)
+    whole = layer_activation_bytes(facts, tokens, layout.tensor, divided, element)
+    with_experts = sparse_layer_activation_bytes(facts, tokens, layout.tensor, divided, _expert_sizes(megatron)[1], element)
     copies = in_flight(stage, layout.pipeline, plan.micro_batches)
     if megatron["activation_checkpointing"]:
-        return copies * layers * (tokens * facts.hidden_size * element // shared) + whole
-    return copies * layers * whole
+        inputs = tokens * facts.hidden_size * element // (layout.tensor if divided else 1)
+        return copies * layers[stage] * inputs + max(whole if dense else 0, with_experts if sparse else 0)
+    return copies * (dense * whole + sparse * with_experts)
 
 
 def _logits(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:

@@ -23,15 +23,18 @@ class ModelFacts:
         num_attention_heads: query heads.
         num_key_value_heads: key and value heads.
         head_dim: width of a head.
-        ffn_hidden_size: width of the gated MLP.
+        ffn_hidden_size: width of the gated MLP of dense layers.
         vocab_size: rows of the embedding, unpadded.
         tied: the output layer is the embedding.
         max_position: longest sequence the model was made for; None when it does not say.
-        num_experts: experts a layer; 0 for a dense model.
+        num_experts: experts of a layer that has them; 0 for a dense model.
         qkv_bias: query, key and value have biases.
         attention_output_bias: so has the attention's output.
         mlp_bias: so has the MLP.
         qk_norm: query and key are normalised by head.
+        experts_per_token: experts that each token goes through; 0 for a dense model.
+        expert_ffn_hidden_size: width of the gated MLP of one expert; 0 for a dense model.
+        dense_layers: of a mixture of experts, the layers without experts, counted from 0.
     """
 
     model_type: str
@@ -49,6 +52,13 @@ class ModelFacts:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of that index has experts instead of a dense MLP."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
@@ -112,6 +122,8 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     heads = int(text["num_attention_heads"])
     model_type = str(text.get("model_type") or content["model_type"])
     attention_bias = bool(text.get("attention_bias", False))
+    dense_layers = _dense_layers(text)
+    num_experts = _num_experts(text, model_type) if len(dense_layers) < int(text["num_hidden_layers"]) else 0
     return ModelFacts(
         model_type=model_type,
         num_layers=int(text["num_hidden_layers"]),
@@ -123,19 +135,30 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         vocab_size=int(text["vocab_size"]),
         tied=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
         max_position=_max_position(text),
-        num_experts=_num_experts(text),
+        num_experts=num_experts,
         qkv_bias=attention_bias or model_type in {"qwen2", "qwen2_moe"},
         attention_output_bias=attention_bias and model_type not in {"qwen2", "qwen2_moe"},
         mlp_bias=bool(text.get("mlp_bias", False)),
         qk_norm=model_type in {"qwen3", "qwen3_moe", "gemma3_text", "gemma3"},
+        experts_per_token=int(text.get("num_experts_per_tok") or 0) if num_experts else 0,
+        expert_ffn_hidden_size=int(text.get("moe_intermediate_size") or text["intermediate_size"]) if num_experts else 0,
+        dense_layers=dense_layers if num_experts else frozenset(),
     )
 
 
-def _num_experts(text: dict[str, Any]) -> int:
+def _num_experts(text: dict[str, Any], model_type: str) -> int:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if text.get(key):
+        if text.get(key) is not None:
             return int(text[key])
+    if model_type in {"mixtral", "qwen3_moe"}:
+        raise KeyError("num_experts" if model_type == "qwen3_moe" else "num_local_experts")
     return 0
+
+
+def _dense_layers(text: dict[str, Any]) -> frozenset[int]:
+    """Layers that Qwen's mixtures leave dense: those named, and all but every ``decoder_sparse_step``-th, counted from one."""
+    named, step = set(text.get("mlp_only_layers") or ()), int(text.get("decoder_sparse_step") or 1)
+    return frozenset(layer for layer in range(int(text["num_hidden_layers"])) if layer in named or (layer + 1) % step)
 
 
 def _max_position(text: dict[str, Any]) -> int | None:

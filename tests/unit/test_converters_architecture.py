@@ -45,7 +45,8 @@ def test_every_size_lands_in_its_field(name: str) -> None:
     assert (architecture.norm_epsilon, architecture.initializer_range) == (3e-5, 0.07)
     assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
     assert architecture.tied_embeddings == name.endswith("tied")
-    assert architecture.qk_norm == (config.model_type == "qwen3")
+    assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe"})
+    assert architecture.sliding_window == (9 if "window" in name else None)
     assert architecture.qkv_bias == (config.model_type == "qwen2" or name == "llama_all_biases")
     assert architecture.attention_output_bias == architecture.mlp_bias == (name == "llama_all_biases")
 
@@ -137,7 +138,7 @@ def test_unknown_keys_pass_when_off_or_named_by_the_caller() -> None:
 
 @pytest.mark.parametrize("config", [BertConfig(), {"hidden_size": 3}, {"model_type": ["llama"]}, {"model_type": "gpt2"}])
 def test_unknown_families_are_refused(config: Any) -> None:
-    with pytest.raises(ConversionError, match=r"known families are llama, qwen2, qwen3"):
+    with pytest.raises(ConversionError, match=r"known families are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"):
         read_architecture(config)
 
 
@@ -150,11 +151,11 @@ def test_something_that_is_no_config_is_refused() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_megatron_accepts_every_argument(name: str) -> None:
-    architecture = read_architecture(tiny_config(name))
+    architecture = read_architecture(tiny_config(name, rms_norm_eps=3e-6))
     settings = megatron_settings(architecture)
     config = TransformerConfig(**settings.transformer, activation_func=torch.nn.functional.silu)
     assert set(settings.model) <= set(inspect.signature(GPTModel).parameters)
-    assert (config.kv_channels, config.num_query_groups, config.layernorm_epsilon) == (10, architecture.num_key_value_heads, 1e-6)
+    assert (config.kv_channels, config.num_query_groups, config.layernorm_epsilon) == (10, architecture.num_key_value_heads, 3e-6)
     assert (config.gated_linear_unit, config.normalization, config.qk_layernorm) == (True, "RMSNorm", architecture.qk_norm)
     assert (config.add_bias_linear or config.add_qkv_bias) == architecture.qkv_bias
     assert config.add_bias_linear == architecture.mlp_bias

@@ -11,8 +11,10 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architecture import read_architecture
@@ -20,7 +22,8 @@ from converters.megatron_settings import megatron_settings
 from converters.rules import all_megatron_names, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
-from tests.unit.converters_tiny import CONFIGS, save_tiny
+from megarl.models.megatron.cuda_redirect import CudaLiterals
+from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS} | {
     "llama3_rope": (
@@ -41,6 +44,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CON
         "qwen3",
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}},
     ),
+    "window_of_one": ("mistral", {"sliding_window": 1}),
+    "window_of_almost_all": ("mistral", {"sliding_window": 36}),
+    "qwen3_moe_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen3_moe_every_second": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3_moe_all_dense": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
+    "qwen3_moe_all_experts": ("qwen3_moe", {"num_experts_per_tok": 7}),
+    "mixtral_one_expert_of_two": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
 }
 
 
@@ -62,6 +72,7 @@ def cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-Core builds constants on the current CUDA device and switches CUDA generators around dropout; here both are the CPU's."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(get_cuda_rng_tracker(), "fork", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,8 +91,12 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     )
     for key, value in settings.attributes.items():
         setattr(config, key, value)
-    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     megatron = GPTModel(config, spec, **{**settings.model, "vocab_size": 104}).eval()
+    experts = [
+        layer.layer_number - 1 for layer in megatron.decoder.layers if isinstance(getattr(layer.mlp, "experts", None), SequentialMLP)
+    ]
+    assert experts == [layer for layer in range(3) if architecture.is_sparse(layer)]
     parameters = dict(megatron.named_parameters())
     assert sorted(parameters) == sorted(all_megatron_names(architecture))
     with torch.no_grad():
@@ -90,12 +105,13 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         ids = torch.randint(0, 101, (2, 37), generator=torch.Generator().manual_seed(11))
         positions = torch.arange(37)[None].expand(2, -1)
         mask = torch.ones(37, 37, dtype=torch.bool).triu(1)[None, None]
-        logits = megatron(ids, positions, mask)
+        with CudaLiterals():  # the mask of a sliding window
+            logits = megatron(ids, positions, mask)
         expected = model(ids).logits
-    torch.testing.assert_close(logits[..., :101], expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(logits[..., :101], expected, rtol=0, atol=2e-5)
     assert expected.std() > 0.1
     assert torch.count_nonzero(logits[..., 101:]) == 0
-    state = model.state_dict()
+    state = stored_tensors(tmp_path)
     for parameter_name, parameter in parameters.items():
         for hf_name, tensor in to_hf(rule_for(parameter_name, architecture), [parameter], architecture):
             assert torch.equal(tensor, state[hf_name])

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from converters.architecture import Architecture, read_architecture
 from converters.errors import ConversionError
+from converters.experts import is_expert
 from converters.layouts import padded_vocab_size
 from converters.rule import Kind, Rule
 from converters.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
-from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config, tiny_model
+from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors, tiny_config
 
 
 class MemorySource:
@@ -31,6 +32,9 @@ class MemorySource:
             values = torch.arange(start, start + torch.Size(tensor.shape).numel(), dtype=torch.int32)
             self.tensors[tensor.name] = values.reshape(tensor.shape).to(dtype)
             start += values.numel()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
@@ -71,15 +75,16 @@ def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Archit
     return torch.stack(rows[rank * share : (rank + 1) * share])
 
 
-def check_both_ways(architecture: Architecture, tp_size: int, padded: int) -> None:
+def check_both_ways(architecture: Architecture, tp_size: int, padded: int, expert_tp_size: int = 1) -> None:
     source = MemorySource(architecture)
     seen: dict[str, Tensor] = {}
     for rule in all_rules(architecture):
-        shards = [load_shard(rule, source, architecture, rank, tp_size, padded) for rank in range(tp_size)]
+        size = expert_tp_size if is_expert(rule.megatron_name) else tp_size
+        shards = [load_shard(rule, source, architecture, rank, size, padded) for rank in range(size)]
         for rank, shard in enumerate(shards):
-            expected = reference_shard(rule, source.tensors, architecture, rank, tp_size, padded)
+            expected = reference_shard(rule, source.tensors, architecture, rank, size, padded)
             assert shard.is_contiguous()
-            assert torch.equal(shard, expected), (rule.megatron_name, rank, tp_size)
+            assert torch.equal(shard, expected), (rule.megatron_name, rank, size)
         for name, tensor in to_hf(rule, shards, architecture):
             assert name not in seen
             assert tensor.is_contiguous()
@@ -105,17 +110,26 @@ def test_any_shape_equals_the_reference_and_comes_back(data: st.DataObject) -> N
         ffn_hidden_size=3 * tp_size,
         vocab_size=data.draw(st.integers(1, 13), "vocab"),
     )
+    expert_tp_size = data.draw(st.integers(1, 4), "expert tp")
+    if architecture.mixture is not None:
+        mixture = dataclasses.replace(
+            architecture.mixture,
+            num_experts=data.draw(st.integers(1, 4), "experts"),
+            ffn_hidden_size=5 * expert_tp_size,
+            sparse_layers=(data.draw(st.booleans(), "first layer sparse"), True),
+        )
+        architecture = dataclasses.replace(architecture, mixture=mixture)
     if (heads + 2 * groups) * architecture.head_dim % tp_size:
         architecture = dataclasses.replace(architecture, head_dim=2 * tp_size)
     padded = padded_vocab_size(architecture.vocab_size, tp_size, data.draw(st.integers(1, 5), "divisible by"))
-    check_both_ways(architecture, tp_size, padded)
+    check_both_ways(architecture, tp_size, padded, expert_tp_size)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_every_family_equals_the_reference(name: str, tp_size: int) -> None:
     architecture = read_architecture(tiny_config(name))
-    check_both_ways(architecture, tp_size, padded_vocab_size(101, tp_size, 4))
+    check_both_ways(architecture, tp_size, padded_vocab_size(101, tp_size, 4), 3 - tp_size)
 
 
 def test_more_ranks_than_groups_cut_through_a_group() -> None:
@@ -128,7 +142,7 @@ def test_saved_models_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_p
     model = save_tiny(tmp_path, name, dtype, max_shard_size="60KB")
     source, architecture = open_source(tmp_path), read_architecture(model.config)
     assert sorted(hf_names(architecture)) == source.names()
-    state = model.state_dict()
+    state = stored_tensors(tmp_path)
     for tp_size, padded in ((1, None), (2, 128)):
         for megatron_name in all_megatron_names(architecture):
             rule = rule_for(megatron_name, architecture)
@@ -150,13 +164,12 @@ def test_names_of_both_layer_specs_give_the_same_rule() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_tensor_of_the_model_is_named_exactly_once(name: str) -> None:
-    model = tiny_model(name)
-    architecture = read_architecture(model.config)
+def test_every_tensor_of_the_model_is_named_exactly_once(name: str, tmp_path: Path) -> None:
+    architecture = read_architecture(save_tiny(tmp_path, name).config)
     names = hf_names(architecture)
     assert len(names) == len(set(names))
     assert {tensor.name: tensor.shape for tensor in hf_tensors(architecture)} == {
-        key: tuple(value.shape) for key, value in model.named_parameters()
+        key: tuple(value.shape) for key, value in stored_tensors(tmp_path).items()
     }
     assert len(all_megatron_names(architecture)) == len(set(all_megatron_names(architecture)))
 

@@ -1,0 +1,66 @@
+"""Qwen3-MoE: attention as in Qwen3, and experts in the layers that the config picks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters.families.base import Family
+from converters.families.dense import model_rules
+from converters.families.qwen3 import read_features
+from converters.families.sparse import MixtureNames, layer_rules
+from converters.mixture import MixtureOfExperts, read_mixture
+
+_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    return read_mixture(
+        config,
+        problems,
+        width_key="moe_intermediate_size",
+        normalized=bool(config.get("norm_topk_prob")),
+        sparse_layers=_sparse_layers(config, num_layers, problems),
+    )
+
+
+def _sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+    """Every ``decoder_sparse_step``-th layer, counted from one, unless ``mlp_only_layers`` (counted from zero) names it."""
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        problems.append(f"decoder_sparse_step = {step!r}: a positive whole number is needed")
+        step = 1
+    if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
+        problems.append(f"mlp_only_layers = {dense!r}: a list of layer indices is needed")
+        dense = []
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    architecture_class="Qwen3MoeForCausalLM",
+    # transformers sets sliding_window to null unless use_sliding_window is true, and never reads max_window_layers of this family.
+    # output_router_logits and router_aux_loss_coef are about the loss that it computes from labels.
+    config_keys=frozenset(
+        {
+            "attention_bias",
+            "decoder_sparse_step",
+            "max_window_layers",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "sliding_window",
+            "use_sliding_window",
+        }
+    ),
+    read_features=read_features,
+    model_rules=model_rules,
+    layer_rules=partial(layer_rules, names=_NAMES),
+    read_mixture=_read_mixture,
+    has_uniform_window=True,
+)

@@ -1,0 +1,76 @@
+"""Rules of decoders whose MLP is a mixture of experts, in some layers or in all.
+
+transformers computes with all experts of a layer stacked in two tensors, but writes them one by one, as the first releases of these models
+were stored. Both forms are read, under both names that the block has had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from converters.families import dense
+from converters.mixture import MixtureOfExperts
+from converters.rule import HuggingFaceTensor, Kind, Place, Rule
+
+if TYPE_CHECKING:
+    from converters.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureNames:
+    """What a family calls the tensors of its mixture.
+
+    Attributes:
+        blocks: names that the block below a layer may have; it is written under the first.
+        gate, up, down: the matrices of one expert.
+    """
+
+    blocks: tuple[str, ...]
+    gate: str
+    up: str
+    down: str
+
+
+def layer_rules(architecture: Architecture, layer: int, names: MixtureNames) -> tuple[Rule, ...]:
+    """All parameters of one layer, in forward order; those of a dense layer where there are no experts."""
+    mixture = architecture.mixture
+    if mixture is None or not architecture.is_sparse(layer):
+        return dense.layer_rules(architecture, layer)
+    return (
+        *dense.attention_rules(architecture, layer),
+        dense.mlp_norm_rule(architecture, layer),
+        _router_rule(architecture, mixture, layer, names),
+        *_expert_rules(architecture, mixture, layer, names),
+    )
+
+
+def _router_rule(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Rule:
+    shape = (mixture.num_experts, architecture.hidden_size)
+    first, *others = [f"model.layers.{layer}.{block}.gate.weight" for block in names.blocks]
+    tensor = HuggingFaceTensor(first, shape, tuple(Place(name, shape) for name in others))
+    return Rule(f"decoder.layers.{layer}.mlp.router.weight", Kind.REPLICATED, (tensor,))
+
+
+def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+    hidden, width, experts = architecture.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
+    blocks = tuple(f"model.layers.{layer}.{block}.experts" for block in names.blocks)
+    gate_up, down = (experts, 2 * width, hidden), (experts, hidden, width)
+    for expert in range(experts):
+        megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+        parts = (
+            _expert_tensor(blocks, names.gate, (width, hidden), Place("gate_up_proj", gate_up, expert)),
+            _expert_tensor(blocks, names.up, (width, hidden), Place("gate_up_proj", gate_up, expert, width)),
+        )
+        yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, parts)
+        part = _expert_tensor(blocks, names.down, (hidden, width), Place("down_proj", down, expert))
+        yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (part,))
+
+
+def _expert_tensor(blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: Place) -> HuggingFaceTensor:
+    """A matrix of one expert, stored alone or where ``stacked`` says (named without the block)."""
+    first, *others = [f"{block}.{stacked.index}.{name}.weight" for block in blocks]
+    alone = [Place(other, shape) for other in others]
+    together = [replace(stacked, name=f"{block}.{stacked.name}") for block in blocks]
+    return HuggingFaceTensor(first, shape, (*alone, *together))

@@ -1,0 +1,81 @@
+"""The mixture of experts of a model: what its config says about routing and about the size of an expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Routed experts in place of the MLP, in some layers or in all.
+
+    The router takes a softmax over all experts, keeps the ``experts_per_token`` largest probabilities and weighs the experts by them.
+
+    Attributes:
+        num_experts: experts of one layer.
+        experts_per_token: experts that each token goes through.
+        ffn_hidden_size: width of the gated MLP of one expert.
+        normalized: the probabilities of the chosen experts are divided by their sum.
+        sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
+        auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would do; not part of the logits.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    normalized: bool
+    sparse_layers: tuple[bool, ...]
+    auxiliary_loss_coefficient: float
+
+
+def read_mixture(
+    config: Mapping[str, object], problems: list[str], *, width_key: str, normalized: bool, sparse_layers: tuple[bool, ...]
+) -> MixtureOfExperts | None:
+    """The mixture that a config describes.
+
+    Args:
+        config: flat, with the defaults of its class filled in.
+        problems: what is wrong is appended here.
+        width_key: config key of the width of an expert.
+        normalized: see :class:`MixtureOfExperts`.
+        sparse_layers: for each layer, whether it may have experts.
+
+    Returns:
+        None for a model without experts: no layer has them, or there are none.
+    """
+    # transformers writes this key of Qwen3-MoE under either name, according to its version.
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    if not any(sparse_layers) or config.get(key) == 0:
+        return None
+    experts = _whole(config, key, problems)
+    chosen = _whole(config, "num_experts_per_tok", problems)
+    if chosen > experts:
+        problems.append(f"num_experts_per_tok = {chosen}: there are only {experts} experts ({key})")
+    return MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=chosen,
+        ffn_hidden_size=_whole(config, width_key, problems),
+        normalized=normalized,
+        sparse_layers=sparse_layers,
+        auxiliary_loss_coefficient=_coefficient(config, problems),
+    )
+
+
+def _whole(config: Mapping[str, object], key: str, problems: list[str]) -> int:
+    value = config.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    problems.append(f"{key} = {value!r}: a positive whole number is needed")
+    return 1
+
+
+def _coefficient(config: Mapping[str, object], problems: list[str]) -> float:
+    value = config.get("router_aux_loss_coef")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        problems.append(f"router_aux_loss_coef = {value!r}: a number of at least 0 is needed")
+        return 0.0
+    return float(value)

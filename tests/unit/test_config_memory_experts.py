@@ -1,0 +1,146 @@
+"""Mixtures of experts: facts and parameters counted against real transformers models, divided over ranks in every way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+
+from megarl.config.arithmetic import BatchPlan
+from megarl.config.layout import Layout
+from megarl.config.memory import (
+    attention_parameters,
+    estimate,
+    expert_layer_parameters,
+    layer_activation_bytes,
+    layer_parameters,
+    sparse_layer_activation_bytes,
+    stage_layers,
+    stage_parameters,
+)
+from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
+from megarl.errors import ConfigError
+from tests.unit.config_samples import complete, raw_grpo
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 132,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 10,
+    "vocab_size": 101,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "mistral": (MistralConfig, {}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
+    "qwen3_moe-mixed": (Qwen3MoeConfig, {**EXPERTS, "mlp_only_layers": [0, 5], "decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "qwen3_moe-dense": (Qwen3MoeConfig, {**EXPERTS, "decoder_sparse_step": 7}),
+    "qwen3_moe-without": (Qwen3MoeConfig, {**EXPERTS, "num_experts": 0}),
+}
+
+
+def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
+    config_class, options = MODELS[name]
+    config = config_class(**SHAPE, **options)
+    config.save_pretrained(folder)
+    facts = read_model_facts(str(folder))
+    assert facts is not None
+    with torch.device("meta"):
+        return facts, AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("stages", [[6], [2, 4], [1, 2, 3]])
+@pytest.mark.parametrize(("tensor", "expert", "expert_tensor"), [(1, 1, 1), (2, 4, 1), (3, 2, 2), (6, 8, 4)])
+def test_ranks_and_stages_hold_each_parameter_once(
+    name: str, stages: list[int], tensor: int, expert: int, expert_tensor: int, tmp_path: Path
+) -> None:
+    facts, model = real_model(name, tmp_path)
+    padded = -(-facts.vocab_size // tensor) * tensor
+    outside = inside = 0
+    for key, parameter in model.named_parameters():
+        if ".experts." in key:
+            inside += parameter.numel()
+            continue
+        count = padded * facts.hidden_size if "embed_tokens" in key or "lm_head" in key else parameter.numel()
+        outside += count * (tensor if "norm" in key or ".gate.weight" in key else 1)
+    if facts.tied and len(stages) > 1:
+        outside += padded * facts.hidden_size
+    assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
+    sparse = sum(stage_layers(facts, stage, stages)[1] for stage in range(len(stages)))
+    assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor
+    assert [facts.is_sparse(layer) for layer in range(6)] == [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+
+
+def test_facts_of_experts() -> None:
+    mixtral = facts_of({**SHAPE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.expert_ffn_hidden_size, mixtral.dense_layers) == (
+        8,
+        2,
+        132,
+        frozenset(),
+    )
+    qwen = {**SHAPE, "model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]}
+    facts = facts_of(qwen)
+    assert (facts.num_experts, facts.experts_per_token, facts.expert_ffn_hidden_size) == (8, 3, 28)
+    assert (facts.dense_layers, facts.ffn_hidden_size, facts.qk_norm) == ({1}, 132, True)
+    dense = facts_of({**qwen, "mlp_only_layers": list(range(6))})
+    assert (dense.num_experts, dense.experts_per_token, dense.expert_ffn_hidden_size, dense.dense_layers) == (0, 0, 0, frozenset())
+
+
+@pytest.mark.parametrize(("family", "key"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_a_mixture_that_does_not_say_how_many_experts_is_refused(family: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": family}))
+    with pytest.raises(ConfigError, match=f"lacks the key '{key}'"):
+        read_model_facts(str(tmp_path))
+
+
+FACTS = facts_of({**SHAPE, "model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]})
+
+
+def test_activations_by_listing_the_tensors() -> None:
+    tokens, tensor, element, expert_tensor = 24, 2, 2, 4
+    attention = layer_activation_bytes(dataclasses.replace(FACTS, ffn_hidden_size=0), tokens, tensor, True, element)
+    own = tokens // tensor
+    routed = own * FACTS.experts_per_token * expert_tensor
+    width = FACTS.expert_ffn_hidden_size // expert_tensor
+    listed = [routed * FACTS.hidden_size] * 2 + [routed * width] * 4
+    scores = [own * FACTS.num_experts] * 2
+    expected = attention + sum(listed) * element + sum(scores) * 4
+    assert sparse_layer_activation_bytes(FACTS, tokens, tensor, True, expert_tensor, element) == expected
+
+
+def memory(expert: int, expert_tensor: int, facts: ModelFacts = FACTS, **changes: Any) -> Any:
+    megatron = "policy.megatron_cfg"
+    sizes = {f"{megatron}.expert_model_parallel_size": expert, f"{megatron}.expert_tensor_parallel_size": expert_tensor}
+    sizes[f"{megatron}.sequence_parallel"] = True
+    config = complete(raw_grpo(), sizes | {f"{megatron}.{key}": value for key, value in changes.items()})
+    return estimate(config["policy"], facts, Layout(2, 4, 1, 2, 16), BatchPlan(15, 4, 30, 3, 5, 610), True)
+
+
+def test_experts_divide_over_their_own_ranks() -> None:
+    outside = [stage_parameters(FACTS, 2, stage, [3, 3]) for stage in range(2)]
+    for expert, expert_tensor in [(1, 1), (2, 1), (4, 2), (8, 1), (2, 4)]:
+        first, last = memory(expert, expert_tensor)
+        experts = expert_layer_parameters(FACTS, expert, expert_tensor)
+        assert experts * expert * expert_tensor == 8 * 3 * 48 * 28
+        assert (first.parameters, last.parameters) == (outside[0] + 2 * experts, outside[1] + 3 * experts)
+        assert last.weights == 2 * last.parameters
+        # 8 ranks of a stage hold 4 copies of everything else, and as many copies of an expert as its own groups leave.
+        assert last.optimizer == -(-16 * outside[1] // 4) - (-16 * 3 * experts // (8 // (expert * expert_tensor)))
+
+
+def test_recomputation_keeps_the_largest_layer() -> None:
+    plain, checkpointed = memory(4, 1)[0], memory(4, 1, activation_checkpointing=True)[0]
+    assert checkpointed.activations < plain.activations
+    dense = memory(4, 1, dataclasses.replace(FACTS, num_experts=0))[0]
+    assert dense.parameters == 3 * layer_parameters(FACTS, 2) + 51 * 48
+    assert layer_parameters(FACTS, 2) - attention_parameters(FACTS, 2) == 3 * 48 * 132 // 2
