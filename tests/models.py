@@ -12,15 +12,24 @@ VOCABULARY = 101
 LAYERS = 3
 
 
-def tiny_config(family: str, *, tied: bool) -> Any:
-    """A transformers config of ``family`` (``llama``, ``qwen2``, ``qwen3``)."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window")
+SPARSE_FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe_mixed")
+WINDOW = 7
+
+
+def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
+    """A transformers config of one of the families above.
+
+    ``mistral_window`` has a sliding window of ``WINDOW`` tokens. The mixtures have 8 experts, of which a token goes through 3 (Mixtral)
+    or 5; the middle layer of ``qwen3_moe_mixed`` is dense, and its probabilities are not normalised.
+    """
+    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     sizes = dict(
         vocab_size=VOCABULARY,
         hidden_size=36,
         intermediate_size=52,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -43,16 +52,31 @@ def tiny_config(family: str, *, tied: bool) -> Any:
         return LlamaConfig(**{**sizes, "max_position_embeddings": 16384}, head_dim=10, rope_parameters=scaling)
     if family == "qwen2":
         return Qwen2Config(**sizes, head_dim=10, rope_parameters={"rope_type": "default", "rope_theta": 7000.0})
-    return Qwen3Config(**sizes, head_dim=10, rope_parameters={"rope_type": "default", "rope_theta": 9000.0})
+    rope = {"rope_type": "default", "rope_theta": 9000.0}
+    if family in {"mistral", "mistral_window"}:
+        return MistralConfig(**sizes, head_dim=10, rope_parameters=rope, sliding_window=WINDOW if family == "mistral_window" else None)
+    if family == "mixtral":
+        return MixtralConfig(**sizes, head_dim=10, rope_parameters=rope, num_local_experts=8, num_experts_per_tok=3)
+    if family in {"qwen3_moe", "qwen3_moe_mixed"}:
+        mixed = family == "qwen3_moe_mixed"
+        experts = {"num_experts": 8, "num_experts_per_tok": 5, "moe_intermediate_size": 28, "norm_topk_prob": not mixed}
+        return Qwen3MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope, mlp_only_layers=[1] if mixed else [])
+    if family == "qwen3":
+        return Qwen3Config(**sizes, head_dim=10, rope_parameters=rope)
+    raise ValueError(f"no tiny model of family {family!r}")
 
 
-def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
+def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0, layers: int = LAYERS) -> Path:
     """A randomly initialised model of ``family`` saved in Hugging Face form; norms and biases are random too, so that none can be
     forgotten."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, tied=tied), dtype=torch.float32)
+    # The grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes, which tiny models lack in
+    # bfloat16; who loads a mixture to compute with it passes the same option.
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family, tied=tied, layers=layers), dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -63,20 +87,25 @@ def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0) -> Pat
     return directory
 
 
+def _by_tokens(enabled: bool, **others: Any) -> dict[str, Any]:
+    return {"enabled": enabled, **({"train_mb_tokens": 30, "logprob_mb_tokens": 37, **others} if enabled else {})}
+
+
 def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
     """A complete policy configuration for a tiny model on Megatron.
 
     Args:
         model: Hugging Face directory.
-        changes: ``tp``, ``pp``, ``sp``, ``first``, ``last`` (uneven pipeline), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``,
-        ``distributed_optimizer``,
-            ``recompute``, ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged.
+        changes: ``tp``, ``pp``, ``sp``, ``cp``, ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``, ``batching`` (fixed,
+            dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``, ``recompute``,
+            ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged.
     """
     take = changes.pop
     precision = take("precision", "float32")
     tp, clip, lr = take("tp", 1), take("clip", 1.0), take("lr", 1e-3)
     decay, overlap = take("weight_decay", 0.1), take("overlap", False)
     distributed_optimizer = take("distributed_optimizer", True)
+    batching, round_to = take("batching", "fixed"), take("round", 3)
     config = {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
@@ -88,20 +117,22 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         "fsdp_offload_enabled": False,
         "activation_checkpointing_enabled": False,
         "make_sequence_length_divisible_by": take("multiple", 1),
-        "max_total_sequence_length": 64,
+        "max_total_sequence_length": take("max_length", 64),
         "max_grad_norm": clip,
         "dtensor_cfg": {"enabled": False},
-        "dynamic_batching": {"enabled": False},
-        "sequence_packing": {"enabled": False},
+        "dynamic_batching": _by_tokens(batching == "dynamic", sequence_length_round=round_to),
+        "sequence_packing": _by_tokens(batching == "packed"),
         "megatron_cfg": {
             "enabled": True,
             "empty_unused_memory_level": 0,
             "activation_checkpointing": take("recompute", False),
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": take("pp", 1),
+            "pipeline_model_parallel_layout": take("pipeline_layout", None),
             "num_layers_in_first_pipeline_stage": take("first", None),
             "num_layers_in_last_pipeline_stage": take("last", None),
-            "context_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": take("vpp", None),
+            "context_parallel_size": take("cp", 1),
             "pipeline_dtype": precision,
             "sequence_parallel": take("sp", False),
             "optimizer": {

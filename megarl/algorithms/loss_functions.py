@@ -243,6 +243,7 @@ class DPOLossFn:
 
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGPROB
+    rows_together = 2
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
         dict.fromkeys(
             (

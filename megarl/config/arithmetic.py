@@ -59,3 +59,11 @@ class BatchPlan:
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
     """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+def sequence_share(tensor: int, context: int, sequence_parallel: bool) -> int:
+    """What a sequence's length must be a multiple of, so that every rank that shares it gets an equal part.
+
+    Context-parallel ranks hold two chunks each; sequence-parallel ranks divide what is left.
+    """
+    return (2 * context if context > 1 else 1) * (tensor if sequence_parallel else 1)

@@ -61,6 +61,7 @@ MEGATRON: Config = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "context_parallel_size": 1,

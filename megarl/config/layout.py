@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,49 @@ def layers_per_stage(num_layers: int, stages: int, first: int | None = None, las
         raise ValueError(f"{rest} layers do not divide evenly over {others} pipeline stages")
     middle = [rest // others] * others
     return ([first] if first is not None else []) + middle + ([last] if last is not None else [])
+
+
+def read_pipeline_layout(text: str) -> list[str]:
+    """The model chunks of a written pipeline layout, in the order in which a token goes through them.
+
+    The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss, ``|`` between chunks,
+    ``x*3`` and ``(tt|)*3`` for repetitions, commas for the eye: ``"Et*2|(tt|)*2tL"`` is ``["Ett", "tt", "tt", "tL"]``.
+
+    Raises:
+        ValueError: a sign that is none of these, or an embedding or output layer elsewhere than at the two ends.
+    """
+    unrolled = text.replace(",", "").replace(" ", "")
+    for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        unrolled = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), unrolled)
+    unknown = sorted(set(unrolled) - set("EtL|"))
+    if unknown:
+        raise ValueError(f"{''.join(unknown)!r} is not understood; write E, t, L, |, and *n or (...)*n for repetitions")
+    if unrolled.replace("|", "").replace("t", "") != "EL" or not unrolled.startswith("E") or not unrolled.endswith("L"):
+        raise ValueError("the embedding E comes first and the output layer L last, each once")
+    return unrolled.split("|")
+
+
+def pipeline_chunks(megatron: Mapping[str, Any]) -> int:
+    """Model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid ``megatron_cfg``."""
+    layout = megatron.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        return len(read_pipeline_layout(layout)) // int(megatron["pipeline_model_parallel_size"])
+    return megatron.get("virtual_pipeline_model_parallel_size") or 1
+
+
+def stage_layer_counts(megatron: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+
+    Raises:
+        ValueError: the layers cannot be divided as it says; the message says why.
+    """
+    stages, layout = int(megatron["pipeline_model_parallel_size"]), megatron.get("pipeline_model_parallel_layout")
+    if layout is None:
+        first, last = megatron["num_layers_in_first_pipeline_stage"], megatron["num_layers_in_last_pipeline_stage"]
+        return layers_per_stage(num_layers, stages, first, last)
+    chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
+    if len(chunks) % stages:
+        raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
+    if sum(chunks) != num_layers:
+        raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
+    return [sum(chunks[stage::stages]) for stage in range(stages)]

@@ -10,13 +10,9 @@ from megarl.errors import Violation
 
 NOT_YET = "not in this version"
 UNBUILT_FLAGS = {
-    "policy.sequence_packing.enabled": "sequence packing is",
-    "policy.dynamic_batching.enabled": "dynamic batching is",
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
 }
 UNBUILT_SIZES = {
-    f"{MEGATRON}.context_parallel_size": "context parallelism is",
-    f"{MEGATRON}.virtual_pipeline_model_parallel_size": "the interleaved pipeline is",
     f"{MEGATRON}.expert_model_parallel_size": "expert parallelism is",
     f"{MEGATRON}.expert_tensor_parallel_size": "expert parallelism is",
 }

@@ -21,12 +21,16 @@ class DynamicBatchingArgs(TypedDict):
         sequence_length_round: padded lengths are rounded up to a multiple of this.
         input_key: key of the tensor ``[B, S]`` whose S caps padded lengths.
         input_lengths_key: key of the lengths ``[B]``.
+        width_multiple: S, where it caps, counts as rounded up to a multiple of this, by default 1.
+        rows_together: consecutive rows that must stay in one micro-batch (2 for pairs), by default 1.
     """
 
     max_tokens_per_microbatch: int
     sequence_length_round: int
     input_key: str
     input_lengths_key: str
+    width_multiple: NotRequired[int]
+    rows_together: NotRequired[int]
 
 
 class SequencePackingArgs(TypedDict):
@@ -39,6 +43,7 @@ class SequencePackingArgs(TypedDict):
         sequence_length_pad_multiple: each sequence counts as rounded up to a multiple of this.
         seed: for the algorithm first_fit_shuffle, by default 0.
         attention_crossover_length: length in tokens at which attention costs as much as the matrix multiplications, to balance shards.
+        rows_together: consecutive rows that must stay in one micro-batch (2 for pairs), by default 1.
     """
 
     max_tokens_per_microbatch: int
@@ -48,6 +53,7 @@ class SequencePackingArgs(TypedDict):
     sequence_length_pad_multiple: int
     seed: NotRequired[int]
     attention_crossover_length: NotRequired[int]
+    rows_together: NotRequired[int]
 
 
 @dataclass(slots=True)
@@ -108,20 +114,28 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
         BatchError: a single padded row exceeds the budget, or a bound in ``args`` is not positive.
     """
     budget, multiple = args["max_tokens_per_microbatch"], args["sequence_length_round"]
+    together = _rows_together(args, batch_size, shards)
     _require_positive("sequence_length_round", multiple)
+    width = _round_up(width, args.get("width_multiple", 1))
+
+    def padded(length: int) -> int:
+        return min(_round_up(length, multiple), width)
+
     longest = max(lengths)
-    if min(_round_up(longest, multiple), width) > budget:
+    if padded(longest) * together > budget:
         raise BatchError(
-            f"sequence length {longest}, padded to {min(_round_up(longest, multiple), width)} tokens, exceeds "
+            f"sequence length {longest}, padded to {padded(longest)} tokens{_times(together)}, exceeds "
             f"max_tokens_per_microbatch = {budget}; raise the token budget to at least the padded length or shorten the sequences"
         )
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
-        shortest_first = sorted(range(start, start + batch_size), key=lengths.__getitem__)
-        slot_lengths = [min(_round_up(lengths[row], multiple), width) for row in shortest_first[shards - 1 :: shards]]
-        ranges, padded = _cut_by_budget(slot_lengths, budget)
+        groups = [range(first, first + together) for first in range(start, start + batch_size, together)]
+        shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
+        slot_lengths = [padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]]
+        ranges, rounded = _cut_by_budget(slot_lengths, budget // together)
         for shard, plan in enumerate(plans):
-            plan.add_chunk(shortest_first[shard::shards], ranges, padded)
+            rows = [row for group in shortest_first[shard::shards] for row in group]
+            plan.add_chunk(rows, [[first * together, last * together] for first, last in ranges], rounded)
     return plans
 
 
@@ -133,6 +147,7 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
         BatchError: ``sequence_length_pad_multiple`` is not positive.
     """
     multiple = args["sequence_length_pad_multiple"]
+    together = _rows_together(args, batch_size, 1)
     _require_positive("sequence_length_pad_multiple", multiple)
     crossover = args.get("attention_crossover_length", DEFAULT_ATTENTION_CROSSOVER_LENGTH)
     packer = get_packer(
@@ -145,9 +160,10 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
         padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
-        bins = packer.pack(padded)
-        costs = [sum(sequence_cost(padded[member], crossover) for member in members) for members in bins]
-        dealt = [bins[number] for number in deal_bins(costs, shards)]
+        groups = [range(first, first + together) for first in range(0, batch_size, together)]
+        bins = packer.pack([sum(padded[row] for row in rows) for rows in groups])
+        costs = [sum(sequence_cost(padded[row], crossover) for member in members for row in groups[member]) for members in bins]
+        dealt = [[row for member in bins[number] for row in groups[member]] for number in deal_bins(costs, shards)]
         for shard, plan in enumerate(plans):
             rows: list[int] = []
             ranges: list[list[int]] = []
@@ -156,6 +172,20 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
                 rows.extend(start + member for member in members)
             plan.add_chunk(rows, ranges, [sum(padded[member] for member in members) for members in dealt[shard::shards]])
     return plans
+
+
+def _rows_together(args: DynamicBatchingArgs | SequencePackingArgs, batch_size: int, shards: int) -> int:
+    together = args.get("rows_together", 1)
+    _require_positive("rows_together", together)
+    if batch_size % (together * shards):
+        raise BatchError(
+            f"Batch size ({batch_size}) is not a multiple of shards ({shards}) x rows that stay together ({together}); choose a multiple"
+        )
+    return together
+
+
+def _times(rows: int) -> str:
+    return f" for each of {rows} rows that stay together" if rows > 1 else ""
 
 
 def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:

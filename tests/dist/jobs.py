@@ -9,11 +9,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
 
 def build(config: Mapping[str, Any], **options: Any) -> MegatronPolicyWorker:
     return MegatronPolicyWorker(config, None, **options)
+
+
+def dealt(
+    worker: MegatronPolicyWorker, batch: Mapping[str, Any], phase: Phase, global_batch: int | None = None, rows_together: int = 1
+) -> ShardedBatch:
+    """The batch as the driver deals it to the replicas."""
+    replicas = worker.backend.groups.data_size
+    return shard_batch(BatchedDataDict(batch), worker.cfg, replicas, phase=phase, global_batch=global_batch, rows_together=rows_together)
 
 
 def my_share(worker: MegatronPolicyWorker, batch: Mapping[str, Any], global_batch: int | None = None) -> BatchedDataDict[Any]:
@@ -28,11 +37,12 @@ def full_weights(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tensor:
     """Log-probabilities of the whole batch, in its order."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
-    mine = worker.get_logprobs(data=my_share(worker, batch))["logprobs"]
+    sharded = dealt(worker, batch, "logprob")
+    mine = worker.get_logprobs(data=sharded.shards[worker.backend.groups.data_rank])["logprobs"]
     shares: list[Any] = [None] * worker.backend.groups.data_size
     dist.all_gather_object(shares, mine, group=worker.backend.groups.data)
     worker.backend.close()
-    return torch.cat(shares)
+    return sharded.restore(shares)
 
 
 def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
@@ -40,7 +50,8 @@ def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: 
     worker = build(config, init_reference_model=False)
     losses, norms, metrics = [], [], []
     for batch in batches:
-        result = worker.train(data=my_share(worker, batch, config["train_global_batch_size"]), loss_fn=loss_fn)
+        sharded = dealt(worker, batch, "train", config["train_global_batch_size"], getattr(loss_fn, "rows_together", 1))
+        result = worker.train(data=sharded.shards[worker.backend.groups.data_rank], loss_fn=loss_fn)
         losses.append(result["global_loss"].tolist())
         norms.append(float(result["grad_norm"]))
         metrics.append(result["all_mb_metrics"])

@@ -1,4 +1,5 @@
-"""Generation by Megatron: greedy equals transformers token for token, its log-probabilities equal get_logprobs, and no layout changes what is drawn."""
+"""Generation by Megatron: greedy equals transformers token for token, its log-probabilities equal get_logprobs, and no layout changes what
+is drawn."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def replicas_agree(worker: MegatronPolicyWorker) -> bool:
     for stage, rank, weights in everyone:
         if differences(stages.setdefault((stage, rank), weights), weights):
             return False
-    if worker.backend.stage.share_embeddings_and_output_weights and groups.pipeline_size > 1:
+    if worker.backend.stages[0].share_embeddings_and_output_weights and groups.pipeline_size > 1:
         for rank in range(groups.tensor_size):
             first, last = stages[0, rank], stages[groups.pipeline_size - 1, rank]
             if not torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"]):

@@ -105,6 +105,7 @@ def broken(change: dict[str, Any]) -> BatchedDataDict[Any]:
         (BatchedDataDict({}), "input_ids, input_lengths, sample_mask.* must be present"),
         (broken({"token_mask": torch.ones(8, 5)}), "Dim 1 must be the sequence dim"),
         (broken({"sample_mask": torch.ones(7)}), "expected 8 rows"),
+        (broken({"token_mask": torch.ones(8, 12)}), r"token_mask\[\d, \d+\] = 1 beyond input_lengths"),
         (broken({"input_ids": torch.full((8, 12), VOCABULARY)}), "token ids lie in"),
         (broken({"input_ids": torch.full((8, 12), -1)}), "token ids lie in"),
         (broken({"input_lengths": torch.full((8,), 13)}), "only 12 columns"),
@@ -131,3 +132,25 @@ def test_refit_methods_say_what_is_missing(policy: Policy) -> None:
     for call in (policy.prepare_refit_info, policy.prepare_weights_for_ipc, policy.broadcast_weights_for_collective):
         with pytest.raises(NotImplementedError, match="not in this version"):
             call()
+
+
+@pytest.mark.parametrize("batching", ["dynamic", "packed"])
+def test_batches_by_tokens_in_context_parallel_replicas(local_ray: int, model: Path, batching: str) -> None:
+    """CP2 x DP2: any number of rows for log-probabilities, in their order; the loss of a training step is the true one."""
+    cluster = RayVirtualCluster([4], use_gpus=False, name=f"policy-{batching}")
+    config = policy_config(model, cp=2, multiple=4, batching=batching, max_length=20)
+    policy = Policy(cluster, config, None, init_reference_model=False)
+    try:
+        loaded = reference.load(model)
+        for rows in (1, 7):
+            batch = make_batch(rows, 17, seed=rows)
+            measured = policy.get_logprobs(BatchedDataDict(batch))["logprobs"]
+            torch.testing.assert_close(measured, reference.logprobs(loaded, batch), atol=1e-5, rtol=0)
+        batch = make_batch(8, 17, seed=1)
+        expected, norm = reference.ReferenceTrainer(loaded, config).step(batch, NLLLoss())
+        trained = policy.train(BatchedDataDict(batch), NLLLoss())
+        assert float(trained["loss"]) == pytest.approx(expected, rel=1e-5)
+        assert float(trained["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    finally:
+        assert policy.shutdown()
+        cluster.shutdown()

@@ -84,7 +84,31 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("widths_divide", {**ON_DTENSOR, "d.tensor_parallel_size": 8}, {}, {"d.tensor_parallel_size"}),
     ("hidden_divides", {}, {"num_key_value_heads": 5}, {"policy.model_name"}),
     ("experts_divide", {"m.expert_model_parallel_size": 3}, {"num_experts": 8}, {"m.expert_model_parallel_size", "m.sequence_parallel"}),
-    ("context_parallel_needs_packing", {"m.context_parallel_size": 3}, {}, {"m.context_parallel_size"}),
+    ("layers_divide", {"m.virtual_pipeline_model_parallel_size": 4}, {}, {"m.virtual_pipeline_model_parallel_size"}),
+    (
+        "written_layout_fits",
+        {"m.pipeline_model_parallel_layout": "Et*3|tL", "m.num_layers_in_last_pipeline_stage": 2},
+        {},
+        {"m.pipeline_model_parallel_layout", "m.num_layers_in_last_pipeline_stage"},
+    ),
+    ("written_layout_fits", {"m.pipeline_model_parallel_layout": "Et|x*9|L"}, {}, {"m.pipeline_model_parallel_layout"}),
+    ("written_layout_fits", {"m.pipeline_model_parallel_layout": "Et*9|(t|)*1|EL"}, {}, {"m.pipeline_model_parallel_layout"}),
+    (
+        "written_layout_fits",
+        {
+            "m.pipeline_model_parallel_layout": "Et*4|t*4|t|tL",
+            "m.virtual_pipeline_model_parallel_size": 3,
+            "m.pipeline_model_parallel_size": 2,
+        },
+        {},
+        {"m.virtual_pipeline_model_parallel_size"},
+    ),
+    (
+        "chunks_need_stages",
+        {"m.virtual_pipeline_model_parallel_size": 2, "m.pipeline_model_parallel_size": 1},
+        {},
+        {"m.virtual_pipeline_model_parallel_size"},
+    ),
     ("samples_fill_global_batches", {"policy.train_global_batch_size": 45}, {}, {"policy.train_global_batch_size"}),
     ("global_batch_divides", {"policy.train_global_batch_size": 20}, {}, {"policy.train_global_batch_size"}),
     ("global_batch_divides", {"policy.train_micro_batch_size": 4}, {}, {"policy.train_micro_batch_size"}),
@@ -94,7 +118,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"policy.dynamic_batching.enabled"},
     ),
-    ("dynamic_batching_without_pipeline", {"policy.dynamic_batching.enabled": True}, {}, {"policy.dynamic_batching.enabled"}),
+    (
+        "token_budgets_given",
+        {"policy.sequence_packing.enabled": True, "m.context_parallel_size": 3, "policy.sequence_packing.train_mb_tokens": 611},
+        {},
+        {"policy.sequence_packing.train_mb_tokens", "policy.sequence_packing.logprob_mb_tokens"},
+    ),
     (
         "token_budgets_given",
         {"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": 609},
@@ -161,11 +190,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     (
         "unbuilt_flags",
-        {"policy.sequence_packing.enabled": True, "ddp.use_custom_fsdp": True},
+        {"ddp.use_custom_fsdp": True},
         {},
-        {"policy.sequence_packing.enabled", "ddp.use_custom_fsdp"},
+        {"ddp.use_custom_fsdp"},
     ),
-    ("unbuilt_sizes", {"m.virtual_pipeline_model_parallel_size": 2}, {}, {"m.virtual_pipeline_model_parallel_size"}),
+    ("unbuilt_sizes", {"m.expert_model_parallel_size": 2}, {}, {"m.expert_model_parallel_size"}),
     ("unbuilt_backends", ON_DTENSOR, {}, {"d.enabled"}),
     ("unbuilt_backends", ON_FSDP1, {}, {"m.enabled"}),
     ("unbuilt_generation", {"g.backend": "vllm", "g.colocated.enabled": False}, {}, {"g.backend", "g.colocated.enabled"}),
@@ -239,9 +268,9 @@ def test_range_accepts_its_inside_and_refuses_its_outside(key: str) -> None:
 
 
 def test_rule_on_a_key_is_silent_where_the_feature_is_not_built() -> None:
-    violations = check(complete(raw_grpo(), {f"{MEGATRON}.context_parallel_size": 3}), FACTS)
-    assert [violation.bound for violation in violations if violation.key == f"{MEGATRON}.context_parallel_size"] == [
-        "context parallelism is not in this version"
+    violations = check(complete(raw_grpo(), {f"{MEGATRON}.expert_model_parallel_size": 3}), FACTS)
+    assert [violation.bound for violation in violations if violation.key == f"{MEGATRON}.expert_model_parallel_size"] == [
+        "expert parallelism is not in this version"
     ]
 
 

@@ -121,12 +121,19 @@ def test_types_rules_and_model_come_in_one_report() -> None:
         "loss_fn": ...,
         "cluster.gpus_per_node": 5,
         "policy.model_name": "/no/such/directory",
-        "policy.sequence_packing": {"enabled": True},
+        "policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1},
     }
     with pytest.raises(ConfigError) as caught:
         validate_config(changed(raw_grpo(), changes))
     keys = {violation.key for violation in caught.value.violations}
-    assert {"sede", "policy.precision", "loss_fn", "cluster.gpus_per_node", "policy.model_name", "policy.sequence_packing.enabled"} <= keys
+    assert {
+        "sede",
+        "policy.precision",
+        "loss_fn",
+        "cluster.gpus_per_node",
+        "policy.model_name",
+        "policy.sequence_packing.train_mb_tokens",
+    } <= keys
     assert str(caught.value).startswith(f"{len(caught.value.violations)} configuration errors:")
     assert all(violation.key in str(caught.value) for violation in caught.value.violations)
 

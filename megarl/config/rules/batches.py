@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from megarl.config.rules.parallel import PIPELINE, layout_of
+from megarl.config.arithmetic import sequence_share
+from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key
 from megarl.config.rules.view import Rule, View
 from megarl.errors import Violation
 
@@ -54,28 +56,27 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
         yield Violation(f"{DYNAMIC}.enabled", True, "sequence packing is enabled too", "disable one of the two")
 
 
-def dynamic_batching_without_pipeline(view: View) -> Iterator[Violation]:
-    """Pipeline stages exchange tensors of one fixed shape."""
-    view.require(view[f"{DYNAMIC}.enabled"])
-    if view[PIPELINE] > 1:
-        bound = f"{PIPELINE} is {view[PIPELINE]}, and pipeline stages need micro-batches of one shape"
-        yield Violation(f"{DYNAMIC}.enabled", True, bound, "set it to false, or the pipeline size to 1")
-
-
 def token_budgets_given(view: View) -> Iterator[Violation]:
-    """A token budget is there where it is used, and holds the longest sequence."""
+    """A token budget is there where it is used, and holds the longest sequence with its padding."""
     longest = view["policy.max_total_sequence_length"]
+    _, context, tensor = axis_sizes(view)
+    share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))
     for section in (PACKING, DYNAMIC):
         if not view.get(f"{section}.enabled", False):
             continue
+        multiple = share
+        if section == DYNAMIC:
+            multiple = math.lcm(share, view["policy.make_sequence_length_divisible_by"])
+        needed = -(-longest // multiple) * multiple
         for key in (f"{section}.train_mb_tokens", f"{section}.logprob_mb_tokens"):
             budget = view.get(key)
             if budget is None:
                 if not view.written(key):
-                    yield Violation(key, budget, f"{section} is enabled and needs it", f"write {longest} or more")
-            elif budget < longest:
-                bound = f"it must hold a sequence of policy.max_total_sequence_length = {longest} tokens"
-                yield Violation(key, budget, bound, f"write {longest} or more")
+                    yield Violation(key, budget, f"{section} is enabled and needs it", f"write {needed} or more")
+            elif budget < needed:
+                padded = f", padded to a multiple of {multiple}" if needed > longest else ""
+                bound = f"it must hold a sequence of policy.max_total_sequence_length = {longest} tokens{padded}"
+                yield Violation(key, budget, bound, f"write {needed} or more")
 
 
 BATCH_RULES: tuple[Rule, ...] = (
@@ -83,6 +84,5 @@ BATCH_RULES: tuple[Rule, ...] = (
     global_batch_divides,
     validation_batch_divides,
     one_way_of_batching,
-    dynamic_batching_without_pipeline,
     token_budgets_given,
 )

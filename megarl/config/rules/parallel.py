@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from megarl.config.layout import Layout, layers_per_stage
+from megarl.config.arithmetic import sequence_share
+from megarl.config.layout import Layout, layers_per_stage, pipeline_chunks, stage_layer_counts
 from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.errors import Violation
@@ -14,11 +16,18 @@ PIPELINE = f"{MEGATRON}.pipeline_model_parallel_size"
 CONTEXT = f"{MEGATRON}.context_parallel_size"
 FIRST = f"{MEGATRON}.num_layers_in_first_pipeline_stage"
 LAST = f"{MEGATRON}.num_layers_in_last_pipeline_stage"
+VIRTUAL = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+WRITTEN = f"{MEGATRON}.pipeline_model_parallel_layout"
 
 
 def tensor_key(view: View) -> str:
     """The key of the tensor-parallel size of the backend in use."""
     return {"megatron": TENSOR, "dtensor": f"{DTENSOR}.tensor_parallel_size"}.get(backend_of(view), "")
+
+
+def sequence_parallel_key(view: View) -> str:
+    """The key of sequence parallelism of the backend in use."""
+    return {"megatron": f"{MEGATRON}.sequence_parallel", "dtensor": f"{DTENSOR}.sequence_parallel"}.get(backend_of(view), "")
 
 
 def axis_sizes(view: View) -> tuple[int, int, int]:
@@ -76,7 +85,7 @@ def sequence_length_divides(view: View) -> Iterator[Violation]:
     view.require(backend_of(view) == "megatron")
     key = "policy.make_sequence_length_divisible_by"
     _, context, tensor = axis_sizes(view)
-    share = (tensor if view[f"{MEGATRON}.sequence_parallel"] else 1) * (2 * context if context > 1 else 1)
+    share = sequence_share(tensor, context, view[f"{MEGATRON}.sequence_parallel"])
     if view[key] % share:
         bound = f"each sequence is shared by tensor {tensor} and context {context} ranks, so it must be a multiple of {share}"
         yield Violation(key, view[key], bound, f"write {share}")
@@ -86,18 +95,52 @@ def layers_divide(view: View) -> Iterator[Violation]:
     """The layers divide over the pipeline stages."""
     view.require(backend_of(view) == "megatron")
     stages, first, last = view[PIPELINE], view[FIRST], view[LAST]
-    view.require(stages >= 1 and (first is None or first >= 1) and (last is None or last >= 1))
+    view.require(stages >= 1 and (first is None or first >= 1) and (last is None or last >= 1) and view[WRITTEN] is None)
     if stages == 1:
         for key, value in ((FIRST, first), (LAST, last)):
             if value is not None:
                 yield Violation(key, value, f"there is one pipeline stage ({PIPELINE} = 1)", "write null")
         return
     try:
-        layers_per_stage(view.facts.num_layers, stages, first, last)
+        layers = layers_per_stage(view.facts.num_layers, stages, first, last)
     except ValueError as error:
         key, value = next(((key, value) for key, value in ((FIRST, first), (LAST, last)) if value is not None), (PIPELINE, stages))
         fix = f"choose {PIPELINE}, {FIRST} and {LAST} so that the {view.facts.num_layers} layers divide"
         yield Violation(key, value, str(error), fix)
+        return
+    chunks = view[VIRTUAL]
+    if chunks is not None and any(count % chunks for count in layers):
+        bound = f"each stage's layers ({', '.join(map(str, layers))}) must divide into {chunks} model chunks"
+        yield Violation(VIRTUAL, chunks, bound, f"write a divisor of {math.gcd(*layers)}, or null")
+
+
+def written_layout_fits(view: View) -> Iterator[Violation]:
+    """A written pipeline layout holds the model's layers, in chunks for all stages, and nothing else says otherwise."""
+    view.require(backend_of(view) == "megatron" and view[WRITTEN] is not None)
+    text, stages = view[WRITTEN], view[PIPELINE]
+    view.require(stages >= 1)
+    for key in (FIRST, LAST):
+        if view[key] is not None:
+            yield Violation(key, view[key], f"{WRITTEN} says which layers a stage holds", "write null")
+    if stages == 1:
+        yield Violation(WRITTEN, text, f"there is one pipeline stage ({PIPELINE} = 1)", "write null")
+        return
+    try:
+        stage_layer_counts(view[MEGATRON], view.facts.num_layers)
+    except ValueError as error:
+        yield Violation(WRITTEN, text, str(error), "write it anew, or null")
+        return
+    chunks = pipeline_chunks(view[MEGATRON])
+    if view[VIRTUAL] not in {None, chunks}:
+        yield Violation(VIRTUAL, view[VIRTUAL], f"{WRITTEN} has {chunks} chunks a stage", f"write {chunks} or null")
+
+
+def chunks_need_stages(view: View) -> Iterator[Violation]:
+    """Model chunks take turns over several pipeline stages."""
+    view.require(backend_of(view) == "megatron")
+    chunks = view[VIRTUAL]
+    if chunks is not None and chunks > 1 and view[PIPELINE] == 1:
+        yield Violation(VIRTUAL, chunks, f"there is one pipeline stage ({PIPELINE} = 1)", "write null")
 
 
 def widths_divide(view: View) -> Iterator[Violation]:
@@ -135,20 +178,14 @@ def experts_divide(view: View) -> Iterator[Violation]:
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
 
 
-def context_parallel_needs_packing(view: View) -> Iterator[Violation]:
-    """Megatron shares packed rows, not single sequences, between context-parallel ranks."""
-    view.require(backend_of(view) == "megatron")
-    if view[CONTEXT] > 1 and not view["policy.sequence_packing.enabled"]:
-        yield Violation(CONTEXT, view[CONTEXT], "context parallelism needs sequence packing", "set policy.sequence_packing.enabled to true")
-
-
 PARALLEL_RULES: tuple[Rule, ...] = (
     ranks_divide,
     sequence_parallel_needs_tensor,
     sequence_length_divides,
     layers_divide,
+    written_layout_fits,
+    chunks_need_stages,
     widths_divide,
     hidden_divides,
     experts_divide,
-    context_parallel_needs_packing,
 )

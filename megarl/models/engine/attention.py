@@ -1,15 +1,40 @@
 """Portable attention: one function that every backend calls when it has no fused kernel of its own.
 
-Shapes: B batch, S query length, K key length, H query heads, G key-value heads, D head dimension.
+Causal, with grouped-query heads, a sliding window, packed sequences and context parallelism in any combination. Shapes: B batch, S query
+length, K key length, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.models.engine.context import ContextShare, gather_shared
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+
+@dataclass(frozen=True, slots=True)
+class SequenceLayout:
+    """How sequences lie in the sequence dimension that attention sees.
+
+    Attributes:
+        starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is the end. None when each batch
+            row is one sequence.
+        context: the ranks that share every sequence.
+    """
+
+    starts: tuple[int, ...] | None = None
+    context: ContextShare = field(default_factory=ContextShare)
+
+
+ROWS = SequenceLayout()
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, window: int | None = None
+) -> torch.Tensor:
     """Causal attention in which the queries are the *last* S of K positions (all of them when training, a few when decoding with a cache).
 
     Args:
@@ -17,15 +42,72 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         key: [B, G, K, D], K >= S; G divides H (grouped-query attention).
         value: [B, G, K, D].
         scale: factor of the scores; ``1/sqrt(D)`` when None.
+        window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
 
     Returns:
         [B, H, S, D] in the dtype of ``query``.
     """
     queries, keys = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
-    if queries == keys:
+    narrow = window is not None and window < keys
+    if queries == keys and not narrow:
         return scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
     mask = None
-    if queries > 1:
+    if queries > 1 or narrow:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(diagonal=keys - queries)
+        if narrow and window is not None:
+            mask = mask.triu(diagonal=keys - queries - window + 1)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SequenceLayout = ROWS,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention inside every sequence of ``layout``.
+
+    Args:
+        query: [B, H, s, D], this context rank's part; packed sequences have B = 1.
+        key, value: [B, G, s, D].
+        layout: packed sequences and context parallelism. Packed lengths, and without packing the row length, are multiples of
+            2 * context size.
+        scale, window: as in :func:`causal_attention`.
+
+    Returns:
+        [B, H, s, D], the part of the queries.
+    """
+    context = layout.context
+    if layout.starts is None and context.size == 1:
+        return causal_attention(query, key, value, scale, window)
+    starts = layout.starts or (0, query.shape[2] * context.size)
+    if context.size > 1:
+        key, value = _whole_keys_and_values(key, value, starts, context)
+    return torch.cat(
+        [causal_attention(query[:, :, here], key[:, :, seen], value[:, :, seen], scale, window) for here, seen in _pieces(starts, context)],
+        dim=2,
+    )
+
+
+def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice, slice]]:
+    """For each run of this rank's queries: where it stands here, and the keys of its sequence up to its end."""
+    pieces, done = [], 0
+    for start, end in itertools.pairwise(starts):
+        for first, last in context.chunks(start, end):
+            if last > first:
+                pieces.append((slice(done, done + last - first), slice(start, last)))
+            done += last - first
+    return pieces
+
+
+def _whole_keys_and_values(
+    key: torch.Tensor, value: torch.Tensor, starts: tuple[int, ...], context: ContextShare
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, G, s, D] of every rank to [B, G, S, D] in order, both in one collective."""
+    both = torch.stack([key, value]).movedim(3, 0)
+    whole = gather_shared(both, starts, context).movedim(0, 3)
+    return whole[0], whole[1]

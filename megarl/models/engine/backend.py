@@ -13,7 +13,8 @@ import torch
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
-from megarl.models.engine.microbatches import MicroBatch
+from megarl.models.engine.microbatches import Shapes
+from megarl.models.engine.model_input import ModelInput
 
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
@@ -36,17 +37,16 @@ class Backend(Protocol):
     """A model spread over the workers, with its optimizer. Every method is collective unless it says otherwise.
 
     Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks of the gradients of the
-    losses that the head returned.
+    losses that the head returned. Context-parallel ranks all compute the same loss; each of them adds what its own tokens contribute.
     """
 
     hf_config: Any
     groups: ParallelGroups
     vocabulary: VocabularyShard
-    sequence_multiple: int
+    shapes: Shapes
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool) -> list[HeadOutput]:
-        """Run the head on every micro-batch. All micro-batches have one shape. Results exist on the last pipeline stage, elsewhere the
-        list is empty."""
+    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+        """Run the head on every micro-batch. Results exist on the last pipeline stage, elsewhere the list is empty."""
 
     def set_training(self, training: bool) -> None:
         """Choose between training and evaluation behaviour. Local."""

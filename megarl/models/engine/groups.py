@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.models.engine.context import ContextShare
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
@@ -53,6 +55,11 @@ class ParallelGroups:
     @property
     def context_size(self) -> int:
         return dist.get_world_size(self.context)
+
+    @property
+    def context_share(self) -> ContextShare:
+        """This process's part of every sequence."""
+        return ContextShare(self.context_rank, self.context_size, self.context if self.context_size > 1 else None)
 
     @property
     def is_first_stage(self) -> bool:

@@ -1,6 +1,7 @@
 """Heads: what is computed from a micro-batch's logits. The same log-probabilities serve the log-prob pass and every loss.
 
-Legend: b micro-batch rows, S padded sequence length, V vocabulary columns of this rank.
+Legend: b micro-batch rows, S their length; n rows and t tokens in front of the model (:mod:`megarl.models.engine.model_input`), V
+vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
-from megarl.models.engine.microbatches import MicroBatch
+from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.normalizers import Normalizers
 
 
@@ -34,9 +35,9 @@ class HeadOutput:
 
 
 class Head(Protocol):
-    """Turns a shard of logits [b, S, V] and the micro-batch they come from into a result."""
+    """Turns a shard of logits [n, t, V] and the input they come from into a result."""
 
-    def __call__(self, logits: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput: ...
+    def __call__(self, logits: torch.Tensor, model_input: ModelInput) -> HeadOutput: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,16 @@ class LogprobHead:
     shard: VocabularyShard
     temperature: float = 1.0
 
-    def next_token_logprobs(self, logits: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    def next_token_logprobs(self, logits: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
         """[b, S-1] float32: entry i is the log-probability of token i+1 given tokens up to i."""
-        # rolling the targets instead of cutting the logits keeps them contiguous: no copy of the largest tensor there is
-        targets = micro_batch.input_ids.roll(-1, dims=1)
-        return vocab_parallel_logprobs(logits, targets, self.shard, self.temperature)[:, :-1]
+        # every position has a target, also a last one: cutting the logits instead would copy the largest tensor there is
+        return model_input.to_rows(vocab_parallel_logprobs(logits, model_input.targets, self.shard, self.temperature))
 
-    def __call__(self, logits: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
+    def __call__(self, logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
         """``logprobs`` [b, S] float32: column 0 and everything beyond ``input_lengths`` exactly 0."""
-        logprobs = F.pad(self.next_token_logprobs(logits, micro_batch), (1, 0))
+        logprobs = F.pad(self.next_token_logprobs(logits, model_input), (1, 0))
         positions = torch.arange(logprobs.shape[1], device=logprobs.device)
-        inside = positions[None, :] < micro_batch.data["input_lengths"][:, None]
+        inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
         return HeadOutput(tensors={"logprobs": logprobs.detach().where(inside, torch.zeros_like(logprobs))})
 
 
@@ -79,12 +79,12 @@ class LossHead:
     logprobs: LogprobHead
     normalizers: Normalizers
 
-    def __call__(self, logits: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
+    def __call__(self, logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
         loss, metrics = self.loss_fn(
-            micro_batch.data,
+            model_input.micro_batch.data,
             self.normalizers.valid_sequences,
             self.normalizers.valid_tokens,
-            next_token_logprobs=self.logprobs.next_token_logprobs(logits, micro_batch),
+            next_token_logprobs=self.logprobs.next_token_logprobs(logits, model_input),
         )
         # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
         kept = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}

@@ -1,8 +1,13 @@
-"""Cutting one rank's share of a batch into micro-batches."""
+"""Cutting one rank's share of a batch into micro-batches: of a fixed number of rows, or as a plan of the driver says.
+
+A plan (dynamic batching or sequence packing) comes with the batch: ``micro_batch_indices`` and ``micro_batch_lengths`` of a
+:class:`SlicedDataDict`, made from lengths alone by ``BatchedDataDict.shard_by_batch_size``. It has the same number of micro-batches for
+every data-parallel rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +22,14 @@ class MicroBatch:
     """Rows that go through the model together.
 
     Attributes:
-        data: the batch's keys, cut to these rows; tensors of two or more dimensions have the (padded) sequence length in dimension 1.
-        first: index of the first row in the batch it was cut from.
+        data: the batch's keys, cut to these rows; tensors of two or more dimensions have the sequence in dimension 1.
+        packed: the rows go through the model as one row, one behind the other.
+        length: sequence length in front of the model, over all context-parallel ranks: of every row, or of the one packed row.
     """
 
     data: Mapping[str, Any]
-    first: int
+    packed: bool
+    length: int
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -31,11 +38,23 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
+        """b."""
         return self.input_ids.shape[0]
 
-    @property
-    def sequence_length(self) -> int:
-        return self.input_ids.shape[1]
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What a backend wants of the shapes in front of the model.
+
+    Attributes:
+        row_multiple: rows are padded to a multiple of it.
+        packed_multiple: each packed sequence is padded to a multiple of it.
+        equal: all micro-batches of a pass need one shape (pipeline stages exchange tensors of one shape).
+    """
+
+    row_multiple: int = 1
+    packed_multiple: int = 1
+    equal: bool = False
 
 
 def batch_size(data: Mapping[str, Any]) -> int:
@@ -65,34 +84,64 @@ def move_to(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
 
 
-def pad_sequences(data: Mapping[str, Any], multiple: int) -> dict[str, Any]:
-    """Zero-pad dimension 1 of every tensor that has one on the right, to a multiple of ``multiple``."""
-    length = data["input_ids"].shape[1]
-    missing = -length % multiple
-    if missing == 0:
-        return dict(data)
+def round_up(length: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``length``."""
+    return -(-length // multiple) * multiple
 
-    def pad(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+
+def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Dimension 1 of every tensor that has one, cut or zero-padded on the right to ``length``."""
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] == length:
             return value
-        return F.pad(value, [0, 0] * (value.ndim - 2) + [0, missing])
+        if value.shape[1] > length:
+            return value[:, :length]
+        return F.pad(value, [0, 0] * (value.ndim - 2) + [0, length - value.shape[1]])
 
-    return {key: pad(value) for key, value in data.items()}
+    return {key: fit(value) for key, value in data.items()}
 
 
-def split_rows(data: Mapping[str, Any], micro_batch_size: int) -> list[MicroBatch]:
+def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -> list[MicroBatch]:
     """Micro-batches of ``micro_batch_size`` rows in order; the last one holds what remains."""
-    total = batch_size(data)
-    return [MicroBatch(slice_rows(data, first, min(first + micro_batch_size, total)), first) for first in range(0, total, micro_batch_size)]
+    total, length = batch_size(data), round_up(data["input_ids"].shape[1], shapes.row_multiple)
+    padded = fit_sequences(data, length)
+    limits = [(first, min(first + micro_batch_size, total)) for first in range(0, total, micro_batch_size)]
+    return [MicroBatch(slice_rows(padded, first, last), False, length) for first, last in limits]
 
 
-def runs_of_equal_shape(micro_batches: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:
-    """Consecutive micro-batches of one shape together: a pipeline schedule exchanges activations of one shape."""
-    run: list[MicroBatch] = []
-    for micro_batch in micro_batches:
-        if run and run[0].input_ids.shape != micro_batch.input_ids.shape:
-            yield run
-            run = []
-        run.append(micro_batch)
-    if run:
-        yield run
+def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
+    """The batch with ``missing`` more copies of its last row."""
+    rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
+    return {key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows] for key, value in data.items()}
+
+
+def follow_plan(
+    data: Mapping[str, Any], indices: Sequence[Sequence[int]], lengths: Sequence[int], shapes: Shapes, *, packed: bool
+) -> list[MicroBatch]:
+    """Micro-batches as planned for one chunk.
+
+    Args:
+        data: the rows of the chunk.
+        indices: ``[start, end]`` of each micro-batch.
+        lengths: the planned row length of each micro-batch (dynamic) or the planned total (packed).
+        shapes: what the backend wants.
+        packed: whether rows go through the model as one row.
+    """
+    parts = [slice_rows(data, first, last) for first, last in indices]
+    if packed:
+        parts = [fit_sequences(part, int(part["input_lengths"].max())) for part in parts]
+        totals = [_packed_length(part, shapes) for part in parts]
+        if shapes.equal:
+            totals = [max(totals)] * len(totals)
+        return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
+    fitted = [fit_sequences(part, round_up(length, shapes.row_multiple)) for part, length in zip(parts, lengths, strict=True)]
+    if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
+        # rectangles of different shapes: as packed rows of one length, that of the longest of them without its padding
+        total = max(_packed_length(part, shapes) for part in fitted)
+        return [MicroBatch(part, True, total) for part in fitted]
+    return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]
+
+
+def _packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
+    return sum(round_up(length, shapes.packed_multiple) for length in part["input_lengths"].tolist())

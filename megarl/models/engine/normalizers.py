@@ -24,14 +24,13 @@ class Normalizers:
     valid_tokens: torch.Tensor
 
 
-def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups, length: int) -> Normalizers:
-    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group.
-
-    ``length`` is the sequence length the caller gave, before the backend's own padding, which must not change a loss.
+def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Normalizers:
+    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group. The
+    sequence length is the one the caller gave, before any padding of the backend's own, which must not change a loss.
     """
     sample_mask = data["sample_mask"].to(torch.float64)
     sequences = sample_mask.sum()
-    tokens = sequences * length
+    tokens = sequences * data["input_ids"].shape[1]
     if "token_mask" in data:
         tokens = (data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]).sum()
     totals = groups.sum_over_data(torch.stack([sequences, tokens]))

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from megarl.models.engine.backend import Backend
+from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead
-from megarl.models.engine.microbatches import batch_size, pad_sequences, runs_of_equal_shape, slice_rows, split_rows
+from megarl.models.engine.microbatches import fit_sequences
+from megarl.models.engine.model_input import lay_out_all
 from megarl.models.engine.normalizers import global_normalizers
 from megarl.observe.metrics import Reduction, default_reduction
 
@@ -44,37 +46,38 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
         backend.set_training(training)
 
 
-def _run(backend: Backend, data: Mapping[str, Any], micro_batch_size: int, head: Head, *, backward: bool) -> list[HeadOutput]:
-    outputs: list[HeadOutput] = []
-    for run in runs_of_equal_shape(split_rows(data, micro_batch_size)):
-        outputs.extend(backend.forward_backward(run, head, backward=backward))
-    return outputs
+def _run(backend: Backend, chunk: Chunk, head: Head, *, backward: bool) -> list[HeadOutput]:
+    inputs = lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
+    return backend.forward_backward(inputs, head, backward=backward)
 
 
-def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], *, micro_batch_size: int, temperature: float) -> torch.Tensor:
+def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, *, temperature: float) -> torch.Tensor:
     """Log-probabilities of the tokens of a batch under the present weights.
 
     Args:
         backend: the model.
         data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's device.
-        micro_batch_size: rows that go through the model together; the last micro-batch may be smaller.
+        batching: how rows become micro-batches.
         temperature: logits are divided by it.
 
     Returns:
-        [B, S] float32 on every pipeline stage; column 0 and padding are exactly 0.
+        [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
     """
-    length = data["input_ids"].shape[1]
+    rows, length = data["input_ids"].shape
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
-    if batch_size(data) == 0:
+    if rows == 0:
         return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
-    padded = pad_sequences({key: data[key] for key in ("input_ids", "input_lengths")}, backend.sequence_multiple)
     head = LogprobHead(backend.vocabulary, temperature)
+    parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
-        outputs = _run(backend, padded, micro_batch_size, head, backward=False)
+        for chunk in batching.chunks({key: data[key] for key in ("input_ids", "input_lengths")}):
+            outputs = _run(backend, chunk.without_ragged_end() if backend.shapes.equal else chunk, head, backward=False)
+            rectangles = [fit_sequences({"logprobs": output.tensors["logprobs"]}, length)["logprobs"] for output in outputs]
+            parts.extend([torch.cat(rectangles)[: chunk.rows]] if rectangles else [])
     if backend.groups.is_last_stage:
-        logprobs = torch.cat([output.tensors["logprobs"] for output in outputs])[:, :length].contiguous()
+        logprobs = torch.cat(parts)
     else:
-        logprobs = torch.empty(batch_size(data), length, dtype=torch.float32, device=data["input_ids"].device)
+        logprobs = torch.empty(rows, length, dtype=torch.float32, device=data["input_ids"].device)
     return backend.groups.from_last_stage(logprobs)
 
 
@@ -82,9 +85,8 @@ def train_on_batch(
     backend: Backend,
     data: Mapping[str, Any],
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    batching: Batching,
     *,
-    local_batch_size: int,
-    micro_batch_size: int,
     temperature: float,
     update: bool,
 ) -> TrainResult:
@@ -94,22 +96,18 @@ def train_on_batch(
         backend: the model.
         data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
         loss_fn: a loss of the contract; what it returns adds up over micro-batches and ranks.
-        local_batch_size: rows of one global batch on this data-parallel rank.
-        micro_batch_size: rows that go through the model together.
+        batching: this rank's part of each global batch, and how its rows become micro-batches.
         temperature: the sampling temperature.
         update: take optimizer steps and advance the schedule once at the end.
     """
-    length = data["input_ids"].shape[1]
-    data = pad_sequences(data, backend.sequence_multiple)
-    count = batch_size(data) // local_batch_size
     losses: list[torch.Tensor] = []
     grad_norms: list[float] = []
     metrics: dict[str, list[float]] = defaultdict(list)
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
+    chunks = batching.chunks(data)
     with mode:
-        for index in range(count):
-            part = slice_rows(data, index * local_batch_size, (index + 1) * local_batch_size)
-            loss, outputs, extra = _global_batch(backend, part, length, loss_fn, micro_batch_size, temperature, update)
+        for chunk in chunks:
+            loss, outputs, extra = _global_batch(backend, chunk, loss_fn, temperature, update)
             losses.append(loss)
             if update:
                 outcome = backend.apply_gradients()
@@ -120,26 +118,20 @@ def train_on_batch(
                     metrics[name].append(value)
     if update:
         backend.lr_step()
-    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, _averaged_over_batches(metrics, loss_fn, count))
+    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, _averaged_over_batches(metrics, loss_fn, len(chunks)))
 
 
 def _global_batch(
-    backend: Backend,
-    part: Mapping[str, Any],
-    length: int,
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
-    micro_batch_size: int,
-    temperature: float,
-    update: bool,
+    backend: Backend, chunk: Chunk, loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]], temperature: float, update: bool
 ) -> tuple[torch.Tensor, Sequence[Mapping[str, float]], dict[str, float]]:
     """Loss of one global batch (gradients are left in the backend), metrics a micro-batch, and metrics of the batch as a whole."""
-    normalizers = global_normalizers(part, backend.groups, length)
+    normalizers = global_normalizers(chunk.data, backend.groups)
     head = LossHead(loss_fn, LogprobHead(backend.vocabulary, temperature), normalizers)
     if update:
         backend.zero_grad()
-    outputs = _run(backend, part, micro_batch_size, head, backward=update)
+    outputs = _run(backend, chunk, head, backward=update)
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
-    share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=part["input_ids"].device)
+    share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
     measured = backend.groups.object_from_last_stage([{name: float(value) for name, value in output.metrics.items()} for output in outputs])
     batch_metrics = {

@@ -21,6 +21,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import BatchError, CheckpointError, StateError
 from megarl.models.engine.backend import Backend
+from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.reference import ReferenceWeights
@@ -88,13 +89,14 @@ class EngineWorker:
         self._require("train", optimizer=not eval_mode)
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
-        local_batch = self._local_batch_size(data, global_batch, micro_batch)
+        if "sample_mask" not in data:
+            raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
+        batching = self._plan_of(data) or FixedRows(micro_batch, self._local_batch_size(data, global_batch, micro_batch))
         result = train_on_batch(
             self.backend,
             move_to(data, self.runtime.device),
             loss_fn,
-            local_batch_size=local_batch,
-            micro_batch_size=micro_batch,
+            batching,
             temperature=self.temperature,
             update=not eval_mode,
         )
@@ -106,8 +108,6 @@ class EngineWorker:
         }
 
     def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
-        if "sample_mask" not in data:
-            raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
         ranks = self.backend.groups.data_size
         if global_batch % ranks:
             raise BatchError(f"global batch size = {global_batch}: not a multiple of the {ranks} data-parallel ranks; choose a multiple")
@@ -121,6 +121,24 @@ class EngineWorker:
             raise BatchError(f"{batch_size(data)} rows on this data-parallel rank: need a positive multiple of {local} (one global batch)")
         return local
 
+    def _plan_of(self, data: BatchedDataDict[Any]) -> Planned | None:
+        """The micro-batches that the driver planned by tokens; None where micro-batches have a fixed number of rows.
+
+        Raises:
+            BatchError: the configuration asks for a plan and the batch has none.
+        """
+        packed = bool((self.cfg.get("sequence_packing") or {}).get("enabled"))
+        if not packed and not (self.cfg.get("dynamic_batching") or {}).get("enabled"):
+            return None
+        indices, lengths, counts = data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb
+        if indices is None or lengths is None:
+            way = "sequence_packing" if packed else "dynamic_batching"
+            raise BatchError(
+                f"policy.{way} is enabled, but the batch carries no plan of its micro-batches; "
+                "shard it with megarl.models.policy.batch_plan.shard_batch, or disable it"
+            )
+        return Planned(indices, lengths, counts or [chunk[-1][1] for chunk in indices], packed)
+
     def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
         """``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are 0.
 
@@ -131,7 +149,8 @@ class EngineWorker:
         self._require("get_logprobs")
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
-        logprobs = logprobs_of_batch(self.backend, batch, micro_batch_size=rows, temperature=self.temperature)
+        batching: Batching = self._plan_of(data) or FixedRows(rows)
+        logprobs = logprobs_of_batch(self.backend, batch, batching, temperature=self.temperature)
         return BatchedDataDict({"logprobs": logprobs.cpu()})
 
     @contextlib.contextmanager

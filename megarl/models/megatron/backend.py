@@ -17,15 +17,18 @@ from transformers import AutoConfig
 from converters.architecture import Architecture, read_architecture
 from converters.check import check_source
 from converters.source import HuggingFaceSource
+from megarl.config.arithmetic import sequence_share
+from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import StateError
 from megarl.models.engine.backend import Part, Place, StepOutcome
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
-from megarl.models.engine.microbatches import MicroBatch
+from megarl.models.engine.microbatches import Shapes
+from megarl.models.engine.model_input import ModelInput
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
-from megarl.models.megatron.build import build_stage, wrap_for_data_parallel
+from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.mover import move_part
 from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values
 from megarl.models.megatron.schedule import forward_backward
@@ -60,7 +63,7 @@ class MegatronBackend:
         except BaseException:
             self.close()
             raise
-        self.model.train()
+        self.set_training(True)
 
     def _build(self, policy: Mapping[str, Any], source: HuggingFaceSource, seed: int, with_optimizer: bool) -> None:
         """Groups, model with its weights, optimizer and schedule."""
@@ -69,47 +72,50 @@ class MegatronBackend:
             tensor=megatron["tensor_model_parallel_size"],
             pipeline=megatron["pipeline_model_parallel_size"],
             context=megatron["context_parallel_size"],
+            virtual=pipeline_chunks(megatron),
         )
         self.groups: ParallelGroups = parallel.initialize(sizes)
-        needed = sizes.tensor if megatron["sequence_parallel"] else 1
-        self.sequence_multiple = math.lcm(needed, policy["make_sequence_length_divisible_by"])
+        share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
+        self.shapes = Shapes(math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1)
         check_source(source, self.architecture, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
         with cuda_redirect.cuda_literals():
             parallel.seed_model_parallel(seed)
-            stage = build_stage(policy, self.architecture, self.groups)
-            hf_state.load_from_hf(stage, source, self.architecture, self.groups)
-            self.model = wrap_for_data_parallel(stage, policy)
-            self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.model) if with_optimizer else None
+            stages = build_chunks(policy, self.architecture, self.groups)
+            hf_state.load_from_hf(stages, source, self.architecture, self.groups)
+            self.chunks = wrap_for_data_parallel(stages, policy)
+            self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
-        rows = stage.vocab_size // self.groups.tensor_size
+        rows = stages[0].vocab_size // self.groups.tensor_size
         self.vocabulary = VocabularyShard(
             self.architecture.vocab_size,
             self.groups.tensor_rank * rows,
             self.groups.tensor if self.groups.tensor_size > 1 else None,
         )
-        self._gathers_ahead = self.model.ddp_config.overlap_param_gather
+        self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
 
     @property
-    def stage(self) -> Any:
-        """The bare GPTModel of this pipeline stage."""
-        return self.model.module
+    def stages(self) -> list[Any]:
+        """The bare GPTModel of each chunk of this pipeline stage."""
+        return [chunk.module for chunk in self.chunks]
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool) -> list[HeadOutput]:
+    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         if not backward:
             self.sync_parameters()
-        outputs = forward_backward(self.model, micro_batches, head, backward=backward)
+        outputs = forward_backward(self.chunks, inputs, head, backward=backward)
         self._empty_cache(1)
         return outputs
 
     def set_training(self, training: bool) -> None:
-        self.model.train(training)
+        for chunk in self.chunks:
+            chunk.train(training)
 
     def is_training(self) -> bool:
-        return bool(self.model.training)
+        return bool(self.chunks[0].training)
 
     def zero_grad(self) -> None:
         self._resume_gathering_ahead()
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -133,16 +139,18 @@ class MegatronBackend:
         return schedule_values(self.optimizer) if self.optimizer is not None else {}
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.stage.named_parameters()
+        return hf_state.parameters_of(self.stages)
 
     def sync_parameters(self) -> None:
         """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting new ones."""
-        if self._gathers_ahead and self.model.remove_forward_pre_hook_handles:
-            self.model.disable_forward_pre_hook(param_sync=True)
+        for chunk in self.chunks if self._gathers_ahead else ():
+            if chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=True)
 
     def _resume_gathering_ahead(self) -> None:
-        if self._gathers_ahead and not self.model.remove_forward_pre_hook_handles:
-            self.model.enable_forward_pre_hook()
+        for chunk in self.chunks if self._gathers_ahead else ():
+            if not chunk.remove_forward_pre_hook_handles:
+                chunk.enable_forward_pre_hook()
 
     def parameters_changed(self) -> None:
         """Parameters were written from outside: a tied output layer and the optimizer's own copies have to follow."""
@@ -154,35 +162,35 @@ class MegatronBackend:
     def _copy_embedding_to_output_layer(self) -> None:
         """With tied embeddings the last of several stages has a copy of the first one's."""
         groups = self.groups
-        if groups.pipeline_size == 1 or not self.stage.share_embeddings_and_output_weights:
+        if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return
         if groups.is_first_stage:
-            dist.send(self.stage.embedding.word_embeddings.weight.detach(), dst=groups.last_stage_global_rank, group=groups.pipeline)
+            dist.send(self.stages[0].embedding.word_embeddings.weight.detach(), dst=groups.last_stage_global_rank, group=groups.pipeline)
         elif groups.is_last_stage:
             first = dist.get_global_rank(groups.pipeline, 0)
-            dist.recv(self.stage.output_layer.weight.detach(), src=first, group=groups.pipeline)
+            dist.recv(self.stages[-1].output_layer.weight.detach(), src=first, group=groups.pipeline)
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sync_parameters()
-        return hf_state.stream_to_hf(self.stage, self.architecture, self.groups)
+        return hf_state.stream_to_hf(self.stages, self.architecture, self.groups)
 
     def move(self, part: Part, place: Place) -> None:
-        move_part(self.model, self.optimizer, self.runtime, part, place)
+        move_part(self.chunks, self.optimizer, self.runtime, part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = self._require_optimizer() if optimizer is not None else None
         self.sync_parameters()
-        checkpoint.save_weights(self.model, weights)
+        checkpoint.save_weights(self.chunks, weights)
         if optimizer is not None and trained is not None:
-            checkpoint.save_optimizer(self.model, trained, self.scheduler, self.runtime, optimizer)
+            checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
         trained = self._require_optimizer() if optimizer is not None else None
         self.sync_parameters()
-        checkpoint.load_weights(self.model, weights)
+        checkpoint.load_weights(self.chunks, weights)
         self.parameters_changed()
         if optimizer is not None and trained is not None:
-            checkpoint.load_optimizer(self.model, trained, self.scheduler, self.runtime, optimizer)
+            checkpoint.load_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
 
     def _require_optimizer(self) -> MegatronOptimizer:
         if self.optimizer is None:

@@ -1,8 +1,8 @@
-"""Builds this worker's part of the model: Megatron's GPTModel for its pipeline stage, wrapped for data parallelism."""
+"""Builds this worker's part of the model: Megatron's GPTModel for each chunk of its pipeline stage, wrapped for data parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -17,26 +17,33 @@ from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
 
 
-def build_stage(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> GPTModel:
-    """The uninitialised model of this pipeline stage on the current device; weights have to be loaded before anything else."""
+def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
+    """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
+    to be loaded before anything else."""
     config = transformer_config(policy, architecture)
     options = megatron_settings(architecture).model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=decoder_spec(config),
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        parallel_output=True,
-        **options,
-    )
+    count = config.virtual_pipeline_model_parallel_size or 1
+    return [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None),
+            pre_process=groups.is_first_stage and chunk == 0,
+            post_process=groups.is_last_stage and chunk == count - 1,
+            parallel_output=True,
+            vp_stage=chunk if count > 1 else None,
+            **options,
+        )
+        for chunk in range(count)
+    ]
 
 
-def wrap_for_data_parallel(model: GPTModel, policy: Mapping[str, Any]) -> DistributedDataParallel:
-    """``model`` with Megatron's gradient and parameter buffers; its config learns how the schedules have to synchronise gradients."""
-    config: TransformerConfig = model.config
+def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: Mapping[str, Any]) -> list[DistributedDataParallel]:
+    """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have to synchronise gradients."""
+    config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy)
-    wrapped = DistributedDataParallel(config, distribution, model)
+    # chunks beyond the first have time to reduce their gradients while the others run
+    wrapped = [DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     if distribution.overlap_grad_reduce:
-        config.no_sync_func = wrapped.no_sync
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped

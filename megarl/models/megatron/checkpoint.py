@@ -5,11 +5,9 @@ A checkpoint directory appears whole or not at all: everything is written beside
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint.atomic import fsync_tree
+from megarl.checkpoint.collective import appears_whole, random_state_file
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
@@ -40,13 +38,23 @@ def _metadata() -> dict[str, Any]:
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save_weights(model: DistributedDataParallel, directory: Path) -> None:
+def _entry(chunk: int) -> str:
+    """Where one of several model chunks stands in a state dict, as in Megatron-LM. The tensors have the names of their layers."""
+    return f"model{chunk}"
+
+
+def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+    states = [chunk.module.sharded_state_dict(metadata=_metadata()) for chunk in chunks]
+    return states[0] if len(states) == 1 else {_entry(index): state for index, state in enumerate(states)}
+
+
+def save_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
     """Write the weights to ``directory``. A collective over all ranks."""
-    with _appears_whole(directory) as staging, cuda_literals():
-        _save(model.module.sharded_state_dict(metadata=_metadata()), staging)
+    with appears_whole(directory) as staging, cuda_literals():
+        _save(_sharded(chunks), staging)
 
 
-def load_weights(model: DistributedDataParallel, directory: Path) -> None:
+def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
     """Read weights that any layout wrote.
 
     Raises:
@@ -54,29 +62,30 @@ def load_weights(model: DistributedDataParallel, directory: Path) -> None:
     """
     require(directory)
     with cuda_literals():
-        loaded = _load(model.module.sharded_state_dict(metadata=_metadata()), directory, "weights")
-        model.module.load_state_dict(loaded, strict=False)
+        loaded = _load(_sharded(chunks), directory, "weights")
+        for index, chunk in enumerate(chunks):
+            chunk.module.load_state_dict(loaded[_entry(index)] if len(chunks) > 1 else loaded, strict=False)
 
 
 def save_optimizer(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler | None,
     runtime: DeviceRuntime,
     directory: Path,
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``. A collective over all ranks."""
-    with _appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets():
+    with appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets():
         _initialize_state(optimizer)
-        weights = model.module.sharded_state_dict(metadata=_metadata())
+        weights = _sharded(chunks)
         _save(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging)
         if dist.get_rank() == 0 and scheduler is not None:
             (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
-        save_file(runtime.rng_state(), staging / _rng_file(dist.get_rank()))
+        save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
 
 
 def load_optimizer(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler | None,
     runtime: DeviceRuntime,
@@ -90,14 +99,14 @@ def load_optimizer(
     require(directory)
     with cuda_literals(), fused_style_adam(), exact_offsets():
         _initialize_state(optimizer)
-        weights = model.module.sharded_state_dict(metadata=_metadata())
+        weights = _sharded(chunks)
         wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
         optimizer.load_state_dict(_load(wanted, directory, "optimizer state"))
     schedule = directory / SCHEDULE_FILE
     if scheduler is not None and schedule.exists():
         scheduler.num_steps = 0  # loading advances the schedule from where it stands
         scheduler.load_state_dict(json.loads(schedule.read_text()))
-    rng = directory / _rng_file(dist.get_rank())
+    rng = directory / random_state_file(dist.get_rank())
     if rng.exists():
         runtime.set_rng_state(load_file(rng))
 
@@ -108,10 +117,6 @@ def require(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} is not a checkpoint (no metadata.json there): give the directory that save_checkpoint was given"
         )
-
-
-def _rng_file(rank: int) -> str:
-    return f"rng_{rank:05d}.safetensors"
 
 
 def _save(state: dict[str, Any], directory: Path) -> None:
@@ -148,39 +153,3 @@ def _initialize_state(optimizer: MegatronOptimizer) -> None:
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False) and inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)
-
-
-def _prepare(directory: Path, staging: Path) -> str | None:
-    """Make an empty staging directory; what is in the way otherwise."""
-    try:
-        if directory.exists() and any(directory.iterdir()):
-            return f"{directory} exists and is not empty: checkpoints are never overwritten; give a new path"
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    except OSError as error:
-        return f"cannot write a checkpoint to {directory}: {error}; give a directory that this user may write"
-    return None
-
-
-@contextlib.contextmanager
-def _appears_whole(directory: Path) -> Iterator[Path]:
-    """A staging directory on all ranks that becomes ``directory`` at the end, or vanishes when any rank fails before that."""
-    staging = directory.parent / f".{directory.name}.partial"
-    first = dist.get_rank() == 0
-    problem = [_prepare(directory, staging) if first else None]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise CheckpointError(problem[0])
-    try:
-        yield staging
-    except BaseException:
-        if first:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    dist.barrier()
-    if first:
-        fsync_tree(staging)
-        if directory.exists():
-            directory.rmdir()
-        staging.rename(directory)
-    dist.barrier()

@@ -98,6 +98,46 @@ def _manual_seed(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
 
 
+def _rotary_angles_of_context_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Chunks r and 2c - 1 - r of 2c of the rotary angles; Megatron's own picks them through page-locked memory, inside the forward pass."""
+    size, rank = cp_group.size(), cp_group.rank()
+    chunks = pos_emb.chunk(2 * size, dim=seq_dim)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
+
+
+def _splits_as_they_are(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's own turns the numbers of tokens that ranks exchange into numpy only on their way from CUDA; collectives want them so."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Gathers and reduce-scatters of parts of different lengths, which gloo does not have."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = input_.new_zeros(longest, *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        whole = input_.new_empty(group.size() * longest, *input_.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, padded, group=group)
+        parts = zip(whole.split(longest), output_split_sizes, strict=True)
+        return torch.cat([part[:length] for part, length in parts])
+
+    def reduce_scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    yield mappings, "_gather_along_first_dim", gather_uneven
+    yield mappings, "_reduce_scatter_along_first_dim", reduce_scatter_uneven
+
+
 _CUDA_STAND_INS: dict[str, Any] = {
     "current_device": lambda: CPU,
     "current_stream": lambda *args, **kwargs: _STREAM,
@@ -122,10 +162,19 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
     yield megatron_random, "_set_cuda_rng_state", _set_rng_state
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+
+    for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
+        yield embedding, "get_pos_emb_on_this_cp_rank", _rotary_angles_of_context_rank
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):  # an undefined name without Transformer Engine in 0.16.1
         yield moe_utils, "te_general_gemm", None
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    yield token_dispatcher, "maybe_move_tensor_to_cpu", _splits_as_they_are
+    yield from _uneven_collectives(mappings)
 
 
 _MISSING = object()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,7 +13,7 @@ from megarl.models.engine.backend import Part, Place
 
 
 def move_part(
-    model: DistributedDataParallel, optimizer: MegatronOptimizer | None, runtime: DeviceRuntime, part: Part, place: Place
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, runtime: DeviceRuntime, part: Part, place: Place
 ) -> None:
     """Move ``part`` to ``place``. On a CPU both places are the same memory and nothing happens.
 
@@ -27,9 +27,10 @@ def move_part(
             move_optimizer(optimizer, lambda tensor: tensor.to(target))
         runtime.synchronize()
         return
-    _move_buffers(model, place, parameters=part == "parameters")
-    if part == "parameters":
-        _move_loose_parameters(model, runtime, place)
+    for chunk in chunks:
+        _move_buffers(chunk, place, parameters=part == "parameters")
+        if part == "parameters":
+            _move_loose_parameters(chunk, runtime, place)
     runtime.synchronize()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -44,20 +44,21 @@ def fused_style_adam() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def build_optimizer(policy: Mapping[str, Any], model: DistributedDataParallel) -> MegatronOptimizer:
-    """Megatron's optimizer over ``model``. Biases and norms (parameters of one dimension) get no weight decay, as in Megatron."""
+def build_optimizer(policy: Mapping[str, Any], chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one dimension) get no weight decay, as in
+    Megatron."""
     config = optimizer_config(policy)
     options: dict[str, Any] = {"use_gloo_process_groups": False}
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
     if overrides is not None:
         options["config_overrides"] = overrides(config)
     with fused_style_adam():
-        optimizer = megatron_optimizer.get_megatron_optimizer(config, [model], **options)
+        optimizer = megatron_optimizer.get_megatron_optimizer(config, list(chunks), **options)
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if config.optimizer == "sgd" and not getattr(inner, "is_stub_optimizer", False):
             inner.init_state_fn = _initialize_momentum
     if config.fp16:
-        model.config.grad_scale_func = optimizer.scale_loss
+        chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl.models.engine.groups import ParallelGroups
@@ -12,11 +14,62 @@ from megarl.models.engine.groups import ParallelGroups
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Degrees of parallelism; data parallel is what remains of the world."""
+    """Degrees of parallelism; data parallel is what remains of the world.
+
+    Attributes:
+        tensor, pipeline, context: ranks that share a layer, the layers, a sequence.
+        virtual: model chunks of one pipeline stage.
+        expert, expert_tensor: ranks that share the experts, and one expert.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Who shares the experts with this process. Megatron lays expert groups over the ranks of a pipeline stage anew: ranks that are tensor,
+    context or data parallel for the rest of the model may be expert or expert-tensor parallel for its experts.
+
+    Attributes:
+        model: ranks that the experts are divided over.
+        tensor: ranks that one expert is cut over.
+        coupled: consecutive data-parallel replicas whose tokens meet in the same experts, so that they have to go through the model in
+            step; 1 when every replica stands alone.
+    """
+
+    model: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    coupled: int
+
+    @property
+    def model_rank(self) -> int:
+        return dist.get_rank(self.model)
+
+    @property
+    def model_size(self) -> int:
+        return dist.get_world_size(self.model)
+
+    @property
+    def tensor_rank(self) -> int:
+        return dist.get_rank(self.tensor)
+
+    @property
+    def tensor_size(self) -> int:
+        return dist.get_world_size(self.tensor)
+
+
+def expert_groups(groups: ParallelGroups) -> ExpertGroups:
+    """The expert groups of the layout that :func:`initialize` made."""
+    model, tensor = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    together = dist.get_world_size(model) * dist.get_world_size(tensor)
+    # both the ranks of a replica and those that exchange tokens are consecutive in a stage
+    replica = groups.tensor_size * groups.context_size
+    return ExpertGroups(model, tensor, math.lcm(together, replica) // replica)
 
 
 def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> ParallelGroups:
@@ -29,7 +82,10 @@ def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.time
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
         context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         create_gloo_process_groups=False,

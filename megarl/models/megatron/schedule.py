@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.engine.heads import Head, HeadOutput
-from megarl.models.engine.microbatches import MicroBatch
+from megarl.models.engine.model_input import ModelInput
 from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
+from megarl.models.megatron.specs import PackedSequences
 
 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
@@ -22,44 +25,86 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None 
     finalize_model_grads(model, None, **options)
 
 
-def _forward_step(micro_batches: Iterator[MicroBatch], model: DistributedDataParallel, head: Head) -> tuple[torch.Tensor, Any]:
-    micro_batch = next(micro_batches)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline full."""
+
+    model_input: ModelInput
+    filler: bool = False
+
+
+def _packed(model_input: ModelInput) -> PackedSequences | None:
+    """Megatron's description of a packed row; None for rows that are sequences."""
+    starts = model_input.layout.starts
+    if starts is None:
+        return None
+    limits = torch.tensor(starts, dtype=torch.int32, device=model_input.tokens.device)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=limits,
+        cu_seqlens_kv=limits,
+        cu_seqlens_q_padded=limits,
+        cu_seqlens_kv_padded=limits,
+        max_seqlen_q=model_input.longest,
+        max_seqlen_kv=model_input.longest,
+        layout=model_input.layout,
+    )
+
+
+def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: Head) -> tuple[torch.Tensor, Any]:
+    item = next(work)
+    model_input = item.model_input
     with plain_torch():
-        output = model(micro_batch.input_ids, None, None)
+        output = model(model_input.tokens, model_input.positions, None, packed_seq_params=_packed(model_input))
 
     def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         with plain_torch():
-            result = head(output, micro_batch)
+            result = head(output, model_input)
         if non_loss_data:
-            return result
+            return None if item.filler else result
         assert result.loss is not None, "a backward pass needs a head that returns a loss"
+        loss = result.loss * 0 if item.filler else result.loss
         # the schedule frees the storage of what it sends on, and on the last stage that is the loss itself
-        kept = dataclasses.replace(result, loss=result.loss.detach().clone())
-        return result.loss, torch.zeros((), dtype=torch.int), kept
+        kept = None if item.filler else dataclasses.replace(result, loss=loss.detach().clone())
+        return loss, torch.zeros((), dtype=torch.int), kept
 
     return output, finish
 
 
+def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Work]:
+    """At least as many micro-batches as stages, in groups that the interleaved schedule accepts."""
+    stages = config.pipeline_model_parallel_size
+    filled = [*work, *[_Work(work[-1].model_input, filler=True)] * max(0, stages - len(work))]
+    rest = len(filled) % stages
+    config.microbatch_group_size_per_vp_stage = stages if rest == 0 else len(filled)
+    return filled
+
+
 def forward_backward(
-    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], head: Head, *, backward: bool
+    chunks: Sequence[DistributedDataParallel], inputs: Sequence[ModelInput], head: Head, *, backward: bool
 ) -> list[HeadOutput]:
-    """One pass of Megatron's schedule (1F1B with a pipeline) over micro-batches of one shape.
+    """One pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over micro-batches.
+
+    With pipeline stages all inputs have one shape.
 
     Returns:
         What the head returned, in order, on the last pipeline stage; an empty list elsewhere.
     """
-    config = model.config
+    config = chunks[0].config
     config.finalize_model_grads_func = sum_gradients
-    first = micro_batches[0]
+    work = [_Work(model_input) for model_input in inputs]
+    if len(chunks) > 1:
+        work = _fill_interleaved(work, config)
+    first = inputs[0]
     with cuda_literals():
         results = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, head=head),
-            data_iterator=iter(micro_batches),
-            model=[model],
-            num_microbatches=len(micro_batches),
-            seq_length=first.sequence_length,
-            micro_batch_size=first.size,
+            data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
+            model=list(chunks),
+            num_microbatches=len(work),
+            seq_length=first.micro_batch.length,
+            micro_batch_size=first.tokens.shape[0],
             forward_only=not backward,
             collect_non_loss_data=not backward,
         )
-    return list(results)
+    return [result for result in results if result is not None]

@@ -13,7 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architecture import Architecture
 from converters.megatron_settings import megatron_settings
+from megarl.config.layout import pipeline_chunks
 from megarl.errors import ConfigError
+from megarl.models.megatron.moe_record import BalanceSettings
 from megarl.models.megatron.specs import transformer_engine_available
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,12 +51,23 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
     recompute: dict[str, Any] = {}
     if megatron.get("activation_checkpointing"):
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    chunks = pipeline_chunks(megatron)
+    if chunks > 1:
+        # In Megatron's default setting two stages that send to and receive from one another in one batch get each other's tensors mixed up
+        # over gloo, silently; sends and receives of their own, overlapped, do not.
+        interleaved = {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+        # freeing what is still being sent is safe in a CUDA stream only; gloo would send whatever comes to lie there
+        interleaved["deallocate_pipeline_outputs"] = torch.cuda.is_available()
+    else:
+        interleaved = {"deallocate_pipeline_outputs": True}
     settings = megatron_settings(architecture)
     config = TransformerConfig(
         **settings.transformer,
         activation_func=F.silu,
         tensor_model_parallel_size=megatron["tensor_model_parallel_size"],
         pipeline_model_parallel_size=megatron["pipeline_model_parallel_size"],
+        context_parallel_size=megatron["context_parallel_size"],
+        pipeline_model_parallel_layout=megatron.get("pipeline_model_parallel_layout"),
         num_layers_in_first_pipeline_stage=megatron.get("num_layers_in_first_pipeline_stage"),
         num_layers_in_last_pipeline_stage=megatron.get("num_layers_in_last_pipeline_stage"),
         sequence_parallel=megatron["sequence_parallel"],
@@ -75,12 +88,43 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
-        deallocate_pipeline_outputs=True,
         **recompute,
+        **interleaved,
+        **(_experts(megatron, fused) if architecture.mixture is not None else {}),
     )
     for name, value in settings.attributes.items():
         setattr(config, name, value)
     return config
+
+
+def _experts(megatron: Mapping[str, Any], fused: bool) -> dict[str, Any]:
+    """How a mixture of experts is laid out. Its router is balanced by us (:func:`balance_settings`), so Megatron's own losses stay off."""
+    return {
+        "expert_model_parallel_size": megatron.get("expert_model_parallel_size", 1),
+        "expert_tensor_parallel_size": megatron.get("expert_tensor_parallel_size", 1),
+        "moe_token_dispatcher_type": megatron.get("moe_token_dispatcher_type", "alltoall"),
+        "moe_router_dtype": megatron.get("moe_router_dtype"),
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # without Transformer Engine there is no grouped product whose weights are those of single experts
+        "moe_grouped_gemm": fused,
+    }
+
+
+def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> BalanceSettings | None:
+    """How the routers are balanced; None for a dense model. The coefficient is the model's own where the configuration gives none."""
+    mixture, megatron = architecture.mixture, policy["megatron_cfg"]
+    if mixture is None:
+        return None
+    coefficient = megatron.get("moe_aux_loss_coeff")
+    return BalanceSettings(
+        kind=megatron.get("moe_router_load_balancing_type", "none"),
+        coefficient=mixture.auxiliary_loss_coefficient if coefficient is None else coefficient,
+        z_coefficient=megatron.get("moe_z_loss_coeff") or 0.0,
+        experts=mixture.num_experts,
+        chosen=mixture.experts_per_token,
+        sparse_layers=mixture.sparse_layers,
+    )
 
 
 def ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:

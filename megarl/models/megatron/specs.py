@@ -9,43 +9,75 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megarl.models.engine.attention import causal_attention
+from megarl.models.engine.attention import ROWS, SequenceLayout, attention
+from megarl.models.engine.context import ContextShare
+from megarl.models.megatron.moe_router import BalancedRouter
 
 logger = logging.getLogger(__name__)
 
 
-class PortableAttention(MegatronModule):
-    """Megatron's ``core_attention`` on torch's scaled dot-product attention. Causal; no context parallelism and no packing here."""
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, with the engine's own beside it."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any) -> None:
+    layout: SequenceLayout = ROWS
+
+
+class PortableAttention(MegatronModule):
+    """Megatron's ``core_attention`` on the engine's portable attention: causal, packed sequences, context parallelism, sliding window."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
+    ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
+        window = getattr(config, "window_size", None)
+        self.window = None if window is None or window[0] < 0 else window[0] + 1
+        group = pg_collection.cp if pg_collection is not None else None
+        size = 1 if group is None else dist.get_world_size(group)
+        self.context = ContextShare(dist.get_rank(group), size, group) if size > 1 else ContextShare()
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any, **ignored: Any) -> torch.Tensor:
-        """[S, B, H, D], [K, B, G, D], [K, B, G, D] -> [S, B, H * D].
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *unused: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **ignored: Any,
+    ) -> torch.Tensor:
+        """[S, B, H, D], [K, B, G, D], [K, B, G, D] -> [S, B, H * D]; packed, all without B: [T, H, D], ... -> [T, H * D].
 
         Masks are not needed: sequences are padded on the right only, so that a causal mask already hides the padding from every real token.
         """
-        length, batch = query.shape[:2]
-        mixed = causal_attention(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale=self.softmax_scale)
-        return mixed.permute(2, 0, 1, 3).reshape(length, batch, -1)
+        if packed_seq_params is not None:
+            query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+            mixed = attention(query, key, value, packed_seq_params.layout, scale=self.softmax_scale, window=self.window)
+            return mixed[0].transpose(0, 1).flatten(1)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        mixed = attention(query, key, value, SequenceLayout(None, self.context), scale=self.softmax_scale, window=self.window)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def sharded_state_dict(self, *unused: Any, **ignored: Any) -> dict[str, Any]:
         """Nothing to save: no parameters."""
@@ -60,8 +92,22 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def _portable_layer(config: TransformerConfig) -> ModuleSpec:
+def _with_our_router(experts: Any) -> Any:
+    """Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial constructor later) with our router in it."""
+    submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
+    submodules.router = BalancedRouter
+    return experts
+
+
+def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
+    """One layer, ``sparse`` with experts. Without Transformer Engine experts run one after another."""
     head_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's; nothing is fused with the
+    # norm in front of experts
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if sparse:
+        del names["pre_mlp_layernorm."]
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -79,13 +125,9 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=PortableRMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=_with_our_router(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)) if sparse else dense,
             mlp_bda=get_bias_dropout_add,
-            # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
 
@@ -95,12 +137,33 @@ def transformer_engine_available() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage."""
+def _layers_of_chunk(config: TransformerConfig, chunk: int | None) -> list[int]:
+    """Indices, over the whole model, of the layers of one model chunk of this pipeline stage."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=chunk))
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk)))
+
+
+def _is_sparse(config: TransformerConfig, layer: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this pipeline stage; None where a stage is one chunk."""
+    sparse = [_is_sparse(config, layer) for layer in _layers_of_chunk(config, chunk)]
     if transformer_engine_available():
         logger.info("layer spec: Transformer Engine")
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        for layer, has_experts in zip(block.layer_specs, sparse, strict=True):
+            if has_experts:
+                _with_our_router(layer.submodules.mlp)
+        return block
     reason = "no CUDA device" if not torch.cuda.is_available() else "Transformer Engine is not installed: attention and norms are unfused"
     logger.info("layer spec: portable (%s)", reason)
-    layers = [_portable_layer(config)] * get_num_layers_to_build(config)
+    layers = [_portable_layer(config, sparse=has_experts) for has_experts in sparse]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

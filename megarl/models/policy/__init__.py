@@ -162,6 +162,8 @@ class MegatronConfig(TypedDict):
         tensor_model_parallel_size: ranks that share one layer.
         pipeline_model_parallel_size: stages the layers are divided into.
         virtual_pipeline_model_parallel_size: model chunks a stage; null for one.
+        pipeline_model_parallel_layout: which layers each model chunk holds, in Megatron-Core's notation (``"Et*2|(tt|)*2tL"``); null for
+            what the other keys say.
         num_layers_in_first_pipeline_stage: null divides evenly.
         num_layers_in_last_pipeline_stage: null divides evenly.
         context_parallel_size: ranks that share one sequence.
@@ -187,6 +189,7 @@ class MegatronConfig(TypedDict):
     tensor_model_parallel_size: NotRequired[int]
     pipeline_model_parallel_size: NotRequired[int]
     virtual_pipeline_model_parallel_size: NotRequired[int | None]
+    pipeline_model_parallel_layout: NotRequired[str | None]
     num_layers_in_first_pipeline_stage: NotRequired[int | None]
     num_layers_in_last_pipeline_stage: NotRequired[int | None]
     context_parallel_size: NotRequired[int]

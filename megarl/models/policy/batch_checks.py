@@ -36,6 +36,8 @@ def check_batch(data: Any, *, required: Sequence[str], vocab_size: int, max_leng
         raise BatchError("the batch is empty (0 rows): give at least one sample")
     problems += _length_problems(lengths, rows, width, max_length)
     problems += _shape_problems(data, rows, width)
+    if not problems and "token_mask" in data:
+        problems += _mask_problems(data["token_mask"], lengths)
     if not problems:
         problems += _token_problems(ids, lengths, vocab_size)
     if problems:
@@ -79,6 +81,18 @@ def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]
         if key in data and (not isinstance(data[key], torch.Tensor) or data[key].ndim != dimensions):
             problems.append(f"{key}: expected a tensor of {dimensions} dimension{'s' * (dimensions > 1)}, got {_describe(data[key])}")
     return problems
+
+
+def _mask_problems(mask: torch.Tensor, lengths: torch.Tensor) -> list[str]:
+    """Padding that counts as a target: a packed row has no such position."""
+    wrong = (mask != 0) & (torch.arange(mask.shape[1], device=mask.device)[None] >= lengths[:, None].to(mask.device))
+    if not bool(wrong.any()):
+        return []
+    row, column = (int(index) for index in wrong.nonzero()[0])
+    return [
+        f"token_mask[{row}, {column}] = {float(mask[row, column]):g} beyond input_lengths[{row}] = {int(lengths[row])}: "
+        "padding is no target; write 0 there"
+    ]
 
 
 def _token_problems(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from converters.source import open_source
 from megarl.config import validate_policy_config
+from megarl.config.backend import enabled_backend
 from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -24,6 +25,7 @@ from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_checks import check_batch
+from megarl.models.policy.batch_plan import shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 
 if TYPE_CHECKING:
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PathLike = str | OsPathLike[str]
-MEGATRON_WORKER = "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker"
+WORKERS = {
+    "megatron": "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
+    "dtensor": "megarl.models.policy.dtensor_policy_worker.DTensorPolicyWorker",
+    "fsdp1": "megarl.models.policy.fsdp1_policy_worker.FSDP1PolicyWorker",
+}
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 REPLICATED = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
 GENERATION_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
@@ -81,14 +87,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         config = cast(PolicyConfig, validate_policy_config(config, cluster.world_size()))
         if config["generation"] is not None and tokenizer is not None:
             config["generation"] = configure_generation_config(config["generation"], tokenizer)
+        backend = enabled_backend(config)
         self.cfg = config
         self.tokenizer = tokenizer
         self.sharding_annotations = _sharding(config, cluster.world_size())
         self._seed = seed
         self._generate_calls = 0
-        self._vocab_size = int((open_source(config["model_name"]).read_json("config.json") or {})["vocab_size"])
+        facts = open_source(config["model_name"]).read_json("config.json") or {}
+        self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
-            MEGATRON_WORKER,
+            WORKERS[backend],
             config,
             tokenizer=tokenizer,
             init_optimizer=init_optimizer,
@@ -107,7 +115,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             sharding_annotations=self.sharding_annotations,
             env_vars={
                 "MEGARL_DEVICE": "cuda" if cluster.use_gpus else "cpu",
-                **{name: str(value) for name, value in (config["megatron_cfg"].get("env_vars") or {}).items()},
+                **{name: str(value) for name, value in _environment(config).items()},
             },
             init_timeout_s=init_timeout_s,
             call_timeout_s=call_timeout_s,
@@ -133,8 +141,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
         self._check(data)
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
-        results = self._call_sharded(method, self._uneven_shards(needed), options)
-        return BatchedDataDict({key: torch.cat([result[key] for result in results])})
+        sharded = shard_batch(needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size)
+        results = self._call_sharded(method, sharded.shards, options)
+        return BatchedDataDict({key: sharded.restore([result[key] for result in results])})
 
     # training
 
@@ -158,8 +167,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
-        self._check_batch_arithmetic(data.size, global_batch, micro_batch)
-        shards = data.shard_by_batch_size(self.data_parallel_size, batch_size=global_batch)
+        together = getattr(loss_fn, "rows_together", 1)
+        self._check_batch_arithmetic(data.size, global_batch, micro_batch, together)
+        shards = shard_batch(
+            data,
+            self.cfg,
+            self.data_parallel_size,
+            phase="train",
+            global_batch=global_batch,
+            rows_together=together,
+            hidden_size=self._hidden_size,
+        ).shards
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         results = self._call_sharded("train", shards, options)
         metrics: dict[str, list[float]] = defaultdict(list)
@@ -168,20 +186,25 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 metrics[name].extend(values)
         return {"loss": results[0]["global_loss"], "grad_norm": results[0]["grad_norm"], "all_mb_metrics": dict(metrics)}
 
-    def _check_batch_arithmetic(self, rows: int, global_batch: int, micro_batch: int) -> None:
+    def _check_batch_arithmetic(self, rows: int, global_batch: int, micro_batch: int, together: int) -> None:
         replicas = self.data_parallel_size
         if rows % global_batch:
             raise BatchError(f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give whole global batches")
-        if global_batch % replicas:
+        if global_batch % (replicas * together):
+            kept = f" x {together} rows that stay together" if together > 1 else ""
             raise BatchError(
-                f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel replicas): choose a multiple"
+                f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel replicas{kept}): choose a multiple"
             )
+        if self.cfg["sequence_packing"]["enabled"] or self.cfg["dynamic_batching"]["enabled"]:
+            return
         if (global_batch // replicas) % micro_batch:
             raise BatchError(
                 f"micro-batch size ({micro_batch}) does not divide the {global_batch // replicas} samples of a global batch "
                 "on one replica: "
                 "choose a divisor"
             )
+        if micro_batch % together:
+            raise BatchError(f"micro-batch size ({micro_batch}) is not a multiple of the {together} rows that this loss reads together")
 
     # generation
 
@@ -329,9 +352,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
     """Which rank has which coordinates: tensor parallel fastest, then context, data and pipeline parallel."""
-    megatron = config["megatron_cfg"]
-    shape = (megatron["pipeline_model_parallel_size"], -1, megatron["context_parallel_size"], megatron["tensor_model_parallel_size"])
-    return NamedSharding(np.arange(world_size).reshape(shape), AXES)
+    backend = enabled_backend(config)
+    pipeline = context = tensor = 1
+    if backend == "megatron":
+        megatron = config["megatron_cfg"]
+        pipeline, context = megatron["pipeline_model_parallel_size"], megatron["context_parallel_size"]
+        tensor = megatron["tensor_model_parallel_size"]
+    elif backend == "dtensor":
+        context, tensor = config["dtensor_cfg"]["context_parallel_size"], config["dtensor_cfg"]["tensor_parallel_size"]
+    return NamedSharding(np.arange(world_size).reshape(pipeline, -1, context, tensor), AXES)
+
+
+def _environment(config: PolicyConfig) -> dict[str, str]:
+    """Environment variables that the backend's section gives its workers."""
+    backend = enabled_backend(config)
+    if backend == "fsdp1":
+        return {}
+    return (config["megatron_cfg"] if backend == "megatron" else config["dtensor_cfg"]).get("env_vars") or {}
 
 
 def _absolute(path: PathLike | None) -> str | None:

@@ -1,0 +1,131 @@
+"""How one rank's rows become global batches and micro-batches: a fixed number of rows, or a plan that came with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from megarl.errors import BatchError
+from megarl.models.engine.microbatches import (
+    MicroBatch,
+    Shapes,
+    batch_size,
+    follow_plan,
+    repeat_last_row,
+    slice_rows,
+    split_rows,
+)
+
+Kind = Literal["fixed", "dynamic", "packed"]
+
+
+class Chunk(Protocol):
+    """This data-parallel rank's part of one global batch."""
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """Its rows."""
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+
+    def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
+        """Its rows cut into micro-batches, in order."""
+
+    def without_ragged_end(self) -> Chunk:
+        """The same with the last row repeated, so that all micro-batches have one shape; ``rows`` first rows are the real ones."""
+
+
+class Batching(Protocol):
+    """Cuts a rank's rows."""
+
+    def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
+        """The parts of the global batches, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedChunk:
+    data: Mapping[str, Any]
+    micro_batch_size: int
+
+    @property
+    def rows(self) -> int:
+        return batch_size(self.data)
+
+    def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
+        return split_rows(self.data, self.micro_batch_size, shapes)
+
+    def without_ragged_end(self) -> _FixedChunk:
+        size = min(self.micro_batch_size, self.rows)
+        return replace(self, data=repeat_last_row(self.data, -self.rows % size), micro_batch_size=size)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """Micro-batches of a fixed number of rows.
+
+    Attributes:
+        micro_batch_size: rows of a micro-batch; the last one of a chunk may be smaller.
+        chunk_size: rows of one global batch on this rank; None takes all rows as one.
+    """
+
+    micro_batch_size: int
+    chunk_size: int | None = None
+
+    def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
+        """See :class:`Batching`."""
+        total = batch_size(data)
+        size = self.chunk_size or total
+        return [_FixedChunk(slice_rows(data, first, first + size), self.micro_batch_size) for first in range(0, total, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedChunk:
+    data: Mapping[str, Any]
+    indices: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    packed: bool
+
+    @property
+    def rows(self) -> int:
+        return batch_size(self.data)
+
+    def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
+        return follow_plan(self.data, self.indices, self.lengths, shapes, packed=self.packed)
+
+    def without_ragged_end(self) -> _PlannedChunk:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Micro-batches as the driver planned them from lengths (``SlicedDataDict``'s plan).
+
+    Attributes:
+        indices: for each chunk, ``[start, end]`` of each micro-batch, counted from the chunk's first row.
+        lengths: for each chunk, the planned row length (dynamic) or total length (packed) of each micro-batch.
+        counts: rows of each chunk.
+        packed: whether the rows of a micro-batch go through the model as one row.
+    """
+
+    indices: Sequence[Sequence[Sequence[int]]]
+    lengths: Sequence[Sequence[int]]
+    counts: Sequence[int]
+    packed: bool
+
+    def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
+        """See :class:`Batching`.
+
+        Raises:
+            BatchError: the plan is for another number of rows.
+        """
+        if sum(self.counts) != batch_size(data):
+            raise BatchError(f"the micro-batch plan holds {sum(self.counts)} rows, the batch {batch_size(data)}; shard the batch again")
+        chunks: list[Chunk] = []
+        first = 0
+        for indices, lengths, count in zip(self.indices, self.lengths, self.counts, strict=True):
+            chunks.append(_PlannedChunk(slice_rows(data, first, first + count), indices, lengths, self.packed))
+            first += count
+        return chunks

@@ -1,0 +1,114 @@
+"""Context parallelism: which part of every sequence a rank holds, and how the parts come together again.
+
+A sequence is cut into ``2 * size`` equal chunks; rank r holds chunks r and ``2 * size - 1 - r``, one from the cheap beginning and one from
+the dear end of a causal mask, so that all ranks have the same work. Packed sequences are cut one by one in the same way.
+
+Legend: S positions over all ranks, s = S / size of them here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """This process's place among the ranks that share sequences.
+
+    Attributes:
+        rank, size: which of how many.
+        group: their process group; None when there is one rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def chunks(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """The ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The length is a multiple of 2 * size."""
+        if self.size == 1:
+            return ((start, end),)
+        width = (end - start) // (2 * self.size)
+        last = 2 * self.size - 1 - self.rank
+        return ((start + self.rank * width, start + (self.rank + 1) * width), (start + last * width, start + (last + 1) * width))
+
+    def index(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
+        """[s] int64: the positions that this rank holds, in its order, of sequences that begin at ``starts`` (the last entry is the
+        end)."""
+        return _index(starts, self.rank, self.size, device)
+
+    def order(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
+        """[S] int64: for each position in order, where it stands when the parts of all ranks are laid behind one another."""
+        return _order(starts, self.size, device)
+
+
+# every layer of a micro-batch asks for the same ones
+@functools.lru_cache(maxsize=32)
+def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device | None) -> torch.Tensor:
+    share = ContextShare(rank, size)
+    ranges = [chunk for start, end in itertools.pairwise(starts) for chunk in share.chunks(start, end)]
+    return torch.cat([torch.arange(*limits) for limits in ranges]).to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> torch.Tensor:
+    return torch.cat([_index(starts, rank, size, device) for rank in range(size)]).argsort()
+
+
+class _GatherReplicated(torch.autograd.Function):
+    """Parts to whole where every rank goes on to compute the same from the whole: each takes back the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        return _all_gather(part, group).index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return gradient.index_select(0, index), None, None, None
+
+
+class _GatherShared(torch.autograd.Function):
+    """Parts to whole where every rank uses the whole for something of its own: gradients of all ranks add up."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.group = group
+        return _all_gather(part, group).index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        by_rank = torch.empty_like(gradient)
+        by_rank[order] = gradient
+        part = torch.empty_like(gradient[: gradient.shape[0] // dist.get_world_size(ctx.group)])
+        dist.reduce_scatter_tensor(part, by_rank, group=ctx.group)
+        return part, None, None
+
+
+def _all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    whole = torch.empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:], dtype=part.dtype, device=part.device)
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
+def gather_replicated(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
+    """The whole [S, ...] in order from every rank's part [s, ...]; for results from which all ranks compute the same loss."""
+    if share.group is None:
+        return part
+    return _GatherReplicated.apply(part, share.order(starts, part.device), share.index(starts, part.device), share.group)
+
+
+def gather_shared(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
+    """The whole [S, ...] in order from every rank's part [s, ...]; for keys and values, which every rank's queries read."""
+    if share.group is None:
+        return part
+    return _GatherShared.apply(part, share.order(starts, part.device), share.group)

@@ -1,0 +1,205 @@
+"""What the routers of a model share during one global batch: its size, how the experts were loaded, and the losses that balance them.
+
+Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as the engine's losses do. With
+T real tokens in the global batch, E experts of which a token goes to k, p[t, i] the softmax over all of a router's logits and c[i] the
+tokens that went to expert i:
+
+* ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T`` (Fedus et al., Switch
+  Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all experts get the same. ``f`` carries no gradient, so a
+  token contributes ``E / T * sum_i f[i] * p[t, i]``, which adds up over any cut of the batch as long as ``f`` is that of the whole batch. It
+  has to be known before the first backward pass: a pass without gradients counts it.
+* ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2, arXiv:2405.04434, section 2.2.3). A sequence
+  lies in one micro-batch, so nothing has to be counted before; ranks that share sequences add their counts up.
+* z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5).
+
+Each layer's loss is added to the model's, times its coefficient. Real tokens are those inside ``input_lengths`` of rows whose
+``sample_mask`` is not 0: neither padding nor dropped samples count, in any of these numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+BalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSettings:
+    """How routers are kept balanced.
+
+    Attributes:
+        kind: load-balancing loss.
+        coefficient: its weight in the loss, for each layer.
+        z_coefficient: weight of the z-loss.
+        experts, chosen: experts of a layer, and how many of them a token goes through.
+        sparse_layers: for each layer of the model, whether it has experts.
+    """
+
+    kind: BalancingType
+    coefficient: float
+    z_coefficient: float
+    experts: int
+    chosen: int
+    sparse_layers: tuple[bool, ...]
+
+    @property
+    def counts_ahead(self) -> bool:
+        """Whether a pass that only counts has to come before the first backward pass."""
+        return self.kind == "aux_loss" and self.coefficient > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Sizes of what is balanced together.
+
+    Attributes:
+        tokens, sequences: real ones in the global batch, over all data-parallel ranks.
+        rows: most rows of a micro-batch on this rank; routers number sequences below it.
+    """
+
+    tokens: float
+    sequences: float
+    rows: int
+
+
+class RoutingRecord:
+    """Counts of one global batch. Routers write to it and take their losses from it; between global batches it is closed.
+
+    Args:
+        settings: which losses.
+        shared: ranks that hold parts of the same sequences: tensor and context parallel.
+        device: where the counts are kept.
+    """
+
+    def __init__(self, settings: BalanceSettings, shared: dist.ProcessGroup, device: torch.device) -> None:
+        self.settings = settings
+        self._shared = shared if dist.get_world_size(shared) > 1 else None
+        layers, experts = len(settings.sparse_layers), settings.experts
+        # float64 holds any count, and sums of probabilities without visible rounding
+        new: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self._load, self._mass = torch.zeros(layers, experts, **new), torch.zeros(layers, experts, **new)
+        self._by_sequence, self._z = torch.zeros(layers, **new), torch.zeros(layers, **new)
+        self._shares: torch.Tensor | None = None
+        self._census: Census | None = None
+        self._counting = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether routers have to report. Under activation checkpointing only the recomputation counts, which alone has gradients."""
+        return self._census is not None and (self._counting or torch.is_grad_enabled())
+
+    def open(self, census: Census) -> None:
+        """Begin a global batch."""
+        self._census = census
+        self._shares = None
+        self._clear()
+
+    def close(self) -> None:
+        """End it; the counts stay for :meth:`metrics`."""
+        self._census = None
+
+    def count_ahead(self, counting: bool) -> None:
+        """Begin (True) or end (False) the pass that counts. At its end the counts of all ranks are added up: a collective over the world."""
+        self._counting = counting
+        if not counting:
+            dist.all_reduce(self._load)
+            self._shares = self._load / self._load.sum(1, keepdim=True).clamp(min=1)
+        self._clear()
+
+    def report(self, layer: int, logits: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
+        """Count what one router did with a micro-batch.
+
+        Args:
+            layer: counted from 0 over the whole model.
+            logits: [t, E] of this rank's tokens.
+            went_to: [t, E] bool, the experts of each token.
+            sequences: [t] int64, the row of the micro-batch that each token belongs to; -1 for tokens that do not count.
+
+        Returns:
+            The loss to add, differentiable, already times its coefficient; None where there is nothing to add.
+        """
+        assert self._census is not None
+        real = sequences >= 0
+        went_to = went_to & real[:, None]
+        self._load[layer] += went_to.sum(0)
+        if self._counting:
+            return None
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)) * real[:, None]
+        self._mass[layer] += probabilities.detach().sum(0)
+        losses = [
+            weight * loss
+            for weight, loss in (
+                (self.settings.coefficient, self._balancing(layer, probabilities, went_to, sequences)),
+                (self.settings.z_coefficient, self._z_loss(layer, logits, real)),
+            )
+            if loss is not None
+        ]
+        return torch.stack(losses).sum() if losses else None
+
+    def _balancing(self, layer: int, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
+        settings, census = self.settings, self._census
+        assert census is not None
+        if settings.kind == "none" or settings.coefficient == 0:
+            return None
+        if settings.kind == "aux_loss":
+            assert self._shares is not None, "count_ahead() has to come before"
+            shares = self._shares[layer].to(probabilities.dtype)
+            return (probabilities.sum(0) * shares).sum() * (settings.experts / max(census.tokens, 1))
+        loss = self._sequence_loss(probabilities, went_to, sequences, census)
+        self._by_sequence[layer] += loss.detach()
+        return loss
+
+    def _sequence_loss(
+        self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, census: Census
+    ) -> torch.Tensor:
+        """The contribution of this rank's tokens to the mean over sequences; token counts are those of whole sequences."""
+        experts, rows = self.settings.experts, census.rows
+        load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)
+        # what does not count lands in a row of its own
+        load.index_add_(0, sequences.where(sequences >= 0, rows), went_to.to(load.dtype))
+        if self._shared is not None:
+            dist.all_reduce(load, group=self._shared)
+        assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
+        tokens = assignments / self.settings.chosen
+        weights = load[:rows] / (assignments * tokens)
+        return (probabilities * weights[sequences.clamp(min=0)]).sum() * (experts / max(census.sequences, 1))
+
+    def _z_loss(self, layer: int, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor | None:
+        if self.settings.z_coefficient == 0:
+            return None
+        assert self._census is not None
+        size = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+        loss = (size.square() * real).sum() / max(self._census.tokens, 1)
+        self._z[layer] += loss.detach()
+        return loss
+
+    def _clear(self) -> None:
+        for counts in (self._load, self._mass, self._by_sequence, self._z):
+            counts.zero_()
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last global batch, the same on all ranks. A collective over the world.
+
+        Returns:
+            ``moe_aux_loss``, the mean over the layers of the load-balancing loss without its coefficient (that of ``aux_loss`` where none
+            is trained); ``moe_expert_load_max`` and ``_min``, the largest and the smallest load of an expert in any layer, where 1 is the
+            mean load; ``moe_z_loss`` where it is trained.
+        """
+        figures = torch.cat([self._load, self._mass, self._by_sequence[:, None], self._z[:, None]], dim=1)
+        dist.all_reduce(figures)
+        figures = figures[torch.tensor(self.settings.sparse_layers, device=figures.device)]
+        experts = self.settings.experts
+        load, mass, by_sequence, z = figures.split([experts, experts, 1, 1], dim=1)
+        relative = load / load.mean(1, keepdim=True).clamp(min=1 / experts)
+        share, probability = relative / experts, mass / mass.sum(1, keepdim=True).clamp(min=1e-300)
+        balance = by_sequence if self.settings.kind == "seq_aux_loss" else experts * (share * probability).sum(1)
+        figure = {
+            "moe_aux_loss": float(balance.mean()),
+            "moe_expert_load_max": float(relative.max()),
+            "moe_expert_load_min": float(relative.min()),
+        }
+        return figure | ({"moe_z_loss": float(z.mean())} if self.settings.z_coefficient else {})

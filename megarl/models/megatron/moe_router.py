@@ -1,0 +1,68 @@
+"""Megatron's router with load-balancing losses that no layout changes (:mod:`megarl.models.megatron.moe_record`).
+
+Megatron's own are averages over micro-batches of losses that are not linear in the tokens, and, with losses that are sums, they would be
+multiplied by a number of tokens that nothing divides by again; releases 0.16 and 0.19 even differ in that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.models.megatron.moe_record import RoutingRecord
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's top-k router, reporting to a :class:`RoutingRecord`.
+
+    Attributes:
+        record: shared by the routers of a model; None reports to nobody.
+        sequences: [s, b] int64 of the micro-batch at hand, as :meth:`RoutingRecord.report` wants them; None for a pass that is not recorded.
+    """
+
+    record: RoutingRecord | None = None
+    sequences: torch.Tensor | None = None
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [t, E] of the experts that each token goes to, 0 for the others, and which they are, [t, E] bool."""
+        probabilities, went_to = super().routing(logits, padding_mask)
+        if self.record is None or self.sequences is None or not self.record.is_open:
+            return probabilities, went_to
+        by_token = logits.reshape(-1, logits.shape[-1])
+        loss = self.record.report(self.layer_number - 1, by_token, went_to, self.sequences.reshape(-1))
+        if loss is not None:
+            # adds its gradient where the probabilities get theirs, times the factor that float16 scales the main loss by
+            probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
+        return probabilities, went_to
+
+
+def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
+    """All routers of some model chunks."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, BalancedRouter):
+                yield module
+
+
+def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
+    """Let the routers of ``chunks`` report to ``record``.
+
+    The numbers of sequences go through Megatron's layers as their ``padding_mask``, the one argument per token that reaches the layers with
+    experts, also when activations are recomputed; the layers would reduce it to booleans.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                module.router.record = record
+                module.register_forward_pre_hook(_take_sequences, with_kwargs=True)
+
+
+def _take_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    sequences = kwargs.get("padding_mask")
+    layer.router.sequences = None if sequences is None else sequences.transpose(0, 1)
+    return args, {**kwargs, "padding_mask": None}

@@ -1,0 +1,127 @@
+"""Which row of a batch goes to which data-parallel replica and micro-batch, and back: planned on the driver from lengths alone.
+
+The plan gives every replica the same number of micro-batches, so that collectives inside a forward pass (FSDP, expert parallelism) meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megarl.config.arithmetic import sequence_share
+from megarl.config.backend import enabled_backend
+from megarl.data.packing import DEFAULT_PACKING_ALGORITHM
+from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from megarl.distributed.shard_plan import DynamicBatchingArgs, SequencePackingArgs
+
+Phase = Literal["train", "logprob"]
+DEFAULT_ROUND = 64
+DEFAULT_HIDDEN_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedBatch:
+    """A batch dealt to replicas.
+
+    Attributes:
+        shards: one a replica, in order, with their micro-batch plans.
+        order: for each row of the stacked shards, its row in the batch.
+        rows: rows of the batch; from here on ``order`` names copies that only fill.
+    """
+
+    shards: list[SlicedDataDict]
+    order: list[int]
+    rows: int
+
+    def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What each replica gave for its rows, in the order of the batch."""
+        stacked = torch.cat(list(parts))
+        place_of = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return stacked[torch.tensor(place_of[: self.rows], dtype=torch.int64)]
+
+
+def shard_batch(
+    data: BatchedDataDict[Any],
+    policy: Mapping[str, Any],
+    replicas: int,
+    *,
+    phase: Phase,
+    global_batch: int | None = None,
+    rows_together: int = 1,
+    hidden_size: int = DEFAULT_HIDDEN_SIZE,
+) -> ShardedBatch:
+    """Deal a batch to data-parallel replicas, as ``policy.sequence_packing`` or ``policy.dynamic_batching`` asks, otherwise evenly.
+
+    Args:
+        data: ``input_ids`` [B, S], ``input_lengths`` [B] and any other columns.
+        policy: the policy configuration.
+        replicas: data-parallel replicas.
+        phase: which token budget counts. For log-probabilities any number of rows is legal: copies of the last row fill up.
+        global_batch: rows of an optimizer step; None takes all rows as one.
+        rows_together: consecutive rows that stay in one micro-batch (2 for preference pairs).
+        hidden_size: of the model; balances attention against matrix multiplications.
+
+    Raises:
+        BatchError: sizes do not divide, or a sequence does not fit the token budget.
+        PackingError: a sequence does not fit the token budget, or fewer rows than replicas.
+    """
+    rows = data.size
+    if phase == "logprob":
+        data = _filled(data, replicas * rows_together)
+    packing, dynamic = policy.get("sequence_packing") or {}, policy.get("dynamic_batching") or {}
+    if packing.get("enabled"):
+        args = _packing_args(packing, policy, phase, rows_together, hidden_size)
+        shards, order = data.shard_by_batch_size(replicas, batch_size=global_batch, sequence_packing_args=args)
+    elif dynamic.get("enabled"):
+        shards, order = data.shard_by_batch_size(
+            replicas, batch_size=global_batch, dynamic_batching_args=_dynamic_args(dynamic, policy, phase, rows_together)
+        )
+    else:
+        shards = data.shard_by_batch_size(replicas, batch_size=global_batch)
+        numbers = BatchedDataDict({"row": torch.arange(data.size)}).shard_by_batch_size(replicas, batch_size=global_batch)
+        order = [int(row) for shard in numbers for row in shard["row"]]
+    return ShardedBatch(shards, order, rows)
+
+
+def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
+    missing = -data.size % multiple
+    return data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
+
+
+def sequence_multiple(policy: Mapping[str, Any]) -> int:
+    """What sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal parts."""
+    backend = enabled_backend(policy)
+    if backend == "fsdp1":
+        return 1
+    chosen, tensor = policy[f"{backend}_cfg"], "tensor_model_parallel_size" if backend == "megatron" else "tensor_parallel_size"
+    return sequence_share(chosen[tensor], chosen["context_parallel_size"], bool(chosen["sequence_parallel"]))
+
+
+def _packing_args(
+    packing: Mapping[str, Any], policy: Mapping[str, Any], phase: Phase, rows_together: int, hidden_size: int
+) -> SequencePackingArgs:
+    return {
+        "max_tokens_per_microbatch": packing[f"{phase}_mb_tokens"],
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "algorithm": packing.get("algorithm", DEFAULT_PACKING_ALGORITHM),
+        "sequence_length_pad_multiple": sequence_multiple(policy),
+        "attention_crossover_length": 12 * hidden_size,
+        "rows_together": rows_together,
+    }
+
+
+def _dynamic_args(dynamic: Mapping[str, Any], policy: Mapping[str, Any], phase: Phase, rows_together: int) -> DynamicBatchingArgs:
+    multiple = math.lcm(sequence_multiple(policy), policy.get("make_sequence_length_divisible_by") or 1)
+    return {
+        "max_tokens_per_microbatch": dynamic[f"{phase}_mb_tokens"],
+        "sequence_length_round": math.lcm(dynamic.get("sequence_length_round") or DEFAULT_ROUND, multiple),
+        "width_multiple": multiple,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "rows_together": rows_together,
+    }

@@ -1,0 +1,94 @@
+"""Context parallelism, packing, dynamic batching and the interleaved pipeline against one process of plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from tests.dist import jobs, reference
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.dist.test_megatron_parity import PG_LOSS, check_training
+from tests.models import policy_config
+
+UNEVEN = {"first": 1, "last": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "dp2": (2, {}),
+    "cp2": (2, {"cp": 2, "multiple": 4}),
+    "cp3": (3, {"cp": 3, "multiple": 6}),
+    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True, "multiple": 8}),
+    "cp2-pp2": (4, {"cp": 2, "pp": 2, **UNEVEN, "multiple": 4}),
+    "pp2": (2, {"pp": 2, **UNEVEN}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "pp2-vpp2-tp2-sp": (4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True, "multiple": 2}),
+    "pp2-written": (2, {"pp": 2, "pipeline_layout": "Et*2|tL"}),
+    "pp2-vpp2-written": (2, {"pp": 2, "pipeline_layout": "Et|(tt|)*1|tL"}),
+    "cp2-dp2": (4, {"cp": 2, "multiple": 4}),
+}
+BATCHING = ["fixed", "dynamic", "packed"]
+DPO_LOSS = {
+    "reference_policy_kl_penalty": 0.3,
+    "preference_loss_weight": 1.0,
+    "sft_loss_weight": 0.2,
+    "preference_average_log_probs": False,
+    "sft_average_log_probs": False,
+}
+
+
+def family_for(layout: str) -> str:
+    """The interleaved pipeline wants a number of layers that its chunks divide."""
+    return "qwen3-tied-four" if "vpp" in layout else "llama"
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
+    world, changes = LAYOUTS[layout]
+    model = tiny_models[family_for(layout)]
+    batch = make_batch(rows=7, length=19, seed=3)
+    expected = reference.logprobs(reference.load(model), batch, temperature=0.7)
+    config = policy_config(model, temperature=0.7, batching=batching, **changes)
+    for result in pool.run(world, jobs.logprobs, config, batch):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+        assert result[:, 0].eq(0).all()
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
+    world, changes = LAYOUTS[layout]
+    model = tiny_models[family_for(layout)]
+    config = policy_config(model, mbs=2, clip=0.5, batching=batching, **changes)
+    check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS))
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2"])
+@pytest.mark.parametrize("loss", [NLLLoss(), DPOLossFn(DPO_LOSS)], ids=["nll", "dpo"])
+def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str, loss: Any) -> None:
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models["llama"], mbs=2, batching=batching, **changes)
+    check_training(pool, world, tiny_models["llama"], config, loss)
+
+
+@pytest.mark.parametrize("changes", [{"overlap": True}, {"recompute": True}, {"distributed_optimizer": False}], ids=lambda c: "-".join(c))
+@pytest.mark.parametrize("layout", ["cp2-dp2", "pp2-vpp2"])
+def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any]) -> None:
+    world, placed = LAYOUTS[layout]
+    model = tiny_models[family_for(layout)]
+    config = policy_config(model, batching="packed", **placed, **changes)
+    check_training(pool, world, model, config, NLLLoss())
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_any_number_of_micro_batches_goes_through_the_interleaved_pipeline(
+    pool: WorkerPool, tiny_models: dict[str, Path], micro_batch: int
+) -> None:
+    """8, 4, 2 and 1 micro-batches over two stages; a single one needs a filler."""
+    model = tiny_models["qwen3-tied-four"]
+    check_training(pool, 2, model, policy_config(model, pp=2, vpp=2, mbs=micro_batch), NLLLoss())

@@ -1,0 +1,87 @@
+"""Dealing a batch to replicas and bringing results back, in every way of batching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import BatchError, PackingError
+from megarl.models.policy.batch_plan import sequence_multiple, shard_batch
+
+BUDGET = 24
+
+
+def policy(batching: str, **megatron: Any) -> dict[str, Any]:
+    budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET, "sequence_length_round": 3}
+    return {
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "sequence_parallel": False,
+            **megatron,
+        },
+        "make_sequence_length_divisible_by": 1,
+        "sequence_packing": {"enabled": batching == "packed", **budgets},
+        "dynamic_batching": {"enabled": batching == "dynamic", **budgets},
+    }
+
+
+def batch(lengths: list[int]) -> BatchedDataDict[Any]:
+    ids = torch.arange(len(lengths))[:, None].expand(-1, max(lengths)).contiguous()
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor(lengths)})
+
+
+@given(st.sampled_from(["fixed", "dynamic", "packed"]), st.lists(st.integers(1, 12), min_size=1, max_size=14), st.integers(1, 4))
+def test_log_probabilities_come_back_in_order_from_any_number_of_rows(batching: str, lengths: list[int], replicas: int) -> None:
+    data = batch(lengths)
+    sharded = shard_batch(data, policy(batching), replicas, phase="logprob")
+    assert len(sharded.shards) == replicas
+    counts = {len(shard.micro_batch_indices[0]) if shard.micro_batch_indices else shard.size for shard in sharded.shards}
+    assert len(counts) == 1, "all replicas run the same number of micro-batches"
+    assert sharded.restore([shard["input_ids"] for shard in sharded.shards]).tolist() == data["input_ids"].tolist()
+
+
+@given(st.sampled_from(["dynamic", "packed"]), st.lists(st.integers(1, 12), min_size=6, max_size=6), st.integers(1, 3))
+def test_pairs_stay_together_under_the_budget(batching: str, pair_lengths: list[int], replicas: int) -> None:
+    lengths = [length for pair in zip(pair_lengths, reversed(pair_lengths), strict=True) for length in pair]
+    sharded = shard_batch(batch(lengths), policy(batching), replicas, phase="train", rows_together=2)
+    for shard in sharded.shards:
+        assert shard.micro_batch_indices is not None and shard.micro_batch_lengths is not None
+        for (first, last), planned in zip(shard.micro_batch_indices[0], shard.micro_batch_lengths[0], strict=True):
+            rows = shard["input_ids"][first:last, 0].tolist()
+            assert [row // 2 for row in rows[::2]] == [row // 2 for row in rows[1::2]], "a pair was torn apart"
+            assert all(second == first_ + 1 for first_, second in zip(rows[::2], rows[1::2], strict=True))
+            assert (planned if batching == "packed" else planned * (last - first)) <= BUDGET
+
+
+def test_sequences_are_padded_to_what_the_ranks_share() -> None:
+    chosen = policy("packed", tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
+    assert sequence_multiple(chosen) == 8
+    (shard,) = shard_batch(batch([3, 9]), chosen, 1, phase="train").shards
+    assert shard.micro_batch_lengths == [[24]]
+
+
+def test_dynamic_rows_never_outgrow_the_budget_through_padding() -> None:
+    """Width 11 is no multiple of the 4 that context parallelism wants: counted as 12, two rows of it are 24 tokens."""
+    chosen = policy("dynamic", context_parallel_size=2)
+    (shard,) = shard_batch(batch([11, 11, 11]), chosen, 1, phase="train").shards
+    assert shard.micro_batch_lengths == [[12, 12]]
+    assert shard.micro_batch_indices == [[[0, 2], [2, 3]]]
+
+
+@pytest.mark.parametrize("batching", ["dynamic", "packed"])
+def test_a_sequence_beyond_the_budget_is_refused(batching: str) -> None:
+    with pytest.raises((BatchError, PackingError), match="25"):
+        shard_batch(batch([25, 2]), policy(batching), 1, phase="train")
+
+
+@pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
+def test_fewer_rows_than_replicas_cannot_be_trained_on(batching: str) -> None:
+    with pytest.raises((BatchError, PackingError)):
+        shard_batch(batch([3, 4]), policy(batching), 3, phase="train", global_batch=2)
