@@ -1,0 +1,262 @@
+"""The DTensor backend: the engine's :class:`Backend` protocol on transformers models, divided by DTensor and FSDP2."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoConfig
+
+from converters.source import HuggingFaceSource
+from megarl.config.arithmetic import padded_vocabulary, sequence_share
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import ConfigError, ModelError, StateError
+from megarl.models.dtensor.gradients import global_norm, local_gradients
+from megarl.models.dtensor.loss_scale import LossScale
+from megarl.models.dtensor.mesh import build_meshes
+from megarl.models.dtensor.mover import move_model, move_optimizer
+from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reshard, shard_fully
+from megarl.models.dtensor.plans import choose_plan
+from megarl.models.dtensor.shards import gather, gather_part, read_block
+from megarl.models.dtensor.state import EvenState
+from megarl.models.engine.backend import Part, Place, StepOutcome
+from megarl.models.engine.heads import Head, HeadOutput
+from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.microbatches import Shapes
+from megarl.models.engine.model_input import ModelInput
+from megarl.models.huggingface import checkpoint
+from megarl.models.huggingface.generation import generate
+from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, persistent_buffers, recompute_layers
+from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values
+from megarl.models.huggingface.passes import forward_backward
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# where the loss scale stands in a checkpoint: among the hyperparameters of the first group
+SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
+
+
+class DTensorBackend:
+    """One worker's part of a transformers model, with its optimizer and schedule.
+
+    Kept parameters, gradients and optimizer state are float32; the model computes in ``policy.precision``, with dynamic loss scaling in
+    float16.
+
+    Args:
+        policy: the policy configuration, already validated.
+        source: Hugging Face weights to start from.
+        runtime: device of this process; torch.distributed is initialised on its backend.
+        with_optimizer: False for a model that is only read.
+
+    Raises:
+        ConfigError: the layout, the plan, the precision, the optimizer or the schedule is not possible here.
+        ModelError: the model's config and weights do not fit together.
+    """
+
+    def __init__(
+        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, with_optimizer: bool = True
+    ) -> None:
+        self.policy = policy
+        self.runtime = runtime
+        self._settings = policy["dtensor_cfg"]
+        self._dtype = _dtype(policy["precision"])
+        self._offloads = bool(self._settings.get("cpu_offload")) and runtime.is_cuda
+        if self._settings.get("cpu_offload") and not self._offloads:
+            logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
+        self._trusts = bool(policy.get("trust_remote_code", False))
+        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
+        context, tensor = self._settings.get("context_parallel_size") or 1, self._settings.get("tensor_parallel_size") or 1
+        self._sequence_parallel = bool(self._settings.get("sequence_parallel")) and tensor > 1
+        self._meshes = build_meshes(runtime.device.type, context=context, tensor=tensor)
+        self.groups = self._meshes.groups
+        share = sequence_share(tensor, context, self._sequence_parallel)
+        self.shapes = Shapes(math.lcm(share, policy.get("make_sequence_length_divisible_by") or 1), share)
+        self._true_vocabulary = self.hf_config.get_text_config().vocab_size
+        self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
+        self.vocabulary = VocabularyShard(
+            self._true_vocabulary,
+            self.groups.tensor_rank * (self._vocabulary_rows // tensor),
+            self.groups.tensor if tensor > 1 else None,
+        )
+        self.model = self._build(source)
+        self.loss_scale = LossScale.for_float16() if self._dtype is torch.float16 else LossScale()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        if with_optimizer:
+            self.optimizer = build_optimizer(policy, self._parameters.items())
+            self.scheduler = build_scheduler(policy, self.optimizer)
+        self.set_training(True)
+
+    def _build(self, source: HuggingFaceSource) -> Any:
+        """The model with this rank's pieces of the weights."""
+        model = self._undivided()
+        if buffers := persistent_buffers(model):
+            raise ModelError(f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use another model")
+        padded = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+        shapes = {
+            name: (self._true_vocabulary if parameter in padded else parameter.shape[0], *parameter.shape[1:])
+            for name, parameter in model.named_parameters()
+        }
+        check_names(source, shapes, tied=is_tied(model))
+        self._rows = {name: shape[0] for name, shape in shapes.items()}
+        if self.groups.tensor_size > 1:
+            plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
+            divide_over_tensor_ranks(model, self._meshes.tensor, plan)
+        if self._settings.get("activation_checkpointing"):
+            recompute_layers(model)
+        shard_fully(model, self._meshes.sharding, self._dtype, offload=self._offloads, pin=self.runtime.is_cuda)
+        give_memory(model, torch.device("cpu") if self._offloads else self.runtime.device)
+        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        for name, parameter in self._divided().items():
+            read_block(parameter, source, name)
+        return model
+
+    def _undivided(self) -> Any:
+        return build_on_meta(self.hf_config, vocabulary=self._vocabulary_rows, trust_remote_code=self._trusts)
+
+    def _divided(self) -> dict[str, DTensor]:
+        """The parameters as what they are now, each once. The model itself may show gathered ones in their place."""
+        return {name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)}
+
+    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+        try:
+            return forward_backward(self.model, inputs, head, backward=backward, loss_scale=self.loss_scale.factor)
+        except BaseException:
+            # torch below 2.13 has no way back from a pass that was broken off
+            getattr(self.model, "reset_iter_state", lambda: None)()
+            raise
+        finally:
+            # a pass without backward leaves the outermost parameters gathered, and the next one would not see what was written meanwhile
+            reshard(self.model)
+
+    def set_training(self, training: bool) -> None:
+        self.model.train(training)
+
+    def is_training(self) -> bool:
+        return bool(self.model.training)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def apply_gradients(self) -> StepOutcome:
+        assert self.optimizer is not None, "built without an optimizer"
+        parameters, factor = self._divided().values(), self.loss_scale.factor
+        norm = global_norm(parameters, self.groups.tensor_rank, self.runtime.device) / factor
+        if not self.loss_scale.accepts(norm):
+            return StepOutcome(norm, False)
+        gradients = local_gradients(parameters)
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(1.0 / factor)
+        clip(gradients, norm, self.policy.get("max_grad_norm"))
+        self.optimizer.step()
+        return StepOutcome(norm, True)
+
+    def lr_step(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def schedule_values(self) -> dict[str, float]:
+        return schedule_values(self.optimizer) if self.optimizer is not None else {}
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Views of this rank's pieces; writing into them writes into the model."""
+        for name, parameter in self._divided().items():
+            yield name, nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The divided parameters by name, vocabulary padding included."""
+        return {name: parameter.detach() for name, parameter in self._divided().items()}
+
+    def sync_parameters(self) -> None:
+        """Every pass gathers the parameters for itself and lets them go again; nothing is ever under way."""
+
+    def parameters_changed(self) -> None:
+        """The next pass reads the parameters anew."""
+
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors in ``policy.precision``, which is what the model computes with."""
+        for name, parameter in self._divided().items():
+            yield name, gather(parameter, self.runtime.device, self._rows[name]).to(self._dtype)
+
+    @torch.no_grad()
+    def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+        """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.
+
+        The weights are gathered once over data and context parallel ranks, into a model of their own, so that ranks with more or longer
+        rows need not wait for the others. Single positions cannot be divided: it has no sequence parallelism.
+        """
+        return generate(self._gathered(), self, data, config, tokenizer, greedy=greedy)
+
+    def _gathered(self) -> Any:
+        """A model in ``policy.precision`` that is divided over tensor-parallel ranks alone."""
+        model = self._undivided()
+        if self.groups.tensor_size > 1:
+            custom = None if self._sequence_parallel else self._settings.get("custom_parallel_plan")
+            divide_over_tensor_ranks(model, self._meshes.tensor, choose_plan(model, sequence_parallel=False, custom=custom))
+        give_memory(model, self.runtime.device)
+        model.to(self._dtype)
+        for name, parameter in model.named_parameters():
+            part = gather_part(self._divided()[name], self.runtime.device)
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(part)
+        return model
+
+    def move(self, part: Part, place: Place) -> None:
+        """See the protocol. Gradients are not kept: they are let go of on the way to the host."""
+        if not self.runtime.is_cuda or self._offloads:
+            return
+        target = self.runtime.device if place == "device" else torch.device("cpu")
+        if part == "parameters":
+            move_model(self.model, target)
+        elif part == "gradients":
+            self.zero_grad()
+        elif self.optimizer is not None:
+            move_optimizer(self.optimizer, target)
+        self.runtime.synchronize()
+
+    def save(self, weights: Path, optimizer: Path | None) -> None:
+        trained = self._require_optimizer() if optimizer is not None else None
+        even = EvenState(self._rows, self.runtime.device)
+        checkpoint.save_weights(even.cut(self._divided()), weights)
+        if optimizer is not None and trained is not None:
+            state = even.cut_optimizer(checkpoint.named_optimizer_state(trained, self._parameters.items()))
+            if self.loss_scale.dynamic:
+                state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
+            checkpoint.save_optimizer(state, self.scheduler, self.runtime, optimizer)
+
+    def load(self, weights: Path, optimizer: Path | None) -> None:
+        trained = self._require_optimizer() if optimizer is not None else None
+        even = EvenState(self._rows, self.runtime.device)
+        divided = self._divided()
+        state = even.cut(divided)
+        checkpoint.load_weights(state, weights)
+        even.write(state, divided)
+        if optimizer is not None and trained is not None:
+            loaded = checkpoint.load_optimizer(state, self.scheduler, self.runtime, optimizer)
+            factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
+            if self.loss_scale.dynamic and factor is not None:
+                self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps
+            checkpoint.install_optimizer_state(trained, self._parameters.items(), even.divide_optimizer(loaded, divided))
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
+        return self.optimizer
+
+    def close(self) -> None:
+        """Nothing outlives the process groups, which go with torch's default group."""
+
+
+def _dtype(precision: str) -> torch.dtype:
+    if precision not in DTYPES:
+        raise ConfigError(f"policy.precision = {precision!r}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[precision]

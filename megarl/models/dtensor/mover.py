@@ -1,0 +1,35 @@
+"""Moves parts of a divided model between the device and host memory, so that another engine can use the device meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.models.huggingface.loading import is_tied, tie
+
+
+def move_model(model: Any, device: torch.device) -> Any:
+    """Parameters and buffers to ``device``; the model itself."""
+    tied = is_tied(model)
+    model.to(device)
+    if tied:
+        tie(model)
+    return move_buffers(model, device)
+
+
+def move_buffers(model: Any, device: torch.device) -> Any:
+    """Buffers to ``device``; the model itself."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """State tensors to ``device``, but for scalars, which their optimizer wants where it put them."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                state[key] = value.to(device)

@@ -1,0 +1,163 @@
+"""Which style each module of a model gets: a plan of ours, the model's own, or one of the user's.
+
+Keys of a plan are module names, ``*`` stands for any one part of a name. Whatever the plan, embedding and output layer are divided by
+vocabulary, so that no rank ever holds logits of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from megarl.errors import ConfigError
+from megarl.models.dtensor.styles import HeadNorm, VocabularyEmbedding, translate_parallel_style
+
+Plan: TypeAlias = dict[str, ParallelStyle]
+
+HAND_WRITTEN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_LAYER = "model.layers.*"
+_FORMS = (
+    "a dictionary from module names to styles, the import path of such a dictionary, or the import path of a function without arguments "
+    "that returns one"
+)
+
+
+def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -> Plan:
+    """The plan of a model: ``custom`` when given, else ours, else the model's own.
+
+    Args:
+        model: of transformers.
+        sequence_parallel: divide activations between the divided layers over the sequence.
+        custom: see :func:`custom_plan`.
+
+    Raises:
+        ConfigError: there is no plan, or none with sequence parallelism.
+    """
+    name = model.config.get_text_config().model_type
+    if custom is not None:
+        plan = custom_plan(custom)
+        strangers = [key for key in plan if not _matches(key, model)]
+        if strangers:
+            raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module {', '.join(strangers)}")
+    elif name in HAND_WRITTEN:
+        plan = decoder_plan(sequence_parallel=sequence_parallel)
+    elif sequence_parallel:
+        raise ConfigError(
+            f"policy.dtensor_cfg.sequence_parallel = True: there is no plan with it for {name!r}; "
+            "set it to false, or give custom_parallel_plan"
+        )
+    else:
+        plan = model_plan(model)
+    return _divide_vocabulary({key: style for key, style in plan.items() if _matches(key, model)}, model)
+
+
+def decoder_plan(*, sequence_parallel: bool) -> Plan:
+    """The plan for the layers that Llama, Mistral, Qwen2 and Qwen3 share.
+
+    Each attention and MLP takes whole sequences and gives sums of which every rank has a part. Between them activations are whole on every
+    rank or, with sequence parallelism, divided over the sequence; the input is brought together once for all projections that read it, so
+    that its gradient is reduced once.
+    """
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    plan: Plan = {
+        "model.embed_tokens": VocabularyEmbedding(output_layouts=stream),
+        f"{_LAYER}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        f"{_LAYER}.self_attn.q_norm": HeadNorm(),
+        f"{_LAYER}.self_attn.k_norm": HeadNorm(),
+        f"{_LAYER}.self_attn.o_proj": RowwiseParallel(output_layouts=stream),
+        f"{_LAYER}.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        f"{_LAYER}.mlp.down_proj": RowwiseParallel(output_layouts=stream),
+        "lm_head": ColwiseParallel(input_layouts=stream),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"{_LAYER}.{name}"] = ColwiseParallel()
+    if sequence_parallel:
+        plan[f"{_LAYER}.input_layernorm"] = SequenceParallel()
+        plan[f"{_LAYER}.post_attention_layernorm"] = SequenceParallel()
+        plan["model.norm"] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def model_plan(model: Any) -> Plan:
+    """The plan that transformers gives a model, in torch's styles.
+
+    Raises:
+        ConfigError: it has none, or one with a style of transformers' own.
+    """
+    named = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    if not named:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size: transformers has no tensor-parallel plan for {type(model).__name__}; "
+            "set it to 1, or give custom_parallel_plan"
+        )
+    try:
+        return {name: translate_parallel_style(style) for name, style in named.items()}
+    except ValueError as error:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size: the plan of {type(model).__name__} in transformers has an {error}; "
+            "set it to 1, or give custom_parallel_plan"
+        ) from error
+
+
+def custom_plan(given: object) -> Plan:
+    """A plan of the user's: a dictionary, the import path of one, or of a function without arguments that returns one. Styles are torch's
+    objects or the names of :func:`translate_parallel_style`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    found = _imported(given) if isinstance(given, str) else given
+    if callable(found) and not isinstance(found, Mapping):
+        found = found()
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan = {given!r}: it gives a {type(found).__name__}; expected {_FORMS}")
+    plan: Plan = {}
+    for name, style in found.items():
+        if not isinstance(style, ParallelStyle | str):
+            raise ConfigError(
+                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} has a {type(style).__name__}; expected a ParallelStyle or its name"
+            )
+        plan[str(name)] = translate_parallel_style(style) if isinstance(style, str) else style
+    return plan
+
+
+def _imported(path: str) -> object:
+    module, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan = {path!r}: cannot be imported ({error}); expected {_FORMS}") from error
+
+
+def _matches(key: str, model: Any) -> bool:
+    pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
+    return any(pattern.fullmatch(name) for name, _ in model.named_modules())
+
+
+def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
+    """``plan`` with embedding and output layer divided by vocabulary; how it lays out the activations next to them stays."""
+    embedding, head = _name_of(model, model.get_input_embeddings()), _name_of(model, model.get_output_embeddings())
+    first, last = plan.get(embedding), plan.get(head)
+    after = first.output_layouts if isinstance(first, VocabularyEmbedding | RowwiseParallel) else Replicate()
+    before = last.input_layouts if isinstance(last, ColwiseParallel) else Replicate()
+    return {
+        **plan,
+        embedding: VocabularyEmbedding(output_layouts=_single(after)),
+        head: ColwiseParallel(input_layouts=_single(before), output_layouts=Shard(-1), use_local_output=True),
+    }
+
+
+def _single(layouts: Any) -> Placement:
+    found: Placement = layouts[0] if isinstance(layouts, tuple) else layouts
+    return found
+
+
+def _name_of(model: Any, wanted: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)

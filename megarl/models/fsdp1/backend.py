@@ -1,0 +1,219 @@
+"""The FSDP1 backend: the engine's :class:`Backend` protocol on a transformers model in FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoConfig
+
+from converters.source import HuggingFaceSource
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import ConfigError, StateError, Violation
+from megarl.models.engine.backend import Part, Place, StepOutcome
+from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.heads import Head, HeadOutput
+from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.microbatches import Shapes
+from megarl.models.engine.model_input import ModelInput
+from megarl.models.fsdp1.build import Filler, held_by
+from megarl.models.fsdp1.sharded import Sharded
+from megarl.models.fsdp1.whole import Whole
+from megarl.models.huggingface import checkpoint
+from megarl.models.huggingface.generation import generate
+from megarl.models.huggingface.loading import build_on_meta, recompute_layers
+from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
+from megarl.models.huggingface.passes import forward_backward
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# their step looks at a whole matrix, of which an FSDP1 rank holds a flat piece
+NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon"})
+
+
+class FSDP1Backend:
+    """One worker's part of a transformers model, with its optimizer and schedule.
+
+    Parameters are float32; the model computes in ``policy.precision``.
+
+    Args:
+        policy: the policy configuration, already validated.
+        source: Hugging Face weights to start from.
+        runtime: device of this process; torch.distributed is initialised on its backend.
+        with_optimizer: False for a model that is only read.
+
+    Raises:
+        ConfigError: the precision, the optimizer or the schedule is not possible here.
+        ModelError: the model's config and weights do not fit together.
+    """
+
+    def __init__(
+        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, with_optimizer: bool = True
+    ) -> None:
+        self.policy = policy
+        self.runtime = runtime
+        self._dtype = _dtype(policy["precision"])
+        self._trusts = bool(policy.get("trust_remote_code", False))
+        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
+        model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
+        if policy.get("activation_checkpointing_enabled"):
+            recompute_layers(model)
+        fill = Filler(model, source, runtime.device)
+        self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
+        self.shapes = Shapes(row_multiple=policy.get("make_sequence_length_divisible_by") or 1)
+        self.groups = _data_parallel()
+        self.model: Sharded | Whole
+        if dist.get_world_size() > 1:
+            self.model = Sharded(model, fill, self._dtype, runtime, offload=bool(policy.get("fsdp_offload_enabled")))
+        else:
+            if policy.get("fsdp_offload_enabled"):
+                logger.warning("fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded")
+            self.model = Whole(model, fill, self._dtype, runtime)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        if with_optimizer:
+            self._refuse_matrix_optimizer()
+            self.optimizer = build_optimizer(policy, self.model.parameters(), self.model.dimensions)
+            self.scheduler = build_scheduler(policy, self.optimizer)
+        self.set_training(True)
+
+    def _refuse_matrix_optimizer(self) -> None:
+        name = str((self.policy.get("optimizer") or {}).get("name", ""))
+        if self.groups.data_size > 1 and name.rpartition(".")[2] in NOT_ELEMENTWISE:
+            bound = "its step needs whole matrices, and FSDP1 cuts them into flat pieces"
+            raise ConfigError([Violation("policy.optimizer.name", name, bound, "write torch.optim.AdamW, or enable another backend")])
+
+    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+        self.model.before_pass()
+        try:
+            return forward_backward(self.model.module, inputs, head, backward=backward)
+        finally:
+            self.model.after_pass()
+
+    def set_training(self, training: bool) -> None:
+        self.model.module.train(training)
+
+    def is_training(self) -> bool:
+        return bool(self.model.module.training)
+
+    def zero_grad(self) -> None:
+        for _, parameter in self.model.parameters():
+            parameter.grad = None
+
+    def apply_gradients(self) -> StepOutcome:
+        assert self.optimizer is not None, "built without an optimizer"
+        gradients = [parameter.grad for _, parameter in self.model.parameters() if parameter.grad is not None]
+        norm = float(self.model.sum_over_ranks(squared_norm(gradients, self.runtime.device)).sqrt())
+        clip(gradients, norm, self.policy.get("max_grad_norm"))
+        self.optimizer.step()
+        return StepOutcome(norm, True)
+
+    def lr_step(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def schedule_values(self) -> dict[str, float]:
+        return schedule_values(self.optimizer) if self.optimizer is not None else {}
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.parameters()
+
+    def sync_parameters(self) -> None:
+        """Every pass gathers the parameters for itself and lets them go again; nothing is ever under way."""
+
+    def parameters_changed(self) -> None:
+        """The next pass reads the parameters anew."""
+
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors in ``policy.precision``, which is what the model computes with."""
+        return ((name, tensor.to(self._dtype)) for name, tensor in self.model.full_tensors())
+
+    @torch.no_grad()
+    def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+        """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.
+
+        The weights are gathered once, into a model of their own in ``policy.precision``, so that ranks with more or longer rows need not
+        wait for the others.
+        """
+        return generate(self._gathered(), self, data, config, tokenizer, greedy=greedy)
+
+    def _gathered(self) -> nn.Module:
+        """A plain transformers model with the present weights."""
+        if isinstance(self.model, Whole):
+            self.model.before_pass()
+            return self.model.module
+        model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
+        held = held_by(model)
+        for name, tensor in self.export_hf():
+            held[name].put(nn.Parameter(tensor, requires_grad=False))
+        return model.to(self.runtime.device)
+
+    def move(self, part: Part, place: Place) -> None:
+        """See the protocol. Gradients are not kept: they are let go of on the way to the host."""
+        if not self.runtime.is_cuda:
+            return
+        if part == "parameters":
+            self.model.move(place)
+        elif part == "gradients":
+            self.zero_grad()
+        elif self.optimizer is not None:
+            _move_optimizer(self.optimizer, place)
+        self.runtime.synchronize()
+
+    def save(self, weights: Path, optimizer: Path | None) -> None:
+        trained = self._require_optimizer() if optimizer is not None else None
+        checkpoint.save_weights(self.model.state(), weights)
+        if optimizer is not None and trained is not None:
+            checkpoint.save_optimizer(self.model.optimizer_state(trained), self.scheduler, self.runtime, optimizer)
+
+    def load(self, weights: Path, optimizer: Path | None) -> None:
+        trained = self._require_optimizer() if optimizer is not None else None
+        state = self.model.state()
+        checkpoint.load_weights(state, weights)
+        self.model.load_state(state)
+        if optimizer is not None and trained is not None:
+            loaded = checkpoint.load_optimizer(state, self.scheduler, self.runtime, optimizer)
+            self.model.load_optimizer_state(trained, loaded)
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
+        return self.optimizer
+
+    def close(self) -> None:
+        """Destroy the groups of one."""
+        if dist.is_initialized() and self.groups.data_size > 1:
+            dist.destroy_process_group(self.groups.tensor)
+
+
+def _dtype(precision: str) -> torch.dtype:
+    if precision not in DTYPES:
+        bound = "FSDP1 computes in float32 or bfloat16; it has no loss scaling"
+        raise ConfigError([Violation("policy.precision", precision, bound, "write bfloat16, or enable another backend")])
+    return DTYPES[precision]
+
+
+def _data_parallel() -> ParallelGroups:
+    """Every rank a data-parallel replica of its own."""
+    everyone = dist.group.WORLD
+    assert everyone is not None, "torch.distributed is initialised before a backend is built"
+    alone: dist.ProcessGroup = everyone
+    if dist.get_world_size() > 1:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return ParallelGroups(tensor=alone, context=alone, data=everyone, pipeline=alone)
+
+
+def _move_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """Move what has a parameter's shape; counters are where the optimizer wants them."""
+    for parameter, state in optimizer.state.items():
+        target = torch.device("cpu") if place == "host" else parameter.device
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[key] = value.to(target)

@@ -1,0 +1,169 @@
+"""A model sharded over all ranks by torch's FullyShardedDataParallel, one transformer layer a unit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.backend import Place
+from megarl.models.fsdp1.build import Filler, Held, named
+from megarl.models.huggingface import checkpoint
+from megarl.models.huggingface.loading import layers_of
+
+logger = logging.getLogger(__name__)
+
+
+def _sum_gradients(group: dist.ProcessGroup, whole: torch.Tensor, shard: torch.Tensor) -> None:
+    """Stands for FSDP's own reduction, which averages: the gradients of all ranks are summed, exactly."""
+    dist.reduce_scatter_tensor(shard, whole, group=group)
+
+
+class Sharded:
+    """A model of which every rank keeps an equal part of every unit, in float32, and computes in ``dtype``.
+
+    Gradients are reduced after every micro-batch, in float32, and added up sharded: no rank ever holds more than one unit's whole gradient.
+
+    Args:
+        module: built on the meta device.
+        fill: fills it, a unit at a time.
+        dtype: of its computation.
+        runtime: device of this process.
+        offload: parameters, gradients and optimizer state stay in host memory between uses.
+    """
+
+    def __init__(self, module: nn.Module, fill: Filler, dtype: torch.dtype, runtime: DeviceRuntime, *, offload: bool) -> None:
+        if offload and not runtime.is_cuda:
+            logger.info("fsdp_offload_enabled: on a CPU all memory is host memory; nothing is offloaded")
+        self._offloads = offload and runtime.is_cuda
+        self._runtime = runtime
+        self._group = dist.group.WORLD
+        self._held = fill.held
+        layers = set(layers_of(module))
+        self.module = FullyShardedDataParallel(
+            module,
+            auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=layers.__contains__),
+            mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
+            cpu_offload=CPUOffload(offload_params=True) if self._offloads else None,
+            sharding_strategy=ShardingStrategy.FULL_SHARD,
+            param_init_fn=fill,
+            device_id=runtime.device,
+            device_mesh=init_device_mesh(runtime.device.type, (dist.get_world_size(),)),
+            use_orig_params=True,
+        )
+        self.module.register_comm_hook(self._group, _sum_gradients)
+        self._units = self._unit_of_each()
+
+    def _unit_of_each(self) -> dict[FullyShardedDataParallel, dict[str, Held]]:
+        """The parameters of each unit, in one order on all ranks."""
+        unit_of: dict[nn.Module, FullyShardedDataParallel] = {}
+        units = FullyShardedDataParallel.fsdp_modules(self.module)
+        for unit in units:  # outer ones come first, so that inner ones have the last word
+            unit_of.update(dict.fromkeys(unit.modules(), unit))
+        return {unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit} for unit in units}
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Number of dimensions of every whole parameter, which a rank's part does not show."""
+        return {name: len(place.shape) for name, place in self._held.items()}
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's part of every parameter, flat; of some it has none."""
+        return named(self._held)
+
+    def before_pass(self) -> None:
+        """FSDP reads the parameters as they are."""
+
+    def after_pass(self) -> None:
+        """Let go of the outermost unit, which FSDP keeps gathered after a forward pass without a backward pass.
+
+        The next pass would use it again as it is, although its parameters may have been written to meanwhile (the reference policy, a
+        checkpoint).
+        """
+        if self.module._is_root and self.module._handle is not None:
+            _reshard(self.module, self.module._handle, True)
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` summed in place over all ranks."""
+        dist.all_reduce(value, group=self._group)
+        return value
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole float32 parameters, a unit gathered at a time; each tensor is the caller's own. A collective."""
+        for unit, held in self._units.items():
+            yield from self._gathered(unit, held)
+
+    def _gathered(self, unit: FullyShardedDataParallel, held: dict[str, Held]) -> list[tuple[str, torch.Tensor]]:
+        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            return [(name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights for a checkpoint, as DTensors; to be given to :meth:`load_state` when they were filled. A collective."""
+        with self._state_dict_type():
+            state = self.module.state_dict()
+        return {name: state[name] for name in self._held}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Write a filled :meth:`state` into the parameters. A collective."""
+        with self._state_dict_type():
+            self.module.load_state_dict({name: state[first] for first, place in self._held.items() for name in place.names})
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
+        """State by parameter name, as DTensors. A collective."""
+        names = {parameter: name for name, parameter in self.parameters()}
+        groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+        begun = self.sum_over_ranks(torch.tensor(float(len(optimizer.state)), device=self._runtime.device))
+        if not begun:
+            return {"state": {}, "param_groups": groups}
+        with self._state_dict_type():
+            state = FullyShardedDataParallel.optim_state_dict(self.module, optimizer)["state"]
+        first_names = {name: first for first, place in self._held.items() for name in place.names}
+        return {"state": {first_names[name]: values for name, values in state.items()}, "param_groups": groups}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
+        """The reverse of :meth:`optimizer_state`. A collective."""
+        names = {parameter: name for name, parameter in self.parameters()}
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        if loaded["state"]:
+            with self._state_dict_type():
+                state = FullyShardedDataParallel.optim_state_dict_to_load(self.module, optimizer, loaded)["state"]
+        checkpoint.install(optimizer, state, loaded, names)
+
+    @contextlib.contextmanager
+    def _state_dict_type(self) -> Iterator[None]:
+        options = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+        with warnings.catch_warnings(action="ignore"), FullyShardedDataParallel.state_dict_type(self.module, *options):
+            yield
+
+    @torch.no_grad()
+    def move(self, place: Place) -> None:
+        """Move parameters and buffers; with offloading they are in host memory anyway."""
+        if self._offloads:
+            return
+        target = self._runtime.device if place == "device" else torch.device("cpu")
+        for unit in self._units:
+            handle = unit._handle
+            if handle is not None:
+                handle.flat_param_to(target)
+                handle.flat_param._local_shard = handle.flat_param.data
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(target)

@@ -1,0 +1,108 @@
+"""A model on one rank: nothing is sharded, and no wrapper stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.backend import Place
+from megarl.models.fsdp1.build import Filler, named
+from megarl.models.huggingface import checkpoint
+
+
+class Whole:
+    """A model on one rank, computing in ``dtype`` from float32 parameters, with float32 gradients.
+
+    In half precision the module's own parameters are copies of the float32 ones; each micro-batch's gradient is added to the float32
+    gradient as soon as it is there, as FSDP does.
+
+    Args:
+        module: built on the meta device.
+        fill: fills it.
+        dtype: of its computation.
+        runtime: device of this process.
+    """
+
+    def __init__(self, module: nn.Module, fill: Filler, dtype: torch.dtype, runtime: DeviceRuntime) -> None:
+        for part in module.modules():
+            fill(part)
+        self.module = module.to(runtime.device)
+        self._runtime = runtime
+        self._held = fill.held
+        self._masters: dict[str, nn.Parameter] = {}
+        if dtype != torch.float32:
+            self._keep_masters(dtype)
+
+    def _keep_masters(self, dtype: torch.dtype) -> None:
+        for name, parameter in named(self._held):
+            master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            self._masters[name] = master
+            parameter.data = parameter.data.to(dtype)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_adding_to(master))
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The float32 parameters."""
+        return iter(self._masters.items()) if self._masters else named(self._held)
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Number of dimensions of every whole parameter."""
+        return {name: len(place.shape) for name, place in self._held.items()}
+
+    @torch.no_grad()
+    def before_pass(self) -> None:
+        """Let the module's parameters follow the float32 ones."""
+        for name, master in self._masters.items():
+            self._held[name].get().copy_(master)
+
+    def after_pass(self) -> None:
+        """Nothing was gathered."""
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``; there is one rank."""
+        return value
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole float32 parameters; they stay the model's own."""
+        return ((name, parameter.detach()) for name, parameter in self.parameters())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights for a checkpoint; writing into them writes into the parameters."""
+        return dict(self.full_tensors())
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """What :meth:`state` gave was filled in place; that was all."""
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
+        """State by parameter name."""
+        return checkpoint.named_optimizer_state(optimizer, self.parameters())
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
+        """The reverse of :meth:`optimizer_state`."""
+        checkpoint.install_optimizer_state(optimizer, self.parameters(), loaded)
+
+    @torch.no_grad()
+    def move(self, place: Place) -> None:
+        """Move parameters and buffers."""
+        target = self._runtime.device if place == "device" else torch.device("cpu")
+        self.module.to(target)
+        for master in self._masters.values():
+            master.data = master.data.to(target)
+
+
+def _adding_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    """Adds a half-precision gradient to that of the float32 parameter and lets go of it."""
+
+    def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return add

@@ -1,0 +1,216 @@
+"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP): any number of ranks reads what any other wrote.
+
+A state is a mapping from the model's Hugging Face parameter names to tensors, sharded ones as DTensors. Both torch backends write the same
+names and shapes, so that either reads the other's checkpoints.
+
+No file is unpickled freely. DCP writes its index, ``.metadata``, as a pickle; here only the few classes it consists of are let in. Tensors
+and all that is no tensor come through ``torch.load(weights_only=True)``, random-number states from safetensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim.lr_scheduler import LRScheduler
+
+from megarl.checkpoint.collective import appears_whole, random_state_file
+from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import CheckpointError
+
+PLAIN_FILE = "optimizer.pt"
+# how a step is computed, not what it computes: the running configuration decides
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+OptimizerState = dict[str, Any]
+"""``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
+
+
+def save_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Write the weights to ``directory``. A collective over all ranks.
+
+    Raises:
+        CheckpointError: ``directory`` is not empty, or cannot be written.
+    """
+    with appears_whole(directory) as staging:
+        _write(state, staging)
+
+
+def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill the tensors of ``state`` in place from what :func:`save_weights` wrote. A collective over all ranks.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it holds another model.
+    """
+    _read(state, directory, "weights")
+
+
+def save_optimizer(state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path) -> None:
+    """Write optimizer state, schedule and every rank's random-number states to ``directory``. A collective over all ranks.
+
+    Raises:
+        CheckpointError: ``directory`` is not empty, or cannot be written.
+    """
+    tensors = {_key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)}
+    plain = {
+        "numbers": {_key(name, key): value for name, key, value in _entries(state) if not isinstance(value, torch.Tensor)},
+        "param_groups": [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]],
+        "schedule": None if scheduler is None else {"kind": type(scheduler).__name__, "state": scheduler.state_dict()},
+    }
+    with appears_whole(directory) as staging:
+        _write(tensors, staging)
+        if dist.get_rank() == 0:
+            torch.save(plain, staging / PLAIN_FILE)
+        save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
+
+
+def load_optimizer(
+    like: Mapping[str, torch.Tensor], scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path
+) -> OptimizerState:
+    """Read what :func:`save_optimizer` wrote: the optimizer's state is returned, the schedule and random-number states are put back.
+
+    The learning rate, its schedule's place and the weight decay are the checkpoint's, not the configuration's, so that a run goes on as it
+    was. Random-number states come back where this rank existed when they were saved. A collective over all ranks.
+
+    Args:
+        like: the weights; state of a weight's shape is spread over the ranks as the weight is.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it belongs to another model or kind of schedule.
+    """
+    metadata = _metadata(directory)
+    plain = read_plain(directory / PLAIN_FILE)
+    state: dict[str, dict[str, Any]] = {}
+    for entry, stored in metadata.state_dict_metadata.items():
+        name, key = entry.rsplit("/", 1)
+        if name not in like or not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{directory} does not hold the optimizer state of this model: {entry} is unknown. Check model_name and the path"
+            )
+        state.setdefault(name, {})[key] = _empty(stored, like[name])
+    _read({_key(name, key): value for name, values in state.items() for key, value in values.items()}, directory, "optimizer state")
+    for entry, value in plain["numbers"].items():
+        name, key = entry.rsplit("/", 1)
+        state.setdefault(name, {})[key] = value
+    _restore_schedule(scheduler, plain["schedule"], directory)
+    rng = directory / random_state_file(dist.get_rank())
+    if rng.exists():
+        runtime.set_rng_state(load_file(rng))
+    return {"state": state, "param_groups": plain["param_groups"]}
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> OptimizerState:
+    """State of an optimizer whose parameters are whole tensors or DTensors, by name."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named_parameters}
+    return {
+        "state": {names[parameter]: dict(values) for parameter, values in optimizer.state.items()},
+        "param_groups": [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups],
+    }
+
+
+def install_optimizer_state(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], loaded: OptimizerState
+) -> None:
+    """The reverse of :func:`named_optimizer_state`.
+
+    Raises:
+        CheckpointError: the state belongs to an optimizer over other parameters.
+    """
+    names = {parameter: name for name, parameter in named_parameters}
+    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    install(optimizer, {index: loaded["state"][name] for index, name in enumerate(order) if name in loaded["state"]}, loaded, names)
+
+
+def install(
+    optimizer: torch.optim.Optimizer, state: Mapping[int, Any], loaded: OptimizerState, names: Mapping[torch.nn.Parameter, str]
+) -> None:
+    """Put state, by a parameter's place in the optimizer, and the hyperparameters of ``loaded`` into the optimizer.
+
+    Raises:
+        CheckpointError: ``loaded`` belongs to an optimizer over other parameters.
+    """
+    here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    there = [list(group["params"]) for group in loaded["param_groups"]]
+    if here != there:
+        raise CheckpointError(
+            f"the optimizer checkpoint is for groups of {[len(group) for group in there]} parameters, this optimizer has "
+            f"{[len(group) for group in here]}, or they are others; check model_name and policy.optimizer"
+        )
+    groups, first = [], 0
+    for live, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        kept = {key: value for key, value in live.items() if key in IMPLEMENTATION}
+        last = first + len(live["params"])
+        groups.append({**saved, **kept, "params": list(range(first, last))})
+        first = last
+    optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
+
+
+def _key(name: str, key: str) -> str:
+    return f"{name}/{key}"
+
+
+def _entries(state: OptimizerState) -> Iterable[tuple[str, str, Any]]:
+    return ((name, key, value) for name, values in state["state"].items() for key, value in values.items())
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _empty(stored: TensorStorageMetadata, like: torch.Tensor) -> torch.Tensor:
+    if tuple(stored.size) == tuple(like.shape):
+        return torch.zeros_like(like, dtype=stored.properties.dtype)
+    return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | None, directory: Path) -> None:
+    here, there = scheduler and type(scheduler).__name__, saved and saved["kind"]
+    if here != there:
+        raise CheckpointError(
+            f"{directory} was written with the learning-rate schedule {there}, policy.scheduler is {here}; resume with the schedule it had"
+        )
+    if scheduler is not None and saved is not None:
+        scheduler.load_state_dict(saved["state"])
+
+
+def _write(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory), sync_files=False))
+
+
+def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:
+    stored = _metadata(directory).state_dict_metadata
+    only_there, only_here = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
+    other = sorted(name for name in state.keys() & stored.keys() if not _fits(stored[name], state[name]))
+    if only_there or only_here or other:
+        raise CheckpointError(
+            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, only in the model "
+            f"{only_here[:3]}, of another shape {other[:3]} ({len(only_there)}, {len(only_here)} and {len(other)} in all). "
+            "Check model_name and the path"
+        )
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(dict(state), storage_reader=RestrictedReader(str(directory)))
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
+
+
+def _fits(stored: Any, here: torch.Tensor) -> bool:
+    return isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == tuple(here.shape)
+
+
+def _metadata(directory: Path) -> Metadata:
+    if not (directory / METADATA_FILE).is_file():
+        raise CheckpointError(
+            f"{directory} is not a checkpoint (no {METADATA_FILE} there): give the directory that save_checkpoint was given"
+        )
+    return RestrictedReader(str(directory)).read_metadata()

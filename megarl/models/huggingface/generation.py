@@ -1,0 +1,94 @@
+"""Generation by a transformers model with a transformers cache, drawing the same tokens as every other backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.decoding import Decoder, decode
+from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.logprobs import VocabularyShard
+
+
+class Generating(Protocol):
+    """What generation needs of a backend."""
+
+    policy: Mapping[str, Any]
+    groups: ParallelGroups
+    vocabulary: VocabularyShard
+    runtime: DeviceRuntime
+
+
+def generate(
+    model: torch.nn.Module,
+    backend: Generating,
+    data: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    greedy: bool,
+    new_cache: Callable[[int, int], Any] | None = None,
+) -> BatchedDataDict[Any]:
+    """Continue every prompt; see :func:`megarl.models.engine.decoding.decode`.
+
+    Data-parallel ranks need not be in step, so the model must need no collective with them: its parameters are whole, or those of this
+    tensor-parallel rank. Ranks that share rows have to be in step, and are.
+
+    Args:
+        model: a causal language model of transformers; its logits are the columns that ``backend.vocabulary`` says.
+        backend: where the model runs and who runs it together.
+        data, config, tokenizer, greedy: as for ``decode``.
+        new_cache: makes a transformers cache for so many rows and positions; ``DynamicCache`` by default.
+    """
+    make = new_cache or (lambda rows, positions: DynamicCache(config=model.config))
+    decoder = Decoder(
+        lambda rows, positions: _CachedForward(model, backend.vocabulary, make(rows, positions)),
+        backend.groups,
+        backend.runtime.device,
+        backend.policy["max_total_sequence_length"],
+        backend.policy.get("generation_batch_size"),
+    )
+    with _evaluating(model), torch.no_grad():
+        return decode(decoder, data, config, tokenizer, greedy=greedy)
+
+
+class _CachedForward:
+    """See :class:`megarl.models.engine.decoding.Forward`."""
+
+    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, cache: Any) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.cache = cache
+
+    def __call__(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        output = self.model(input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return _all_columns(output.logits[:, -1], self.vocabulary)
+
+
+def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
+    """[b, V] of the true vocabulary from the columns [b, V / ranks] of each tensor-parallel rank."""
+    if vocabulary.group is not None:
+        ranks = dist.get_world_size(vocabulary.group)
+        columns = logits.t().contiguous()
+        whole = torch.empty(ranks * columns.shape[0], columns.shape[1], dtype=columns.dtype, device=columns.device)
+        dist.all_gather_into_tensor(whole, columns, group=vocabulary.group)
+        logits = whole.t()
+    return logits[:, : vocabulary.size]
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

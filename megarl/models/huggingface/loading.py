@@ -1,0 +1,141 @@
+"""A transformers model without its weights, and what of a checkpoint belongs into it.
+
+Parameters are built on the meta device, so that no rank ever holds a model it does not keep; a backend divides them and then reads its own
+slices. Buffers (rotary frequencies) are real from the start: they come from the model's own constructor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from converters.source import HuggingFaceSource
+from megarl.errors import ModelError
+from megarl.models.huggingface.attention import IMPLEMENTATION
+
+HEAD = "lm_head.weight"
+# old checkpoints store the rotary frequencies, which every model computes from its config
+_IGNORABLE = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, every parameter that a module registers is moved to the meta device at once; buffers stay where they are made."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, trust_remote_code: bool = False) -> Any:
+    """A causal language model with float32 parameters on the meta device, real buffers, and the engine's attention.
+
+    The embedding row of the padding token is trained like any other, as in Megatron: a model whose padding token is also its end-of-text
+    token would otherwise never learn to read the end.
+
+    Args:
+        hf_config: the model's config; left as it is.
+        vocabulary: rows of embedding and output layer, at least the true size; the true size when None.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ModelError: dropout, which would make training and log-probabilities disagree.
+    """
+    config = copy.deepcopy(hf_config)
+    text = config.get_text_config()
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if getattr(text, name, 0.0):
+            raise ModelError(f"{name} = {getattr(text, name)} in the model's config.json: dropout is not supported; set it to 0")
+    if vocabulary is not None:
+        text.vocab_size = vocabulary
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code
+        )
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None
+    return model
+
+
+def is_tied(model: Any) -> bool:
+    """Whether embedding and output layer are one parameter."""
+    output = model.get_output_embeddings()
+    return output is not None and output.weight is model.get_input_embeddings().weight
+
+
+def tie(model: Any) -> None:
+    """Make the embedding's parameter the output layer's as well."""
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The model's transformer layers, in order."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} does not say what its layers are (_no_split_modules); choose a model of transformers")
+    return layers
+
+
+def recompute_layers(model: Any) -> None:
+    """Keep of every layer only its input, and compute it again in the backward pass.
+
+    What is wrapped is the layer's ``forward``, inside of all hooks: parameters are gathered around it, not by it.
+    """
+    for layer in layers_of(model):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+    """Check that a checkpoint has every tensor of a model, no other, in the right shapes. Reads headers only.
+
+    Args:
+        source: the checkpoint.
+        shapes: true shapes by name, padding left out.
+        tied: the checkpoint may store the output layer once more.
+
+    Raises:
+        ModelError: with every tensor that is missing, unknown or of another shape.
+    """
+    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in source]
+    problems += [
+        f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)}"
+        for name, shape in shapes.items()
+        if name in source and source.shape(name) != shape
+    ]
+    accounted = {*shapes, HEAD} if tied else set(shapes)
+    problems += [f"unknown: {name}" for name in source.names() if name not in accounted and not _IGNORABLE.fullmatch(name)]
+    if problems:
+        shown = "\n  ".join(problems[:10])
+        raise ModelError(
+            f"the weights in {source.directory} do not fit their config.json ({len(problems)} problems); use the config.json that "
+            f"belongs to these weights, and complete weights:\n  {shown}"
+        )

@@ -1,0 +1,170 @@
+"""Optimizer and learning-rate schedule of the torch backends, by import path and keyword arguments.
+
+Vectors (parameters of one dimension: biases and norms) get no weight decay, as in Megatron, so that the backends agree. The schedule counts
+``train()`` calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from megarl.errors import ConfigError, Violation
+
+OPTIMIZER = "policy.optimizer"
+SCHEDULER = "policy.scheduler"
+# a step of theirs needs more than the gradients there are: a closure, sparse gradients, a measured quantity
+UNSUITABLE = frozenset({"LBFGS", "SparseAdam"})
+
+
+def build_optimizer(
+    policy: Mapping[str, Any],
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    dimensions: Mapping[str, int] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of ``policy.optimizer`` over all trainable parameters.
+
+    Args:
+        policy: ``optimizer`` is ``{name: import path, kwargs: {...}}``.
+        named_parameters: each parameter once.
+        dimensions: number of dimensions of each parameter by name, where a rank's shard does not show it any more.
+
+    Raises:
+        ConfigError: there is no such optimizer, it does not know an argument, or refuses a value.
+    """
+    chosen = policy.get("optimizer")
+    if not chosen:
+        raise _refusal(OPTIMIZER, chosen, "a policy that trains needs an optimizer", "write {name: torch.optim.AdamW, kwargs: {lr: ...}}")
+    kind = _resolve(f"{OPTIMIZER}.name", chosen["name"], torch.optim.Optimizer, "torch.optim.AdamW")
+    if kind.__name__ in UNSUITABLE:
+        raise _refusal(f"{OPTIMIZER}.name", chosen["name"], "its step needs more than dense gradients", "write torch.optim.AdamW")
+    kwargs = dict(chosen.get("kwargs") or {})
+    accepted = _check_arguments(OPTIMIZER, kind, kwargs, given={"params"})
+    matrices: list[torch.nn.Parameter] = []
+    vectors: list[torch.nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            count = parameter.ndim if dimensions is None else dimensions[name]
+            (matrices if count > 1 else vectors).append(parameter)
+    without_decay = {"weight_decay": 0.0} if "weight_decay" in accepted else {}
+    groups = [*([{"params": matrices}] if matrices else []), *([{"params": vectors, **without_decay}] if vectors else [])]
+    return _construct(OPTIMIZER, kind, groups, kwargs)
+
+
+def build_scheduler(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """The learning-rate schedule of ``policy.scheduler``; None keeps the learning rate constant.
+
+    ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence: at the first milestone the
+    second schedule takes over, and so on.
+
+    Raises:
+        ConfigError: there is no such schedule, it does not know an argument, or the milestones do not fit.
+    """
+    chosen = policy.get("scheduler")
+    if not chosen:
+        return None
+    if isinstance(chosen, Mapping):
+        return _one_schedule(SCHEDULER, chosen, optimizer)
+    entries, milestones = _split_milestones(chosen)
+    schedules = [_one_schedule(f"{SCHEDULER}[{index}]", entry, optimizer) for index, entry in enumerate(entries)]
+    return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones)
+
+
+def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """``lr`` and ``wd`` that the next optimizer step will use."""
+    groups = optimizer.param_groups
+    return {"lr": float(groups[0]["lr"]), "wd": max(float(group.get("weight_decay", 0.0)) for group in groups)}
+
+
+def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of the squares of all entries, 0-d float64 on ``device``."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device) for gradient in gradients]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) -> None:
+    """Scale gradients in place so that their norm, which is ``norm``, becomes at most ``bound``; None or 0 leaves them alone."""
+    if not bound:
+        return
+    factor = bound / (norm + 1e-6)  # the small number of torch.nn.utils.clip_grad_norm_ and of Megatron
+    if factor < 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[int]]:
+    """The schedules of a list, and the steps at which the next one takes over."""
+    entries = [entry for entry in chosen if "milestones" not in entry]
+    lists = [entry["milestones"] for entry in chosen if "milestones" in entry]
+    milestones = [int(step) for step in lists[0]] if lists else []
+    if not entries or len(lists) > 1 or (lists and "milestones" not in chosen[-1]):
+        raise _refusal(
+            SCHEDULER,
+            list(chosen),
+            "a list holds one or more schedules and, at its end, one {milestones: [...]}",
+            "write [{name, kwargs}, {name, kwargs}, {milestones: [50]}]",
+        )
+    rising = all(earlier < later for earlier, later in zip([0, *milestones], milestones, strict=False))
+    if len(milestones) != len(entries) - 1 or not rising:
+        bound = f"{len(entries)} schedules need {len(entries) - 1} rising positive milestones"
+        raise _refusal(
+            f"{SCHEDULER}[{len(chosen) - 1}].milestones", milestones, bound, "write the train() calls at which the next one starts"
+        )
+    return entries, milestones
+
+
+def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    kind = _resolve(f"{key}.name", chosen.get("name"), LRScheduler, "torch.optim.lr_scheduler.LinearLR")
+    if issubclass(kind, ReduceLROnPlateau):
+        raise _refusal(f"{key}.name", chosen["name"], "it waits for a measured value, and none is given to it", "take another schedule")
+    kwargs = dict(chosen.get("kwargs") or {})
+    _check_arguments(key, kind, kwargs, given={"optimizer"})
+    return _construct(key, kind, optimizer, kwargs)
+
+
+def _resolve(key: str, path: Any, base: type, example: str) -> Any:
+    """The class that an import path names."""
+    module, _, name = str(path).rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _refusal(
+            key, path, f"nothing can be imported under this name ({error})", f"write an import path such as {example}"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
+        raise _refusal(key, path, f"it is no {base.__name__}", f"write an import path such as {example}")
+    return kind
+
+
+def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set[str]) -> set[str]:
+    """Refuse arguments that ``kind`` does not know; those it does know."""
+    parameters = inspect.signature(kind).parameters
+    accepted = {name for name in parameters if name not in given}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return accepted | set(kwargs)
+    unknown = [
+        Violation(
+            f"{key}.kwargs.{name}", kwargs[name], f"{kind.__name__} has no such argument", f"write one of {', '.join(sorted(accepted))}"
+        )
+        for name in kwargs
+        if name not in accepted
+    ]
+    if unknown:
+        raise ConfigError(unknown)
+    return accepted
+
+
+def _construct(key: str, kind: Any, first: Any, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return kind(first, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _refusal(f"{key}.kwargs", dict(kwargs), f"{kind.__name__} refuses them: {error}", "correct the arguments") from error
+
+
+def _refusal(key: str, value: Any, bound: str, fix: str) -> ConfigError:
+    return ConfigError([Violation(key, value, bound, fix)])

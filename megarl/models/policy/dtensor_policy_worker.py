@@ -1,0 +1,202 @@
+"""DTensorPolicyWorker: one rank of a policy on DTensor and FSDP2. A plain class: Ray makes an actor of it, torchrun uses it as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from converters.source import open_source
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import runtime, seed_everything
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.rendezvous import init_process_group
+from megarl.errors import ConfigError
+from megarl.models.dtensor.backend import DTensorBackend
+from megarl.models.dtensor.context_parallel import ROTATE_METHODS, context_parallel
+from megarl.models.dtensor.mover import move_buffers, move_model
+from megarl.models.dtensor.parallelize import reshard, sharded_modules
+from megarl.models.engine.worker import EngineWorker
+from megarl.models.policy import PolicyConfig
+
+
+@contextlib.contextmanager
+def unshard_fsdp2_model(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the parameters of all modules that ``fully_shard`` divided are gathered; afterwards they are divided again. A collective."""
+    try:
+        for module in sharded_modules(model):
+            module.unshard()
+        yield
+    finally:
+        reshard(model)
+
+
+def get_cpu_state_dict(state_generator: Iterable[tuple[str, torch.Tensor]], pin_memory: bool = False) -> dict[str, torch.Tensor]:
+    """Copies of tensors in host memory, of divided ones this rank's piece.
+
+    Args:
+        state_generator: names and tensors.
+        pin_memory: copy into page-locked memory, without waiting for each.
+    """
+    copies = {}
+    for name, tensor in state_generator:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        copies[name] = torch.empty_like(local, device="cpu", pin_memory=pin_memory)
+        copies[name].copy_(local, non_blocking=pin_memory)
+    runtime().synchronize()
+    return copies
+
+
+class DTensorPolicyWorker(EngineWorker):
+    """One rank of a policy on DTensor and FSDP2.
+
+    Args:
+        config: the validated policy configuration.
+        tokenizer: of the model; goes into exported checkpoints and finds stop strings.
+        weights_path: checkpoint to start from instead of ``model_name``'s weights.
+        optimizer_path: optimizer checkpoint to continue from.
+        init_optimizer: False for a model that is only read.
+        init_reference_model: keep the weights of ``model_name`` as the reference policy.
+        worker_sharding_annotations: the layout, for checks; the groups are the device mesh's own.
+        pre_init_communication_queue: accepted for the contract and not needed: every rank reads its own slices.
+        seed: for random-number generators.
+
+    Raises:
+        ModelError: the model's config and weights do not fit together.
+        ConfigError: there is no tensor-parallel plan for the model.
+        CheckpointError: a checkpoint is missing or belongs to another model.
+    """
+
+    backend: DTensorBackend
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tokenizer: Any,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        *,
+        worker_sharding_annotations: NamedSharding | None = None,
+        pre_init_communication_queue: Any = None,
+        seed: int = 0,
+        **unused: Any,
+    ) -> None:
+        here = runtime()
+        here.activate()
+        if not torch.distributed.is_initialized():
+            init_process_group(here.backend)
+        seed_everything(seed)
+        backend = DTensorBackend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
+        super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
+
+    # generation
+
+    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Continue prompts with the model itself; see :meth:`megarl.models.dtensor.backend.DTensorBackend.generate`."""
+        self.lifecycle.require("parameters", "generate", "prepare_for_generation")
+        return self.backend.generate(data, self.cfg["generation"] or {}, self.tokenizer, greedy=greedy)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Parameters on the device, evaluation behaviour."""
+        self.prepare_for_lp_inference()
+
+    # context parallelism for callers that bring their own loop
+
+    @staticmethod
+    def create_context_parallel_ctx(
+        cp_mesh: DeviceMesh,
+        cp_buffers: list[torch.Tensor],
+        cp_seq_dims: list[int],
+        cp_no_restore_buffers: set[torch.Tensor],
+        cp_rotate_method: str | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which every buffer holds this rank's part of it (:mod:`megarl.models.dtensor.context_parallel`).
+
+        The worker's own methods do not need it: they cut their batches themselves.
+
+        Args:
+            cp_mesh: the context-parallel ranks.
+            cp_buffers: changed in place.
+            cp_seq_dims: the sequence dimension of each buffer.
+            cp_no_restore_buffers: buffers that need not get their whole content back.
+            cp_rotate_method: how keys and values come together; ``allgather``, or None for the same.
+
+        Raises:
+            ConfigError: another rotate method.
+        """
+        if cp_rotate_method not in ROTATE_METHODS:
+            raise ConfigError(
+                f"cp_rotate_method = {cp_rotate_method!r}: keys and values come together by allgather; write allgather or None"
+            )
+        return context_parallel(cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def train_context(cp_context: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
+        """Enter ``cp_context`` around forward and backward pass. No attention kernel has to be switched off for it."""
+        with cp_context or contextlib.nullcontext():
+            yield
+
+    # where a model is
+
+    def move_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
+        """Parameters and buffers to ``device``; the model itself."""
+        moved: torch.nn.Module = move_model(model, torch.device(device))
+        return moved
+
+    def move_buffer_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
+        """Buffers to ``device``; the model itself. ``fully_shard`` moves parameters alone."""
+        moved: torch.nn.Module = move_buffers(model, torch.device(device))
+        return moved
+
+    def move_to_cuda(self, model: torch.nn.Module) -> torch.nn.Module:
+        """To this worker's device, which is the CPU where there is no other."""
+        moved = self.move_to_device(model, self.runtime.device)
+        self.runtime.empty_cache()
+        return moved
+
+    def move_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
+        """To host memory."""
+        return self.move_to_device(model, "cpu")
+
+    def return_state_dict(self) -> dict[str, torch.Tensor]:
+        """The divided parameters by name, tensors of this rank's piece that know the whole."""
+        return self.backend.state_dict()
+
+    # weights for an inference engine
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Not in this version."""
+        _no_transport("init_collective", "sending weights to an inference engine over a collective")
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """Not in this version."""
+        _no_transport("prepare_refit_info", "sending weights to an inference engine")
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Not in this version."""
+        _no_transport("prepare_info_for_collective", "sending weights to an inference engine over a collective")
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Not in this version."""
+        _no_transport("broadcast_weights_for_collective", "sending weights to an inference engine over a collective")
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Not in this version."""
+        _no_transport("prepare_weights_for_ipc", "handing weights to an inference engine on the same device")
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Not in this version."""
+        _no_transport("get_weights_ipc_handles", "handing weights to an inference engine on the same device")
+
+
+def _no_transport(method: str, what: str) -> NoReturn:
+    raise NotImplementedError(f"DTensorPolicyWorker.{method}: {what} is not in this version; the policy generates by itself")

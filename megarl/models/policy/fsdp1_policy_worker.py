@@ -1,0 +1,114 @@
+"""FSDP1PolicyWorker: one rank of a policy on torch's FullyShardedDataParallel. A plain class: Ray makes an actor of it, torchrun uses it
+as it is."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from converters.source import open_source
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import runtime, seed_everything
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.rendezvous import init_process_group
+from megarl.models.engine.worker import EngineWorker
+from megarl.models.fsdp1.backend import FSDP1Backend
+from megarl.models.policy import PolicyConfig
+
+
+class FSDP1PolicyWorker(EngineWorker):
+    """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of every layer.
+
+    Args:
+        config: the validated policy configuration.
+        tokenizer: of the model; goes into exported checkpoints and finds stop strings.
+        weights_path: checkpoint to start from instead of ``model_name``'s weights.
+        optimizer_path: optimizer checkpoint to continue from.
+        init_optimizer: False for a model that is only read.
+        init_reference_model: keep the weights of ``model_name`` as the reference policy, in host memory.
+        worker_sharding_annotations: the layout; accepted for the contract, all ranks are data-parallel.
+        pre_init_communication_queue: accepted for the contract and not needed: no rank converts for the others.
+        seed: for random-number generators.
+
+    Raises:
+        ConfigError: the precision, the optimizer or the schedule is not possible.
+        ModelError: the model's config and weights do not fit together.
+        CheckpointError: a checkpoint is missing or belongs to another model.
+    """
+
+    backend: FSDP1Backend
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tokenizer: Any,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        *,
+        worker_sharding_annotations: NamedSharding | None = None,
+        pre_init_communication_queue: Any = None,
+        seed: int = 0,
+        **unused: Any,
+    ) -> None:
+        here = runtime()
+        here.activate()
+        if not torch.distributed.is_initialized():
+            init_process_group(here.backend)
+        seed_everything(seed)
+        backend = FSDP1Backend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
+        super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Continue prompts with the transformers model itself; see :func:`megarl.models.engine.decoding.decode`."""
+        self.lifecycle.require("parameters", "generate", "prepare_for_generation")
+        return self.backend.generate(data, self.cfg["generation"], self.tokenizer, greedy=greedy)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Parameters on the device, evaluation behaviour."""
+        self.prepare_for_lp_inference()
+
+    # placement by hand
+
+    def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move this worker's model to host memory and return it; with ``fsdp_offload_enabled``, and on a CPU, it is there already."""
+        self._require_own(model, "manual_offload_to_cpu")
+        self.backend.move("gradients", "host")
+        self.backend.move("parameters", "host")
+        return model
+
+    def manual_load_to_gpu(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move this worker's model to the device and return it; with ``fsdp_offload_enabled``, and on a CPU, it stays where it is."""
+        self._require_own(model, "manual_load_to_gpu")
+        self.backend.move("parameters", "device")
+        return model
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model: wrapped in FullyShardedDataParallel, or on one rank the transformers model itself."""
+        return self.backend.model.module
+
+    def _require_own(self, model: torch.nn.Module, method: str) -> None:
+        if model is not self.model:
+            raise ValueError(f"{method}({type(model).__name__}): only the worker's own model can be moved; give worker.model")
+
+    # transport of weights to another engine
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Not in this version."""
+        _no_transport("prepare_weights_for_ipc")
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Not in this version."""
+        _no_transport("get_weights_ipc_handles")
+
+
+def _no_transport(method: str) -> NoReturn:
+    raise NotImplementedError(
+        f"FSDP1PolicyWorker.{method}: handing weights to an inference engine over device memory is not in this version; "
+        "the policy generates by itself (generate)"
+    )

@@ -1,0 +1,244 @@
+"""What the pool's processes run for DTensor: the jobs of FSDP1, which know the worker's contract alone, on a DTensor worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from converters.source import HuggingFaceSource
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.models.dtensor.shards import block_of
+from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
+from tests.dist import fsdp1_jobs
+from tests.dist.worker_jobs import RecordingLoss, differences
+
+
+def dtensor_config(model: Path | str, batching: str = "fixed", **changes: Any) -> dict[str, Any]:
+    """``policy_config`` for DTensor: the same optimizer, and the same warm-up as a schedule of torch.
+
+    Args:
+        model: Hugging Face directory.
+        batching: fixed, dynamic or packed.
+        changes: ``tp``, ``cp``, ``sp``, ``recompute``, ``offload``, ``plan``, and those of ``fsdp1_config``.
+    """
+    take = changes.pop
+    settings = {
+        "enabled": True,
+        "tensor_parallel_size": take("tp", 1),
+        "context_parallel_size": take("cp", 1),
+        "sequence_parallel": take("sp", False),
+        "activation_checkpointing": take("recompute", False),
+        "cpu_offload": take("offload", False),
+        "custom_parallel_plan": take("plan", None),
+    }
+    return {**fsdp1_jobs.fsdp1_config(model, batching, **changes), "dtensor_cfg": settings}
+
+
+def build(config: Mapping[str, Any], **options: Any) -> DTensorPolicyWorker:
+    return DTensorPolicyWorker(config, options.pop("tokenizer", None), **options)
+
+
+def snapshot(worker: DTensorPolicyWorker) -> dict[str, Any]:
+    """As for FSDP1, with this rank's pieces of what is divided."""
+    kept = _snapshot(worker)
+    kept["loss scale"] = (worker.backend.loss_scale.factor, worker.backend.loss_scale.clean_steps)
+    return {key: value.to_local().clone() if isinstance(value, DTensor) else value for key, value in kept.items()}
+
+
+_build, _snapshot = fsdp1_jobs.build, fsdp1_jobs.snapshot
+
+
+def run(job: str, *arguments: Any) -> Any:
+    """A job of :mod:`tests.dist.fsdp1_jobs` with a DTensor worker in the place of its own."""
+    fsdp1_jobs.build, fsdp1_jobs.snapshot = build, snapshot
+    try:
+        return getattr(fsdp1_jobs, job)(*arguments)
+    finally:
+        fsdp1_jobs.build, fsdp1_jobs.snapshot = _build, _snapshot
+
+
+def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each."""
+    worker = build(config, init_reference_model=False)
+    share = fsdp1_jobs.my_share(worker, batch)
+    outside = worker.get_logprobs(data=share, micro_batch_size=rows)["logprobs"]
+    loss_fn = RecordingLoss()
+    worker.train(data=share, loss_fn=loss_fn, eval_mode=True)
+    worker.train(data=share, loss_fn=loss_fn)
+    lengths = share["input_lengths"]
+    pairs = []
+    for number, seen in enumerate(loss_fn.seen):
+        first = number * rows % share.size
+        inside = torch.arange(1, seen.shape[1] + 1)[None] < lengths[first : first + rows, None]
+        width = min(seen.shape[1], outside.shape[1] - 1)
+        pairs.append(((seen * inside)[:, :width], outside[first : first + rows, 1 : width + 1]))
+    return pairs
+
+
+def replicas_agree(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:
+    """After training, the names of pieces that are not the same to the bit on all ranks that hold the same piece."""
+    worker = build(config, init_reference_model=False)
+    for batch in batches:
+        worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+    mine = {
+        name: (tuple((place.start, place.stop) for place in block_of(parameter).slices), parameter.to_local().clone())
+        for name, parameter in worker.return_state_dict().items()
+        if isinstance(parameter, DTensor)
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    differing = []
+    for name in mine:
+        pieces: dict[Any, torch.Tensor] = {}
+        for pieces_of_rank in everyone:
+            place, piece = pieces_of_rank[name]
+            if not torch.equal(pieces.setdefault(place, piece), piece):
+                differing.append(name)
+        covered = sum(piece.numel() for piece in pieces.values())
+        if covered != worker.return_state_dict()[name].numel():
+            differing.append(f"{name} has {covered} elements")
+    worker.backend.close()
+    return differing
+
+
+class FailingLoss(NLLLoss):
+    """Raises at its second micro-batch."""
+
+    calls = 0
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError
+        return super().__call__(*arguments, **keywords)
+
+
+def train_after_an_error(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[str]:
+    """What differs between a worker whose first pass was broken off and one that knows nothing of it."""
+    outcomes = []
+    for broken in (True, False):
+        worker = build(config, init_reference_model=False)
+        share = fsdp1_jobs.my_share(worker, batch)
+        if broken:
+            try:
+                worker.train(data=share, loss_fn=FailingLoss())
+                return ["no error"]
+            except ZeroDivisionError:
+                pass
+        worker.train(data=share, loss_fn=NLLLoss())
+        outcomes.append(fsdp1_jobs.full_weights(worker))
+    return differences(*outcomes)
+
+
+def overflow(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> list[dict[str, Any]]:
+    """For each batch: whether its step was skipped, whether any weight moved, the loss scale afterwards."""
+    worker = build(config, init_reference_model=False)
+    facts = []
+    for batch in batches:
+        before = fsdp1_jobs.full_weights(worker)
+        result = worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=loss_fn)
+        moved = differences(before, fsdp1_jobs.full_weights(worker))
+        skipped = result["all_mb_metrics"]["skipped_steps"][-1]
+        facts.append(
+            {"skipped": skipped, "moved": bool(moved), "scale": worker.backend.loss_scale.factor, "norm": float(result["grad_norm"])}
+        )
+    worker.backend.close()
+    return facts
+
+
+def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Logits of a caller's own loop inside the contract's static contexts, in order, and whether the buffers came back."""
+    worker = build(config, init_optimizer=False, init_reference_model=False)
+    mesh = worker.backend._meshes.context
+    ids = batch["input_ids"].clone()
+    positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+    throwaway = positions.clone()
+    context = worker.create_context_parallel_ctx(mesh, [ids, positions, throwaway], [1, 1, 1], {throwaway})
+    with worker.train_context(context), torch.no_grad():
+        logits = worker.backend.model(input_ids=ids, position_ids=positions, use_cache=False).logits.clone()
+        place = positions[0].clone()
+    whole = torch.empty(ids.shape[0], ids.shape[1], logits.shape[-1])
+    parts: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(parts, (place, logits), group=mesh.get_group())
+    for place, part in parts:
+        whole[:, place] = part
+    errors = []
+    for arguments in (
+        (mesh, [ids], [1, 1], set(), None),
+        (mesh, [ids[:, :3].clone()], [1], set(), None),
+        (mesh, [ids], [1], set(), "alltoall"),
+    ):
+        try:
+            with worker.create_context_parallel_ctx(*arguments):
+                errors.append("no error")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    restored = torch.equal(ids, batch["input_ids"]) and positions.shape == ids.shape and throwaway.shape[1] == ids.shape[1] // mesh.size()
+    return {"logits": whole, "restored": restored, "errors": errors}
+
+
+def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers and errors of what DTensor adds to the common worker."""
+    worker = build(config)
+    model = worker.backend.model
+    before = fsdp1_jobs.full_weights(worker)
+    with unshard_fsdp2_model(model):
+        gathered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if type(parameter) is torch.nn.Parameter}
+    copies = get_cpu_state_dict(worker.return_state_dict().items())
+    answers: dict[str, Any] = {
+        "repr": repr(worker),
+        "info": worker.get_gpu_info(),
+        "gathered": gathered,
+        "divided again": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "pieces": {name: tuple(tensor.shape) for name, tensor in copies.items()},
+        "own memory": all(
+            copies[name].numel() == 0 or copies[name].data_ptr() != tensor.to_local().data_ptr()
+            for name, tensor in worker.return_state_dict().items()
+            if isinstance(tensor, DTensor)
+        ),
+    }
+    moves = [worker.move_to_cpu, worker.move_to_cuda, lambda model: worker.move_buffer_to_device(model, "cpu")]
+    answers["same model"] = all(move(model) is model for move in [*moves, lambda model: worker.move_to_device(model, "cpu")])
+    answers["weights stay"] = differences(before, fsdp1_jobs.full_weights(worker)) == []
+    calls = {
+        "init_collective": lambda: worker.init_collective("127.0.0.1", 1, 1),
+        "prepare_refit_info": worker.prepare_refit_info,
+        "prepare_info_for_collective": worker.prepare_info_for_collective,
+        "broadcast_weights_for_collective": worker.broadcast_weights_for_collective,
+        "prepare_weights_for_ipc": worker.prepare_weights_for_ipc,
+        "get_weights_ipc_handles": lambda: worker.get_weights_ipc_handles(["a"]),
+    }
+    answers["refit"] = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except NotImplementedError as error:
+            answers["refit"][name] = str(error)
+    worker._add_noise_to_weights()
+    after = fsdp1_jobs.full_weights(worker)
+    answers["noise"] = {name: float((after[name] - before[name]).std()) for name in before}
+    worker.shutdown()
+    return answers
+
+
+def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements that this rank read from the checkpoint, and elements of the model."""
+    read: list[int] = []
+    original = HuggingFaceSource.read
+
+    def counting(self: HuggingFaceSource, name: str, slices: Any = None) -> torch.Tensor:
+        tensor = original(self, name, slices)
+        read.append(tensor.numel())
+        return tensor
+
+    HuggingFaceSource.read = counting
+    try:
+        worker = build(config, init_optimizer=False, init_reference_model=False)
+    finally:
+        HuggingFaceSource.read = original
+    return sum(read), sum(tensor.numel() for _, tensor in worker.backend.export_hf())

@@ -1,0 +1,105 @@
+"""DTensor in every layout and kind of micro-batch against one process of plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from tests.dist import dtensor_jobs, reference
+from tests.dist.batches import make_batch
+from tests.dist.dtensor_jobs import dtensor_config
+from tests.dist.fsdp1_jobs import BATCHING
+from tests.dist.pool import WorkerPool
+from tests.dist.test_megatron_parity import PG_LOSS, run_reference
+from tests.models import make_tiny, policy_config
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp2-sp": (2, {"tp": 2, "sp": True}),
+    "cp2": (2, {"cp": 2}),
+    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True}),
+    "tp2-dp2": (4, {"tp": 2}),
+}
+FAMILIES = ["llama", "qwen2-tied", "qwen3-tied", "mistral", "mistral_window"]
+# every family in every layout, and every kind of micro-batch in every layout
+CASES = [(family, layout, "fixed") for family in FAMILIES for layout in LAYOUTS]
+CASES += [("qwen3-tied", layout, batching) for layout in LAYOUTS for batching in BATCHING if batching != "fixed"]
+CASES += [("mistral_window", "cp2-tp2-sp", "packed")]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models that other tests share, and Mistral with and without a sliding window."""
+    root = tmp_path_factory.mktemp("mistral")
+    return {**tiny_models, **{name: make_tiny(root / name, name, tied=False, seed=11) for name in ("mistral", "mistral_window")}}
+
+
+@pytest.mark.parametrize(("family", "layout", "batching"), CASES, ids=lambda value: value)
+def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
+    world, changes = LAYOUTS[layout]
+    batch = make_batch(rows=10, length=13, seed=3)
+    expected = reference.logprobs(reference.load(models[family]), batch, temperature=0.7)
+    config = dtensor_config(models[family], batching, temperature=0.7, **changes)
+    for result in pool.run(world, dtensor_jobs.run, "logprobs", config, batch):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+        assert result[:, 0].eq(0).all()
+
+
+@pytest.mark.parametrize(("family", "layout", "batching"), CASES, ids=lambda value: value)
+def test_three_adam_steps_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
+    world, changes = LAYOUTS[layout]
+    check_training(pool, world, models[family], ClippedPGLossFn(PG_LOSS), batching, {"mbs": 2, "clip": 0.5}, changes)
+
+
+def check_training(
+    pool: WorkerPool, world: int, model: Path, loss_fn: Any, batching: str, shared: dict[str, Any], changes: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Three steps of the layout against the reference; ``shared`` changes concern both. What every rank returned."""
+    batches = [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2, 3)]
+    described = {**shared, "clip": shared.get("clip", 1.0) or 0.0}
+    losses, norms, weights = run_reference(model, policy_config(model, gbs=12, **described), batches, loss_fn)
+    config = dtensor_config(model, batching, gbs=12, **shared, **changes)
+    results = pool.run(world, dtensor_jobs.run, "train", config, batches, loss_fn)
+    for result in results:
+        torch.testing.assert_close(result["losses"], losses, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
+        assert list(result["weights"]) == [name for name in weights if not (name == "lm_head.weight" and "tied" in model.name)]
+        for name, tensor in result["weights"].items():
+            difference = (tensor - weights[name]).norm() / weights[name].norm()
+            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared", "changes"),
+    [
+        ("dp2", {}, {"recompute": True}),
+        ("cp2-tp2-sp", {}, {"recompute": True}),
+        ("dp2", {"clip": None}, {}),
+        ("tp2", {"multiple": 5}, {}),
+        ("cp2-tp2-sp", {"multiple": 5}, {}),
+        ("tp2-dp2", {"mbs": 1}, {}),
+        ("tp2-dp2", {"mbs": 6}, {}),
+        ("dp2", {}, {"offload": True}),
+        ("tp2", {}, {"plan": "tests.dist.test_dtensor_parity.plan_by_names"}),
+    ],
+    ids=str,
+)
+def test_options_change_nothing(
+    pool: WorkerPool, models: dict[str, Path], layout: str, shared: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    world, sizes = LAYOUTS[layout]
+    check_training(pool, world, models["qwen2-tied"], NLLLoss(), "fixed", shared, {**sizes, **changes})
+
+
+def plan_by_names() -> dict[str, str]:
+    """A custom plan in which styles go by their names."""
+    names = {"self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise", "self_attn.o_proj": "rowwise"}
+    names |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+    return {f"model.layers.*.{name}": style for name, style in names.items()}

@@ -1,0 +1,149 @@
+"""Optimizer and schedule of the torch backends by name: what is built, and how wrong names and arguments are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megarl.errors import ConfigError
+from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
+
+ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "weight_decay": 0.3, "betas": [0.8, 0.9], "foreach": False}}
+LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}}
+CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 9}}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+
+
+def refusal(call: Any) -> Any:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert len(caught.value.violations) == 1
+    return caught.value.violations[0]
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    net = model()
+    optimizer = build_optimizer({"optimizer": ADAM}, net.named_parameters())
+    matrices, vectors = optimizer.param_groups
+    assert type(optimizer) is torch.optim.AdamW
+    assert [parameter.ndim for parameter in matrices["params"]] == [2, 2] and matrices["weight_decay"] == 0.3
+    assert [parameter.ndim for parameter in vectors["params"]] == [1, 1, 1, 1] and vectors["weight_decay"] == 0.0
+    assert schedule_values(optimizer) == {"lr": 0.1, "wd": 0.3}
+
+
+def test_dimensions_are_given_where_shards_are_flat() -> None:
+    shards = {name: nn.Parameter(parameter.detach().flatten()[:2]) for name, parameter in model().named_parameters()}
+    dimensions = {name: parameter.ndim for name, parameter in model().named_parameters()}
+    optimizer = build_optimizer({"optimizer": ADAM}, shards.items(), dimensions)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
+
+
+def test_frozen_parameters_are_left_out_and_no_group_is_empty() -> None:
+    net = model()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name == "0.weight")
+    assert [len(group["params"]) for group in build_optimizer({"optimizer": ADAM}, net.named_parameters()).param_groups] == [1]
+
+
+def test_an_optimizer_without_weight_decay() -> None:
+    optimizer = build_optimizer({"optimizer": {"name": "torch.optim.Rprop", "kwargs": {"lr": 0.5}}}, model().named_parameters())
+    assert schedule_values(optimizer) == {"lr": 0.5, "wd": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "key", "words"),
+    [
+        (None, "policy.optimizer", "needs an optimizer"),
+        ({"name": "torch.optim.AdamX"}, "policy.optimizer.name", "nothing can be imported"),
+        ({"name": "no.such.module.Thing"}, "policy.optimizer.name", "nothing can be imported"),
+        ({"name": "AdamW"}, "policy.optimizer.name", "nothing can be imported"),
+        ({"name": None}, "policy.optimizer.name", "nothing can be imported"),
+        ({"name": "torch.nn.Linear"}, "policy.optimizer.name", "no Optimizer"),
+        ({"name": "torch.optim.Optimizer"}, "policy.optimizer.name", "no Optimizer"),
+        ({"name": "torch.optim.LBFGS"}, "policy.optimizer.name", "dense gradients"),
+        (
+            {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "learning_rate": 3}},
+            "policy.optimizer.kwargs.learning_rate",
+            "no such argument",
+        ),
+        ({"name": "torch.optim.AdamW", "kwargs": {"lr": -1.0}}, "policy.optimizer.kwargs", "Invalid learning rate"),
+    ],
+)
+def test_wrong_optimizers_are_refused(chosen: Any, key: str, words: str) -> None:
+    violation = refusal(lambda: build_optimizer({"optimizer": chosen}, model().named_parameters()))
+    assert violation.key == key and words in violation.bound and violation.fix
+
+
+def rates(scheduler: Any, steps: int) -> list[float]:
+    optimizer = build_optimizer({"optimizer": ADAM}, model().named_parameters())
+    schedule = build_scheduler({"scheduler": scheduler}, optimizer)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[1]["lr"])
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return seen
+
+
+def test_schedules() -> None:
+    assert rates(None, 3) == [0.1] * 3
+    assert rates(LINEAR, 5) == pytest.approx([0.01, 0.04, 0.07, 0.1, 0.1])
+    assert rates([LINEAR], 5) == rates(LINEAR, 5)
+    halves = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
+    assert rates([LINEAR, CONSTANT, halves, {"milestones": [3, 5]}], 8) == pytest.approx([0.01, 0.04, 0.07, 0.1, 0.1, 0.1, 0.05, 0.025])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "key", "words"),
+    [
+        ({"name": "torch.optim.lr_scheduler.Linear"}, "policy.scheduler.name", "nothing can be imported"),
+        ({"name": "torch.optim.AdamW"}, "policy.scheduler.name", "no LRScheduler"),
+        ({"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "policy.scheduler.name", "measured value"),
+        ({"name": LINEAR["name"], "kwargs": {"steps": 3}}, "policy.scheduler.kwargs.steps", "no such argument"),
+        ({"name": LINEAR["name"], "kwargs": {"start_factor": 7.0}}, "policy.scheduler.kwargs", "refuses"),
+        ([LINEAR, {"name": "nothing"}, {"milestones": [2]}], "policy.scheduler[1].name", "nothing can be imported"),
+        ([], "policy.scheduler", "one or more"),
+        ([{"milestones": [2]}], "policy.scheduler", "one or more"),
+        ([LINEAR, {"milestones": [2]}, CONSTANT], "policy.scheduler", "at its end"),
+        ([LINEAR, CONSTANT], "policy.scheduler[1].milestones", "need 1 rising"),
+        ([LINEAR, CONSTANT, {"milestones": [2, 3]}], "policy.scheduler[2].milestones", "need 1 rising"),
+        ([LINEAR, CONSTANT, LINEAR, {"milestones": [3, 3]}], "policy.scheduler[3].milestones", "rising"),
+        ([LINEAR, CONSTANT, {"milestones": [0]}], "policy.scheduler[2].milestones", "rising"),
+    ],
+)
+def test_wrong_schedules_are_refused(chosen: Any, key: str, words: str) -> None:
+    optimizer = build_optimizer({"optimizer": ADAM}, model().named_parameters())
+    if chosen == []:
+        assert build_scheduler({"scheduler": chosen}, optimizer) is None
+        return
+    violation = refusal(lambda: build_scheduler({"scheduler": chosen}, optimizer))
+    assert violation.key == key and words in violation.bound and violation.fix
+
+
+def test_clipping_is_that_of_torch() -> None:
+    net = model()
+    net(torch.randn(4, 3)).square().sum().backward()
+    gradients = [parameter.grad for parameter in net.parameters()]
+    expected = [gradient.clone() for gradient in gradients]
+    copies = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(copies, expected, strict=True):
+        parameter.grad = gradient
+    norm = float(squared_norm(gradients, torch.device("cpu")).sqrt())
+    clip(gradients, norm, None)
+    clip(gradients, norm, 0.0)
+    clip(gradients, norm, norm * 2)
+    assert all(torch.equal(gradient, parameter.grad) for gradient, parameter in zip(gradients, copies, strict=True))
+    total = torch.nn.utils.clip_grad_norm_(copies, norm / 3)
+    clip(gradients, norm, norm / 3)
+    assert norm == pytest.approx(float(total))
+    for gradient, parameter in zip(gradients, copies, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+    assert float(squared_norm([], torch.device("cpu"))) == 0.0
