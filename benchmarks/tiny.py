@@ -21,8 +21,8 @@ EPSILON = 1e-6
 CLIP = 1.0
 
 
-def save_model(directory: Path) -> Path:
-    """A random Qwen2 of 256 x 4 in Hugging Face form."""
+def save_model(directory: Path, longest: int = LENGTH) -> Path:
+    """A random Qwen2 of 256 x 4 in Hugging Face form, for sequences of at most ``longest`` tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def save_model(directory: Path) -> Path:
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=longest,
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=None,
@@ -43,8 +43,8 @@ def save_model(directory: Path) -> Path:
     return directory
 
 
-def policy_config(model: Path, *, micro_batch: int, tensor_parallel: int) -> dict[str, Any]:
-    """A whole policy configuration: float32, Adam, constant learning rate."""
+def policy_config(model: Path, *, micro_batch: int, tensor_parallel: int, **changes: Any) -> dict[str, Any]:
+    """A whole policy configuration: float32, Adam, constant learning rate. ``changes`` replace top-level keys."""
     megatron = {
         "enabled": True,
         "tensor_model_parallel_size": tensor_parallel,
@@ -67,6 +67,7 @@ def policy_config(model: Path, *, micro_batch: int, tensor_parallel: int) -> dic
         "max_grad_norm": CLIP,
         "precision": "float32",
         "megatron_cfg": megatron,
+        **changes,
     }
     return dict(validate_policy_config(policy, world_size=tensor_parallel))
 

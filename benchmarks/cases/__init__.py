@@ -28,5 +28,6 @@ CASES = {
     "dispatch.ray": Case(
         "a batch of 1 MB to a worker group against an empty call and against bare Ray actors", "benchmarks.cases.dispatch_ray"
     ),
+    "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "step.overhead": Case("a training step of the worker against a plain loop on transformers", "benchmarks.cases.step_overhead"),
 }

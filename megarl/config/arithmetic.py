@@ -16,6 +16,8 @@ class BatchPlan:
         data_parallel: data-parallel ranks.
         micro_batch_size: samples a forward pass on one of them.
         sequence_length: longest sequence in tokens.
+        token_budget: tokens a micro-batch where micro-batches are formed by tokens, otherwise 0.
+        logprob_token_budget: the same when log-probabilities are computed.
     """
 
     prompts: int
@@ -24,6 +26,8 @@ class BatchPlan:
     data_parallel: int
     micro_batch_size: int
     sequence_length: int
+    token_budget: int = 0
+    logprob_token_budget: int = 0
 
     @property
     def samples(self) -> int:
@@ -42,13 +46,13 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes of a global batch on one rank."""
-        return self.samples_per_rank // self.micro_batch_size
+        """Forward passes of a global batch on one rank; by tokens, the most that there can be."""
+        return self.samples_per_rank if self.token_budget else self.samples_per_rank // self.micro_batch_size
 
     @property
     def tokens_per_micro_batch(self) -> int:
         """Most tokens of a forward pass, padding included."""
-        return self.micro_batch_size * self.sequence_length
+        return self.token_budget or self.micro_batch_size * self.sequence_length
 
     @property
     def tokens_per_step(self) -> int:

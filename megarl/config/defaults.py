@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.arithmetic import sequence_share
 from megarl.config.sections import Config
 
 ORDER = (
@@ -68,6 +69,13 @@ MEGATRON: Config = {
     "sequence_parallel": False,
     "expert_tensor_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall",
+    "freeze_moe_router": False,
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": None,
+    "moe_z_loss_coeff": None,
+    "moe_router_bias_update_rate": 0.0,
     "env_vars": {},
 }
 MEGATRON_OPTIMIZER = {
@@ -160,7 +168,8 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
     if "logprob_batch_size" not in filled and "train_micro_batch_size" in filled:
         filled["logprob_batch_size"] = filled["train_micro_batch_size"]
     if isinstance(filled["generation"], dict):
-        filled["generation"] = _fill(filled["generation"], GENERATION)
+        itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
+        filled["generation"] = _fill(filled["generation"], {"backend": itself, **GENERATION})
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
@@ -186,10 +195,13 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 
 def _padding_of(policy: Config) -> int:
-    """Megatron divides a sequence over its tensor ranks; other backends need no padding."""
-    megatron = _section(policy, "megatron_cfg")
-    size = megatron.get("tensor_model_parallel_size", 1)
-    return size if megatron.get("enabled") is True and isinstance(size, int) and size > 0 else 1
+    """What lets all ranks of a sequence have equal parts, with sequence parallelism or without."""
+    for section, tensor in (("megatron_cfg", "tensor_model_parallel_size"), ("dtensor_cfg", "tensor_parallel_size")):
+        chosen = _section(policy, section)
+        sizes = [chosen.get(key, 1) for key in (tensor, "context_parallel_size")]
+        if chosen.get("enabled") is True and all(isinstance(size, int) and size > 0 for size in sizes):
+            return sequence_share(sizes[0], sizes[1], sequence_parallel=True)
+    return 1
 
 
 def _fill_sizes_of_validation(run: Config) -> None:

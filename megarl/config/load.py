@@ -19,8 +19,13 @@ class OverridesError(ConfigError):
     """An override of the command line cannot be read or applied."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()) -> Config:
     """The configuration of ``path`` with everything it inherits, overridden and interpolated, as plain containers. Not checked yet.
+
+    Args:
+        path: the YAML file.
+        overrides: ``key=value`` words of a command line, applied last.
+        layers: YAML files laid over ``path`` in turn, each with everything it inherits; a backend, for example.
 
     Raises:
         ConfigError: a file is missing, empty or broken, inherits from itself, or holds an interpolation that leads nowhere.
@@ -28,7 +33,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
-    merged = parse_hydra_overrides(load_config_with_inheritance(path), overrides)
+    stacked: dict[Any, Any] = {}
+    for file in (path, *layers):
+        stacked = _merged(stacked, _load(Path(file), None, ()))
+    merged = parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except InterpolationResolutionError as error:

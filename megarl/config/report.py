@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.arithmetic import BatchPlan
+from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate
+from megarl.config.memory_sharded import estimate_sharded
 from megarl.config.model_facts import ModelFacts
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
@@ -24,6 +26,7 @@ def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
     """The batches of one step of a checked run."""
     policy = config["policy"]
     grpo = config["algorithm"] == "grpo"
+    by_tokens: Mapping[str, Any] = next((policy[key] for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), {})
     return BatchPlan(
         prompts=config["grpo"]["num_prompts_per_step"] if grpo else policy["train_global_batch_size"],
         generations=config["grpo"]["num_generations_per_prompt"] if grpo else 1,
@@ -31,6 +34,8 @@ def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
         data_parallel=layout.data,
         micro_batch_size=policy["train_micro_batch_size"],
         sequence_length=policy["max_total_sequence_length"],
+        token_budget=by_tokens.get("train_mb_tokens", 0),
+        logprob_token_budget=by_tokens.get("logprob_mb_tokens", 0),
     )
 
 
@@ -56,7 +61,11 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
-    rows = estimate(config["policy"], facts, layout, plan, has_reference_policy(config))
+    reference = has_reference_policy(config)
+    if enabled_backend(config["policy"]) == "megatron":
+        rows = estimate(config["policy"], facts, layout, plan, reference)
+    else:
+        rows = [estimate_sharded(config["policy"], facts, layout, plan, reference)]
     console.print(memory_table(rows))
 
 
@@ -93,9 +102,13 @@ def batch_table(plan: BatchPlan, generates: bool) -> Table:
         table.add_row("samples", f"{plan.prompts} prompts x {plan.generations} answers", f"{plan.samples:,}")
     table.add_row("global batches", f"{plan.samples} samples / {plan.global_batch_size} a global batch", f"{plan.global_batches:,}")
     table.add_row("samples a rank", f"{plan.global_batch_size} / {plan.data_parallel} data-parallel ranks", f"{plan.samples_per_rank:,}")
-    table.add_row("micro-batches a rank", f"{plan.samples_per_rank} samples / {plan.micro_batch_size}", f"{plan.micro_batches:,}")
-    tokens = f"{plan.micro_batch_size} x {plan.sequence_length} tokens at most"
-    table.add_row("tokens a micro-batch", tokens, f"{plan.tokens_per_micro_batch:,}")
+    if plan.token_budget:
+        table.add_row("micro-batches a rank", "formed from the lengths of the samples, at most", f"{plan.micro_batches:,}")
+        table.add_row("tokens a micro-batch", "the budget, padding included", f"{plan.token_budget:,}")
+    else:
+        table.add_row("micro-batches a rank", f"{plan.samples_per_rank} samples / {plan.micro_batch_size}", f"{plan.micro_batches:,}")
+        tokens = f"{plan.micro_batch_size} x {plan.sequence_length} tokens at most"
+        table.add_row("tokens a micro-batch", tokens, f"{plan.tokens_per_micro_batch:,}")
     table.add_row("tokens a step", f"{plan.samples} x {plan.sequence_length} tokens at most", f"{plan.tokens_per_step:,}")
     return table
 

@@ -79,6 +79,29 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
     return _save(figure, Path(out_png))
 
 
+def overlay_runs(run_dirs: Sequence[str | Path], metrics: Sequence[str], out_png: str | Path) -> Path:
+    """Draw runs that should be equal over one another, a panel for each metric, broad lines below and narrow ones above.
+
+    Raises:
+        DataError: a run has no metrics file or lacks a metric.
+        MegarlError: matplotlib is not installed.
+    """
+    runs = {str(run_dir): collect_series(read_metrics(Path(run_dir) / FILE_NAME)) for run_dir in run_dirs}
+    for run_dir, series in runs.items():
+        for metric in metrics:
+            if metric not in series:
+                raise DataError(f"{run_dir} has no metric {metric}. Fix: name one of {', '.join(sorted(series))}")
+    figure, panels = _panels(f"{len(runs)} runs over one another", len(metrics))
+    labels = _labels(list(runs))
+    for metric, axes in zip(metrics, panels, strict=True):
+        for index, (run_dir, series) in enumerate(runs.items()):
+            width, style = 2.0 + 3.5 * (len(runs) - 1 - index), "-" if index == 0 else (0, (3 - index % 2, 1 + index))
+            colour = _PHASE_COLOURS[(2 * index + 1) % len(_PHASE_COLOURS)]
+            axes.plot(series[metric].steps, series[metric].values, color=colour, linewidth=width, linestyle=style, label=labels[run_dir])
+        _finish_axes(axes, metric.split("/", 1)[1].replace("_", " "), legend=axes is panels[0], last=axes is panels[-1])
+    return _save(figure, Path(out_png))
+
+
 def _labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
     """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are called ``grpo``."""
     parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]

@@ -1,5 +1,7 @@
 """The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
 
+``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch backends.
+
 Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward
 curve, and lets plain transformers check the exported model.
 """
@@ -24,6 +26,7 @@ from megarl.errors import MegarlError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 SUMMARY = "summary.json"
+BACKENDS = {"megatron": "Megatron tensor parallel 2", "dtensor": "DTensor tensor parallel 2", "fsdp1": "FSDP1 on two ranks"}
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE = 0.6
 VALIDATION_SEED = 1000
@@ -47,12 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
+    parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
     parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
     chosen = parser.parse_args(arguments)
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        summaries = [run_once(seed, _directory(chosen.out, seed), chosen.overrides, console) for seed in chosen.seeds]
+        summaries = [
+            run_once(seed, _directory(chosen.out, chosen.backend, seed), chosen.backend, chosen.overrides, console) for seed in chosen.seeds
+        ]
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
         return error.exit_code
@@ -66,17 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _directory(out: Path, seed: int) -> Path:
+def _directory(out: Path, backend: str, seed: int) -> Path:
     """Where this run goes: an unfinished one is continued, a finished one is left alone."""
-    number = 1
+    name, number = f"seed-{seed}" if backend == "megatron" else f"{backend}-seed-{seed}", 1
     while True:
-        directory = out / (f"seed-{seed}" if number == 1 else f"seed-{seed}.{number}")
+        directory = out / (name if number == 1 else f"{name}.{number}")
         if not (directory / SUMMARY).exists():
             return directory
         number += 1
 
 
-def run_once(seed: int, directory: Path, overrides: Sequence[str], console: Console) -> Summary:
+def run_once(seed: int, directory: Path, backend: str, overrides: Sequence[str], console: Console) -> Summary:
     """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
     from transformers.utils import logging as hugging_face_logging
 
@@ -99,15 +105,17 @@ def run_once(seed: int, directory: Path, overrides: Sequence[str], console: Cons
         write_problems(train, TRAIN_PROBLEMS, seed)
         write_problems(validation, VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
 
-    console.rule(f"seed {seed}: supervised fine-tuning, Megatron tensor parallel 2")
+    console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[backend]}")
     sft = directory / "sft"
-    common = [f"seed={seed}"]
-    run(load_config(CONFIGS / "sft.yaml", [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}"]))
+    common, layers = [f"seed={seed}"], [CONFIGS / f"{backend}.yaml"]
+    changes = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}"]
+    run(load_config(CONFIGS / "sft.yaml", changes, layers))
 
-    console.rule(f"seed {seed}: GRPO, Megatron tensor parallel 2")
+    console.rule(f"seed {seed}: GRPO, {BACKENDS[backend]}")
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
-    run(load_config(CONFIGS / "grpo.yaml", [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *overrides]))
+    changes = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *overrides]
+    run(load_config(CONFIGS / "grpo.yaml", changes, layers))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)

@@ -9,7 +9,7 @@ from megarl.errors import Violation
 
 DTENSOR = "policy.dtensor_cfg"
 MEGATRON = "policy.megatron_cfg"
-HAND_WRITTEN_PLANS = frozenset({"llama", "qwen2", "qwen3", "gemma3_text", "gemma3"})
+HAND_WRITTEN_PLANS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def backend_of(view: View) -> str:
@@ -36,18 +36,34 @@ def torch_optimizer_unused(view: View) -> Iterator[Violation]:
             yield Violation(f"policy.{key}", value, "the Megatron backend does not use it", fix)
 
 
+def torch_optimizer_given(view: View) -> Iterator[Violation]:
+    """The torch backends train with the optimizer that the configuration names."""
+    view.require(backend_of(view) != "megatron" and view.has("algorithm"))
+    if view["policy.optimizer"] is None:
+        fix = "write {name: torch.optim.AdamW, kwargs: {lr: ...}}"
+        yield Violation("policy.optimizer", None, f"a policy on {backend_of(view)} trains with it", fix)
+
+
+def switches_of_fsdp1(view: View) -> Iterator[Violation]:
+    """Two switches belong to FSDP1 and would do nothing elsewhere."""
+    backend = backend_of(view)
+    view.require(backend != "fsdp1")
+    instead = {
+        "policy.activation_checkpointing_enabled": f"policy.{backend}_cfg.activation_checkpointing",
+        "policy.fsdp_offload_enabled": f"{DTENSOR}.cpu_offload" if backend == "dtensor" else "the optimizer's own keys",
+    }
+    for key, other in instead.items():
+        if view[key]:
+            yield Violation(key, True, f"only FSDP1 reads it, and this policy runs on {backend}", f"set it to false and use {other}")
+
+
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
     """What context parallelism excludes in the DTensor backend."""
     view.require(backend_of(view) == "dtensor")
     key = f"{DTENSOR}.context_parallel_size"
-    size = view[key]
-    view.require(size > 1)
-    if view.get("policy.sequence_packing.enabled"):
-        yield Violation(key, size, "sequence packing needs another attention kernel than context parallelism", "disable one of the two")
-    if view[f"{DTENSOR}.tensor_parallel_size"] > 1 and view[f"{DTENSOR}.sequence_parallel"]:
-        yield Violation(key, size, "it excludes tensor parallelism with sequence_parallel", f"set {DTENSOR}.sequence_parallel to false")
+    view.require(view[key] > 1)
     if view.facts.model_type.startswith("gemma3"):
-        yield Violation(key, size, "Gemma 3 mixes attention kinds that context parallelism does not offer", "set it to 1")
+        yield Violation(key, view[key], "Gemma 3 mixes attention kinds that context parallelism does not offer", "set it to 1")
 
 
 def dtensor_plan(view: View) -> Iterator[Violation]:
@@ -62,28 +78,19 @@ def dtensor_plan(view: View) -> Iterator[Violation]:
         yield Violation(f"{DTENSOR}.sequence_parallel", True, bound, "set it to false, or give custom_parallel_plan")
 
 
-def dtensor_tied_weights(view: View) -> Iterator[Violation]:
-    """Tied embeddings cannot be divided over tensor-parallel ranks."""
-    key = f"{DTENSOR}.tensor_parallel_size"
-    view.require(backend_of(view) == "dtensor" and view[key] > 1 and view.facts.tied)
-    if not view.facts.model_type.startswith(("gemma2", "gemma3")):
-        yield Violation(key, view[key], "the model's output layer is its embedding, which this backend cannot divide", "set it to 1")
-
-
 def fsdp1_limits(view: View) -> Iterator[Violation]:
     """What FSDP1 cannot do."""
     view.require(backend_of(view) == "fsdp1")
     if view["policy.precision"] == "float16":
         yield Violation("policy.precision", "float16", "FSDP1 has no loss scaling", "write bfloat16 or float32")
-    if view.facts.tied:
-        yield Violation("policy.model_name", view["policy.model_name"], "FSDP1 cannot train tied embeddings", f"enable {MEGATRON}")
 
 
 BACKEND_RULES: tuple[Rule, ...] = (
     one_backend,
     torch_optimizer_unused,
+    torch_optimizer_given,
+    switches_of_fsdp1,
     dtensor_context_parallel,
     dtensor_plan,
-    dtensor_tied_weights,
     fsdp1_limits,
 )

@@ -10,7 +10,7 @@ from megarl.errors import Violation
 
 GENERATION = "policy.generation"
 LONGEST = "policy.max_total_sequence_length"
-BACKENDS = {"megatron": "megatron", "hf": "fsdp1"}
+BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
 
 def generation_fits_backend(view: View) -> Iterator[Violation]:
@@ -18,16 +18,17 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
     key = f"{GENERATION}.backend"
     engine = view[key]
     wanted = BACKENDS.get(engine)
-    if wanted is not None and wanted != backend_of(view):
-        fix = {"megatron": "write megatron", "fsdp1": "write hf", "dtensor": "write vllm"}[backend_of(view)]
-        yield Violation(key, engine, f"it generates with a {wanted} policy, and this policy runs on {backend_of(view)}", fix)
+    backend = backend_of(view)
+    if wanted is not None and backend not in wanted:
+        fix = "write megatron" if backend == "megatron" else "write hf"
+        yield Violation(key, engine, f"it generates with a {' or '.join(sorted(wanted))} policy, and this policy runs on {backend}", fix)
 
 
 def megatron_generates_in_place(view: View) -> Iterator[Violation]:
-    """The Megatron engine is the training policy itself."""
-    key = f"{GENERATION}.colocated.enabled"
-    if view[f"{GENERATION}.backend"] == "megatron" and not view[key]:
-        yield Violation(key, False, "the megatron backend generates on the training ranks", "set it to true")
+    """The Megatron engine, and plain transformers, are the training policy itself."""
+    key, engine = f"{GENERATION}.colocated.enabled", view[f"{GENERATION}.backend"]
+    if engine in BACKENDS and not view[key]:
+        yield Violation(key, False, f"the {engine} backend generates on the training ranks", "set it to true")
 
 
 def resources_of_generation(view: View) -> Iterator[Violation]:

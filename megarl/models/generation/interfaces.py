@@ -46,7 +46,8 @@ class GenerationConfig(TypedDict):
     """How answers are generated.
 
     Attributes:
-        backend: engine: the Megatron policy itself, vLLM, or plain transformers (FSDP1 policy).
+        backend: engine: the Megatron policy itself, vLLM, or the policy itself on transformers (DTensor and FSDP1); absent for the policy
+            itself, whatever it runs on.
         max_new_tokens: longest answer in tokens.
         temperature: logits are divided by it, in sampling and wherever log-probabilities are computed.
         top_p: smallest set of tokens with at least this probability is kept; 1 keeps all.
@@ -58,7 +59,7 @@ class GenerationConfig(TypedDict):
         colocated: whether training and generation share devices.
     """
 
-    backend: Literal["megatron", "vllm", "hf"]
+    backend: NotRequired[Literal["megatron", "vllm", "hf"]]
     max_new_tokens: int
     temperature: NotRequired[float]
     top_p: NotRequired[float]
