@@ -98,7 +98,8 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         model: Hugging Face directory.
         changes: ``tp``, ``pp``, ``sp``, ``cp``, ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``, ``batching`` (fixed,
             dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``, ``recompute``,
-            ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged.
+            ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged; of mixtures of
+            experts ``ep``, ``etp``, ``dispatcher``, ``freeze_router``, ``router_dtype``, ``balancing``, ``aux``, ``z``.
     """
     take = changes.pop
     precision = take("precision", "float32")
@@ -133,6 +134,14 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
             "num_layers_in_last_pipeline_stage": take("last", None),
             "virtual_pipeline_model_parallel_size": take("vpp", None),
             "context_parallel_size": take("cp", 1),
+            "expert_model_parallel_size": take("ep", 1),
+            "expert_tensor_parallel_size": take("etp", 1),
+            "moe_token_dispatcher_type": take("dispatcher", "alltoall"),
+            "freeze_moe_router": take("freeze_router", False),
+            "moe_router_dtype": take("router_dtype", None),
+            "moe_router_load_balancing_type": take("balancing", "none"),
+            "moe_aux_loss_coeff": take("aux", None),
+            "moe_z_loss_coeff": take("z", None),
             "pipeline_dtype": precision,
             "sequence_parallel": take("sp", False),
             "optimizer": {

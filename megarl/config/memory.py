@@ -198,8 +198,8 @@ def _stage_memory(
         gradients=parameters * gradient,
         optimizer=state,
         activations=_activations(stage, layers, policy, facts, layout, plan),
-        logits=_logits(policy, facts, layout, plan, element) if last else 0,
-        generation_cache=_generation_cache(layers[stage], policy, facts, layout, element),
+        logits=logit_bytes(policy, facts, layout, plan, element) if last else 0,
+        generation_cache=generation_cache_bytes(layers[stage], policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
     )
 
@@ -224,15 +224,16 @@ def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts
     return copies * (dense * whole + sparse * with_experts)
 
 
-def _logits(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
+def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
     """Training keeps the logits, a float32 copy of them and its gradient; the log-probability pass the first two."""
     columns = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor
     training = plan.tokens_per_micro_batch * columns * (element + 8)
-    scoring = policy["logprob_batch_size"] * plan.sequence_length * columns * (element + 4)
+    scoring = (plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length) * columns * (element + 4)
     return int(-(-max(training, scoring) // layout.context))
 
 
-def _generation_cache(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:
+def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:
+    """Keys and values of the sequences that are generated at a time."""
     if policy["generation"] is None:
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
+from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.view import Rule, View
 from megarl.errors import Violation
 
 NOT_YET = "not in this version"
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
-}
-UNBUILT_SIZES = {
-    f"{MEGATRON}.expert_model_parallel_size": "expert parallelism is",
-    f"{MEGATRON}.expert_tensor_parallel_size": "expert parallelism is",
 }
 
 
@@ -25,41 +21,22 @@ def unbuilt_flags(view: View) -> Iterator[Violation]:
             yield Violation(key, True, f"{what} {NOT_YET}", "set it to false")
 
 
-def unbuilt_sizes(view: View) -> Iterator[Violation]:
-    """Sizes that must stay 1."""
-    for key, what in UNBUILT_SIZES.items():
-        value = view.get(key)
-        if value is not None and value > 1:
-            yield Violation(key, value, f"{what} {NOT_YET}", "write 1")
-
-
-def unbuilt_backends(view: View) -> Iterator[Violation]:
-    """Only the Megatron backend is built."""
-    if not view.has(f"{MEGATRON}.enabled"):
-        return
-    backend = backend_of(view)
-    if backend == "dtensor":
-        yield Violation(f"{DTENSOR}.enabled", True, f"the DTensor backend is {NOT_YET}", f"set it to false and {MEGATRON}.enabled to true")
-    elif backend == "fsdp1":
-        bound = f"with no backend enabled FSDP1 is meant, which is {NOT_YET}"
-        yield Violation(f"{MEGATRON}.enabled", view[f"{MEGATRON}.enabled"], bound, "set it to true")
-
-
 def unbuilt_generation(view: View) -> Iterator[Violation]:
     """Only the policy itself generates, on its own ranks."""
     backend = view["policy.generation.backend"]
-    if backend != "megatron":
-        yield Violation("policy.generation.backend", backend, f"generation with {backend} is {NOT_YET}", "write megatron")
+    if backend == "vllm":
+        yield Violation("policy.generation.backend", backend, f"generation with {backend} is {NOT_YET}", "remove the line")
     if not view.get("policy.generation.colocated.enabled", True):
         bound = f"generation on ranks of its own is {NOT_YET}"
         yield Violation("policy.generation.colocated.enabled", False, bound, "set it to true")
 
 
 def unbuilt_models(view: View) -> Iterator[Violation]:
-    """Only dense models are built."""
-    if view.facts.num_experts > 0:
-        bound = f"the model is a mixture of {view.facts.num_experts} experts, which is {NOT_YET}"
-        yield Violation("policy.model_name", view["policy.model_name"], bound, "take a dense model")
+    """Only the Megatron backend runs mixtures of experts."""
+    backend = backend_of(view)
+    if view.facts.num_experts > 0 and backend != "megatron":
+        bound = f"the model is a mixture of {view.facts.num_experts} experts, which on the {backend} backend is {NOT_YET}"
+        yield Violation("policy.model_name", view["policy.model_name"], bound, f"take a dense model, or set {MEGATRON}.enabled to true")
 
 
 def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
@@ -71,8 +48,6 @@ def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
 
 NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
-    unbuilt_sizes,
-    unbuilt_backends,
     unbuilt_generation,
     unbuilt_models,
     precision_aware_optimizer_on_cpu,

@@ -12,10 +12,15 @@ import torch
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
-from tests.dist.test_megatron_parity import LAYOUTS
+from tests.dist.test_megatron_parity import LAYOUTS as DENSE_LAYOUTS
 from tests.models import policy_config
 
 EOS = 2
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **DENSE_LAYOUTS,
+    "cp2": (2, {"cp": 2, "multiple": 4}),
+    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True, "multiple": 8}),
+}
 
 
 def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, torch.Tensor]:
@@ -68,6 +73,15 @@ def test_sampling_is_the_same_in_every_layout(pool: WorkerPool, tiny_models: dic
         assert [row["ids"] for row in result["rows"]] == [row["ids"] for row in alone["rows"]]
         check_logprobs(result["rows"])
     assert len({tuple(row["ids"][-row["new"] :]) for row in alone["rows"]}) > 1
+
+
+def test_an_interleaved_pipeline_generates(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    """The last stage hands its first chunk's output back to the first stage's second one."""
+    model = tiny_models["qwen3-tied-four"]
+    expected = transformers_greedy(model, prompts(), 8, [])
+    for result in pool.run(2, jobs.generate, policy_config(model, pp=2, vpp=2, generation={"stop_token_ids": []}), prompts(), True):
+        assert [row["ids"] for row in result["rows"]] == expected
+        check_logprobs(result["rows"])
 
 
 def check_logprobs(rows: list[dict[str, Any]]) -> None:

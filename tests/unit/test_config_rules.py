@@ -23,6 +23,7 @@ GENERATION = "policy.generation"
 SHORT = {"m": MEGATRON, "d": DTENSOR, "o": OPTIMIZER, "s": SCHEDULER, "ddp": DATA_PARALLEL, "g": GENERATION}
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 ON_FSDP1 = {"m.enabled": False}
+MIXTURE = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 84}
 
 
 def long(path: str) -> str:
@@ -35,23 +36,17 @@ def long(path: str) -> str:
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("one_backend", {"d.enabled": True}, {}, {"d.enabled"}),
     ("torch_optimizer_unused", {"policy.optimizer": {"name": "torch.optim.AdamW", "kwargs": {}}}, {}, {"policy.optimizer"}),
+    ("torch_optimizer_given", ON_DTENSOR, {}, {"policy.optimizer"}),
     (
-        "dtensor_context_parallel",
-        {**ON_DTENSOR, "d.context_parallel_size": 3, "policy.sequence_packing.enabled": True},
+        "switches_of_fsdp1",
+        {"policy.activation_checkpointing_enabled": True, "policy.fsdp_offload_enabled": True},
         {},
-        {"d.context_parallel_size"},
-    ),
-    (
-        "dtensor_context_parallel",
-        {**ON_DTENSOR, "d.context_parallel_size": 3, "d.sequence_parallel": True},
-        {},
-        {"d.context_parallel_size"},
+        {"policy.activation_checkpointing_enabled", "policy.fsdp_offload_enabled"},
     ),
     ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"model_type": "gemma3_text"}, {"d.context_parallel_size"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),
-    ("dtensor_tied_weights", ON_DTENSOR, {"tied": True}, {"d.tensor_parallel_size"}),
-    ("fsdp1_limits", {**ON_FSDP1, "policy.precision": "float16"}, {"tied": True}, {"policy.precision", "policy.model_name"}),
+    ("fsdp1_limits", {**ON_FSDP1, "policy.precision": "float16"}, {}, {"policy.precision"}),
     ("ranks_divide", {"cluster.gpus_per_node": 5}, {}, {"cluster.gpus_per_node"}),
     ("ranks_divide", {"cluster.gpus_per_node": 1}, {}, {"cluster.gpus_per_node"}),
     ("sequence_parallel_needs_tensor", {"m.sequence_parallel": True, "m.tensor_model_parallel_size": 1}, {}, {"m.sequence_parallel"}),
@@ -84,6 +79,26 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("widths_divide", {**ON_DTENSOR, "d.tensor_parallel_size": 8}, {}, {"d.tensor_parallel_size"}),
     ("hidden_divides", {}, {"num_key_value_heads": 5}, {"policy.model_name"}),
     ("experts_divide", {"m.expert_model_parallel_size": 3}, {"num_experts": 8}, {"m.expert_model_parallel_size", "m.sequence_parallel"}),
+    (
+        "expert_widths_divide",
+        {"m.expert_tensor_parallel_size": 3},
+        {**MIXTURE, "expert_ffn_hidden_size": 20},
+        {"m.expert_tensor_parallel_size"},
+    ),
+    ("expert_ranks_divide", {"m.expert_model_parallel_size": 4}, MIXTURE, {"m.expert_model_parallel_size"}),
+    ("expert_ranks_divide", {"m.expert_tensor_parallel_size": 4}, MIXTURE, {"m.expert_tensor_parallel_size"}),
+    (
+        "expert_ranks_need_experts",
+        {"m.expert_model_parallel_size": 2, "m.expert_tensor_parallel_size": 3},
+        {},
+        {"m.expert_model_parallel_size", "m.expert_tensor_parallel_size"},
+    ),
+    (
+        "router_options_fit",
+        {"m.moe_router_bias_update_rate": 0.001, "m.moe_aux_loss_coeff": 0.01},
+        MIXTURE,
+        {"m.moe_router_bias_update_rate", "m.moe_aux_loss_coeff"},
+    ),
     ("layers_divide", {"m.virtual_pipeline_model_parallel_size": 4}, {}, {"m.virtual_pipeline_model_parallel_size"}),
     (
         "written_layout_fits",
@@ -194,11 +209,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"ddp.use_custom_fsdp"},
     ),
-    ("unbuilt_sizes", {"m.expert_model_parallel_size": 2}, {}, {"m.expert_model_parallel_size"}),
-    ("unbuilt_backends", ON_DTENSOR, {}, {"d.enabled"}),
-    ("unbuilt_backends", ON_FSDP1, {}, {"m.enabled"}),
     ("unbuilt_generation", {"g.backend": "vllm", "g.colocated.enabled": False}, {}, {"g.backend", "g.colocated.enabled"}),
-    ("unbuilt_models", {}, {"num_experts": 8}, {"policy.model_name"}),
+    ("unbuilt_models", ON_DTENSOR, MIXTURE, {"policy.model_name"}),
     ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
 ]
 SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
@@ -268,9 +280,10 @@ def test_range_accepts_its_inside_and_refuses_its_outside(key: str) -> None:
 
 
 def test_rule_on_a_key_is_silent_where_the_feature_is_not_built() -> None:
-    violations = check(complete(raw_grpo(), {f"{MEGATRON}.expert_model_parallel_size": 3}), FACTS)
-    assert [violation.bound for violation in violations if violation.key == f"{MEGATRON}.expert_model_parallel_size"] == [
-        "expert parallelism is not in this version"
+    facts = dataclasses.replace(FACTS, **MIXTURE, num_key_value_heads=5)
+    violations = check(complete(raw_grpo(), {long(path): value for path, value in ON_DTENSOR.items()}), facts)
+    assert [violation.bound for violation in violations if violation.key == "policy.model_name"] == [
+        "the model is a mixture of 8 experts, which on the dtensor backend is not in this version"
     ]
 
 

@@ -14,10 +14,11 @@ MISSING = object()
 
 def everything() -> dict[str, Any]:
     """Every attribute that could be replaced, as it is now."""
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    owners = (torch.cuda, torch.Tensor, megatron_random, moe_utils)
+    owners = (torch.cuda, torch.Tensor, mappings, megatron_random, moe_utils, token_dispatcher)
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 

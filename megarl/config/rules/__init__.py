@@ -9,6 +9,7 @@ from megarl.config.model_facts import ModelFacts
 from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.batches import BATCH_RULES
+from megarl.config.rules.experts import EXPERT_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import PARALLEL_RULES
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *RANGE_RULES,
     *BACKEND_RULES,
     *PARALLEL_RULES,
+    *EXPERT_RULES,
     *BATCH_RULES,
     *OPTIMIZER_RULES,
     *GENERATION_RULES,

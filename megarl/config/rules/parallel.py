@@ -1,4 +1,4 @@
-"""Rules on how ranks, layers, heads and experts are divided."""
+"""Rules on how ranks, layers and heads are divided."""
 
 from __future__ import annotations
 
@@ -166,18 +166,6 @@ def hidden_divides(view: View) -> Iterator[Violation]:
         yield Violation("policy.model_name", view["policy.model_name"], bound, "mend the model's config.json")
 
 
-def experts_divide(view: View) -> Iterator[Violation]:
-    """Experts divide over their ranks, and mixtures of experts want sequence parallelism beside tensor parallelism."""
-    view.require(backend_of(view) == "megatron" and view.facts.num_experts > 0)
-    key = f"{MEGATRON}.expert_model_parallel_size"
-    view.require(view[key] >= 1)
-    if view.facts.num_experts % view[key]:
-        yield Violation(key, view[key], f"it must divide the model's {view.facts.num_experts} experts", "write a divisor of that")
-    if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
-        bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
-        yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
-
-
 PARALLEL_RULES: tuple[Rule, ...] = (
     ranks_divide,
     sequence_parallel_needs_tensor,
@@ -187,5 +175,4 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     chunks_need_stages,
     widths_divide,
     hidden_divides,
-    experts_divide,
 )

@@ -77,6 +77,8 @@ RANGES: dict[str, Range] = {
     f"{MEGATRON}.expert_tensor_parallel_size": AT_LEAST_1,
     f"{MEGATRON}.expert_model_parallel_size": AT_LEAST_1,
     f"{MEGATRON}.moe_router_bias_update_rate": AT_LEAST_0,
+    f"{MEGATRON}.moe_aux_loss_coeff": AT_LEAST_0,
+    f"{MEGATRON}.moe_z_loss_coeff": AT_LEAST_0,
     f"{MEGATRON}.optimizer.lr": ABOVE_0,
     f"{MEGATRON}.optimizer.min_lr": AT_LEAST_0,
     f"{MEGATRON}.optimizer.weight_decay": AT_LEAST_0,

@@ -3,8 +3,8 @@ differs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,10 +27,12 @@ class StepOutcome:
     Attributes:
         grad_norm: L2 norm of the whole model's gradient before clipping.
         stepped: False when the step was skipped because gradients overflowed (float16 loss scaling).
+        metrics: further figures of the global batch, the same on all ranks.
     """
 
     grad_norm: float
     stepped: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Backend(Protocol):

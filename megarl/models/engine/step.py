@@ -112,7 +112,7 @@ def train_on_batch(
             if update:
                 outcome = backend.apply_gradients()
                 grad_norms.append(outcome.grad_norm)
-                extra |= {"grad_norm": outcome.grad_norm, "skipped_steps": float(not outcome.stepped)}
+                extra |= {"grad_norm": outcome.grad_norm, "skipped_steps": float(not outcome.stepped), **outcome.metrics}
             for measured in (*outputs, extra):
                 for name, value in measured.items():
                     metrics[name].append(value)

@@ -29,9 +29,12 @@ from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
+from megarl.models.megatron.moe_lengths import in_step
+from megarl.models.megatron.moe_passes import RecordedPasses
 from megarl.models.megatron.mover import move_part
 from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values
 from megarl.models.megatron.schedule import forward_backward
+from megarl.models.megatron.settings import balance_settings
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +76,24 @@ class MegatronBackend:
             pipeline=megatron["pipeline_model_parallel_size"],
             context=megatron["context_parallel_size"],
             virtual=pipeline_chunks(megatron),
+            expert=megatron.get("expert_model_parallel_size", 1),
+            expert_tensor=megatron.get("expert_tensor_parallel_size", 1),
         )
         self.groups: ParallelGroups = parallel.initialize(sizes)
+        self.experts = parallel.expert_groups(self.groups)
+        self._equal_tokens = megatron.get("moe_token_dispatcher_type") == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
         self.shapes = Shapes(math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1)
         check_source(source, self.architecture, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
         with cuda_redirect.cuda_literals():
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
-            hf_state.load_from_hf(stages, source, self.architecture, self.groups)
+            hf_state.load_from_hf(stages, source, self.architecture, self.groups, self.experts)
             self.chunks = wrap_for_data_parallel(stages, policy)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
+        balance = balance_settings(policy, self.architecture)
+        self._recorded = RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device) if balance else None
         rows = stages[0].vocab_size // self.groups.tensor_size
         self.vocabulary = VocabularyShard(
             self.architecture.vocab_size,
@@ -101,7 +110,11 @@ class MegatronBackend:
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         if not backward:
             self.sync_parameters()
-        outputs = forward_backward(self.chunks, inputs, head, backward=backward)
+        inputs = in_step(inputs, self.experts, self.shapes, equal_tokens=self._equal_tokens)
+        if backward and self._recorded is not None:
+            outputs = self._recorded.forward_backward(inputs, head)
+        else:
+            outputs = forward_backward(self.chunks, inputs, head, backward=backward)
         self._empty_cache(1)
         return outputs
 
@@ -124,7 +137,8 @@ class MegatronBackend:
         with cuda_redirect.cuda_literals():
             stepped, grad_norm, _ = self.optimizer.step()
         self._empty_cache(2)
-        return StepOutcome(float("nan") if grad_norm is None else float(grad_norm), bool(stepped))
+        norm = float("nan") if grad_norm is None else float(grad_norm)
+        return StepOutcome(norm, bool(stepped), self._recorded.metrics() if self._recorded is not None else {})
 
     def _empty_cache(self, level: int) -> None:
         """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a pass, from 2 also after a step."""
@@ -139,7 +153,7 @@ class MegatronBackend:
         return schedule_values(self.optimizer) if self.optimizer is not None else {}
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return hf_state.parameters_of(self.stages)
+        return hf_state.parameters_of(self.stages, self.experts)
 
     def sync_parameters(self) -> None:
         """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting new ones."""
@@ -172,7 +186,7 @@ class MegatronBackend:
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sync_parameters()
-        return hf_state.stream_to_hf(self.stages, self.architecture, self.groups)
+        return hf_state.stream_to_hf(self.stages, self.architecture, self.groups, self.experts)
 
     def move(self, part: Part, place: Place) -> None:
         move_part(self.chunks, self.optimizer, self.runtime, part, place)

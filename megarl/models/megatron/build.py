@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architecture import Architecture
+from converters.experts import is_expert
 from converters.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.models.engine.groups import ParallelGroups
+from megarl.models.megatron.moe_router import routers
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
 
@@ -24,7 +27,7 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     options = megatron_settings(architecture).model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     count = config.virtual_pipeline_model_parallel_size or 1
-    return [
+    chunks = [
         GPTModel(
             config=config,
             transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None),
@@ -36,6 +39,24 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
         )
         for chunk in range(count)
     ]
+    _mark_experts(chunks)
+    if policy["megatron_cfg"].get("freeze_moe_router"):
+        for router in routers(chunks):
+            router.weight.requires_grad_(False)
+    return chunks
+
+
+def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
+    """Say that experts are reduced over the expert-data-parallel ranks and have an optimizer of their own, in every layout.
+
+    Megatron-Core does so only where the expert-parallel size is more than 1. Up to 0.16 it so forgets that experts which are all on one
+    rank, but not cut as the other layers are, have other data-parallel ranks as well; and optimizer state of a layout with expert
+    parallelism, which is in two parts, could not be read in a layout without.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_expert(name):
+                parameter.allreduce = False
 
 
 def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: Mapping[str, Any]) -> list[DistributedDataParallel]:

@@ -14,7 +14,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.context import ContextShare
 from megarl.models.engine.decoding import Decoder, decode
+from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
+from megarl.models.megatron.moe_generation import decode_together
 from megarl.models.megatron.specs import PortableAttention
 
 if TYPE_CHECKING:
@@ -26,15 +28,21 @@ def generate(
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see :func:`megarl.models.engine.decoding.decode`."""
     backend.sync_parameters()
-    decoder = Decoder(
-        lambda rows, positions: _StaticForward(backend, rows, positions),
-        backend.groups,
-        backend.runtime.device,
-        backend.policy["max_total_sequence_length"],
-        backend.policy.get("generation_batch_size"),
-    )
+
+    def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
+        decoder = Decoder(
+            lambda rows, positions: _StaticForward(backend, rows, positions),
+            groups,
+            backend.runtime.device,
+            backend.policy["max_total_sequence_length"],
+            backend.policy.get("generation_batch_size"),
+        )
+        return decode(decoder, rows, config, tokenizer, greedy=greedy)
+
     with evaluation_mode(backend), _whole_sequences(backend.stages):
-        return decode(decoder, data, config, tokenizer, greedy=greedy)
+        if backend.experts.replicas is None:
+            return decode_rows(backend.groups, data)
+        return decode_together(decode_rows, data, backend.groups, backend.experts.replicas)
 
 
 class _StaticForward:

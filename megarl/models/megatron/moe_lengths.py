@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megarl.errors import BatchError
-from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
 from megarl.models.engine.model_input import ModelInput, lay_out
 from megarl.models.megatron.parallel import ExpertGroups
@@ -33,39 +32,36 @@ def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
     return _Size(micro_batch.length * (1 if micro_batch.packed else micro_batch.size), packed)
 
 
-def in_step(
-    inputs: Sequence[ModelInput], groups: ParallelGroups, experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool
-) -> list[ModelInput]:
-    """The same micro-batches, laid out so that the replicas of this rank's experts can run them together.
+def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool) -> list[ModelInput]:
+    """The same micro-batches, laid out so that the replicas that share this rank's experts can run them together.
 
     Args:
         inputs: of this rank.
-        groups, experts: its groups.
+        experts: its groups.
         shapes: what the backend wants of shapes.
         equal_tokens: every micro-batch has to have as many tokens as its counterparts. Where that is not so, all of them become packed rows
             of the length of the longest.
 
     Returns:
-        ``inputs`` themselves where nothing had to change. A collective over the data-parallel group where experts are shared by replicas.
+        ``inputs`` themselves where nothing had to change. A collective over the replicas.
 
     Raises:
         BatchError: replicas have different numbers of micro-batches.
     """
-    if experts.coupled == 1:
+    if experts.replicas is None:
         return list(inputs)
-    sizes: list[list[_Size]] = [[]] * groups.data_size
-    dist.all_gather_object(sizes, [_size(model_input, shapes) for model_input in inputs], group=groups.data)
-    first = groups.data_rank // experts.coupled * experts.coupled
-    together = sizes[first : first + experts.coupled]
-    if len({len(replica) for replica in together}) > 1:
+    sizes: list[list[_Size]] = [[]] * dist.get_world_size(experts.replicas)
+    dist.all_gather_object(sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas)
+    if len({len(replica) for replica in sizes}) > 1:
         raise BatchError(
-            f"data-parallel ranks {first} to {first + experts.coupled - 1} share experts and have {[len(replica) for replica in together]} "
-            "micro-batches; give each the same number (shard the batch with megarl.models.policy.batch_plan.shard_batch)"
+            f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} micro-batches; "
+            "give each the same number (shard the batch with megarl.models.policy.batch_plan.shard_batch)"
         )
-    uneven = [len({size.tokens for size in counterparts}) > 1 for counterparts in zip(*together, strict=True)]
+    counterparts = list(zip(*sizes, strict=True))
+    uneven = [len({size.tokens for size in one}) > 1 for one in counterparts]
     if not equal_tokens or not any(uneven):
         return list(inputs)
-    totals = [max(size.packed for size in counterparts) for counterparts in zip(*together, strict=True)]
+    totals = [max(size.packed for size in one) for one in counterparts]
     if shapes.equal:
         totals, uneven = [max(totals)] * len(totals), [True] * len(totals)
     return [

@@ -5,11 +5,11 @@ T real tokens in the global batch, E experts of which a token goes to k, p[t, i]
 tokens that went to expert i:
 
 * ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T`` (Fedus et al., Switch
-  Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all experts get the same. ``f`` carries no gradient, so a
-  token contributes ``E / T * sum_i f[i] * p[t, i]``, which adds up over any cut of the batch as long as ``f`` is that of the whole batch. It
-  has to be known before the first backward pass: a pass without gradients counts it.
-* ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2, arXiv:2405.04434, section 2.2.3). A sequence
-  lies in one micro-batch, so nothing has to be counted before; ranks that share sequences add their counts up.
+  Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all experts get the same. ``f`` carries no gradient, so
+  a token contributes ``E / T * sum_i f[i] * p[t, i]``, which adds up over any cut of the batch as long as ``f`` is that of the whole batch.
+  It has to be known before the first backward pass: a pass without gradients counts it.
+* ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2, arXiv:2405.04434, section 2.2.3). A
+  sequence lies in one micro-batch, so nothing has to be counted before; ranks that share sequences add their counts up.
 * z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5).
 
 Each layer's loss is added to the model's, times its coefficient. Real tokens are those inside ``input_lengths`` of rows whose
@@ -103,7 +103,7 @@ class RoutingRecord:
         self._census = None
 
     def count_ahead(self, counting: bool) -> None:
-        """Begin (True) or end (False) the pass that counts. At its end the counts of all ranks are added up: a collective over the world."""
+        """Begin (True) or end (False) the pass that counts. At its end all ranks' counts are added up: a collective over the world."""
         self._counting = counting
         if not counting:
             dist.all_reduce(self._load)
@@ -153,9 +153,7 @@ class RoutingRecord:
         self._by_sequence[layer] += loss.detach()
         return loss
 
-    def _sequence_loss(
-        self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, census: Census
-    ) -> torch.Tensor:
+    def _sequence_loss(self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, census: Census) -> torch.Tensor:
         """The contribution of this rank's tokens to the mean over sequences; token counts are those of whole sequences."""
         experts, rows = self.settings.experts, census.rows
         load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)

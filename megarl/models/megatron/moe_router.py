@@ -22,7 +22,7 @@ class BalancedRouter(TopKRouter):
 
     Attributes:
         record: shared by the routers of a model; None reports to nobody.
-        sequences: [s, b] int64 of the micro-batch at hand, as :meth:`RoutingRecord.report` wants them; None for a pass that is not recorded.
+        sequences: [s, b] int64 of the micro-batch at hand, as :meth:`RoutingRecord.report` wants them; None in a pass without record.
     """
 
     record: RoutingRecord | None = None
@@ -49,17 +49,36 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
                 yield module
 
 
+def _expert_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[MoELayer]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                yield module
+
+
+def release(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let go of what the layers keep of the last micro-batch.
+
+    Megatron's dispatchers keep tensors with their autograd graph, which holds the model by its gradient hooks: a circle that Python's
+    garbage collection cannot see, so that neither the model nor its process groups would ever go.
+    """
+    for layer in _expert_layers(chunks):
+        layer.router.sequences = None
+        dispatcher = layer.token_dispatcher
+        for name, value in list(vars(dispatcher).items()):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, None)
+
+
 def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
     """Let the routers of ``chunks`` report to ``record``.
 
     The numbers of sequences go through Megatron's layers as their ``padding_mask``, the one argument per token that reaches the layers with
     experts, also when activations are recomputed; the layers would reduce it to booleans.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, MoELayer):
-                module.router.record = record
-                module.register_forward_pre_hook(_take_sequences, with_kwargs=True)
+    for layer in _expert_layers(chunks):
+        layer.router.record = record
+        layer.register_forward_pre_hook(_take_sequences, with_kwargs=True)
 
 
 def _take_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -38,13 +38,15 @@ class ExpertGroups:
     Attributes:
         model: ranks that the experts are divided over.
         tensor: ranks that one expert is cut over.
-        coupled: consecutive data-parallel replicas whose tokens meet in the same experts, so that they have to go through the model in
-            step; 1 when every replica stands alone.
+        same_sequences: ranks that hold parts of the same sequences, tensor and context parallel.
+        replicas: data-parallel replicas whose tokens meet in the same experts, so that they have to go through the model in step; this
+            process stands for its own among them. None when its replica stands alone.
     """
 
     model: dist.ProcessGroup
     tensor: dist.ProcessGroup
-    coupled: int
+    same_sequences: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
 
     @property
     def model_rank(self) -> int:
@@ -64,12 +66,17 @@ class ExpertGroups:
 
 
 def expert_groups(groups: ParallelGroups) -> ExpertGroups:
-    """The expert groups of the layout that :func:`initialize` made."""
+    """The expert groups of the layout that :func:`initialize` made. A collective over the world."""
     model, tensor = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
-    together = dist.get_world_size(model) * dist.get_world_size(tensor)
-    # both the ranks of a replica and those that exchange tokens are consecutive in a stage
     replica = groups.tensor_size * groups.context_size
-    return ExpertGroups(model, tensor, math.lcm(together, replica) // replica)
+    # in a pipeline stage, the ranks of a replica are consecutive, and so are those that exchange tokens
+    coupled = math.lcm(dist.get_world_size(model) * dist.get_world_size(tensor), replica) // replica
+    replicas = None
+    if coupled > 1:
+        firsts = range(0, dist.get_world_size(), coupled * replica)
+        members = [list(range(first + place, first + coupled * replica, replica)) for first in firsts for place in range(replica)]
+        replicas, _ = dist.new_subgroups_by_enumeration(members)
+    return ExpertGroups(model, tensor, parallel_state.get_tensor_and_context_parallel_group(), replicas)
 
 
 def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> ParallelGroups:

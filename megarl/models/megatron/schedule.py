@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.engine.heads import Head, HeadOutput
@@ -27,10 +28,27 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline full."""
+    """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline full.
+
+    Attributes:
+        sequences: [n, t] for the routers of a mixture of experts (:func:`megarl.models.megatron.moe_tokens.sequence_numbers`); None where
+            they have nothing to record.
+    """
 
     model_input: ModelInput
+    sequences: torch.Tensor | None = None
     filler: bool = False
+
+    def as_filler(self) -> _Work:
+        """A copy that counts for nothing."""
+        sequences = None if self.sequences is None else torch.full_like(self.sequences, -1)
+        return dataclasses.replace(self, sequences=sequences, filler=True)
+
+    def sequences_for(self, model: DistributedDataParallel) -> torch.Tensor | None:
+        """``sequences`` as the model wants them: with sequence parallelism only its first chunk cuts them itself."""
+        if self.sequences is None or model.module.pre_process or not model.config.sequence_parallel:
+            return self.sequences
+        return scatter_to_sequence_parallel_region(self.sequences.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
 
 
 def _packed(model_input: ModelInput) -> PackedSequences | None:
@@ -55,7 +73,9 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
     item = next(work)
     model_input = item.model_input
     with plain_torch():
-        output = model(model_input.tokens, model_input.positions, None, packed_seq_params=_packed(model_input))
+        packed, sequences = _packed(model_input), item.sequences_for(model)
+        options = {} if sequences is None else {"padding_mask": sequences}
+        output = model(model_input.tokens, model_input.positions, None, packed_seq_params=packed, **options)
 
     def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         with plain_torch():
@@ -74,25 +94,31 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
 def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Work]:
     """At least as many micro-batches as stages, in groups that the interleaved schedule accepts."""
     stages = config.pipeline_model_parallel_size
-    filled = [*work, *[_Work(work[-1].model_input, filler=True)] * max(0, stages - len(work))]
+    filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
     rest = len(filled) % stages
     config.microbatch_group_size_per_vp_stage = stages if rest == 0 else len(filled)
     return filled
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel], inputs: Sequence[ModelInput], head: Head, *, backward: bool
+    chunks: Sequence[DistributedDataParallel],
+    inputs: Sequence[ModelInput],
+    head: Head,
+    *,
+    backward: bool,
+    sequences: Sequence[torch.Tensor] | None = None,
 ) -> list[HeadOutput]:
     """One pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over micro-batches.
 
-    With pipeline stages all inputs have one shape.
+    With pipeline stages all inputs have one shape. ``sequences`` is for routers that record, one tensor a micro-batch.
 
     Returns:
         What the head returned, in order, on the last pipeline stage; an empty list elsewhere.
     """
     config = chunks[0].config
     config.finalize_model_grads_func = sum_gradients
-    work = [_Work(model_input) for model_input in inputs]
+    numbers = sequences if sequences is not None else [None] * len(inputs)
+    work = [_Work(model_input, numbered) for model_input, numbered in zip(inputs, numbers, strict=True)]
     if len(chunks) > 1:
         work = _fill_interleaved(work, config)
     first = inputs[0]

@@ -22,7 +22,7 @@ class DTensorConfig(TypedDict):
         enabled: use this backend.
         cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
         sequence_parallel: shard the activations between tensor-parallel regions over the sequence.
-        activation_checkpointing: recompute the MLPs in the backward pass.
+        activation_checkpointing: recompute every layer in the backward pass.
         tensor_parallel_size: ranks that share one layer.
         context_parallel_size: ranks that share one sequence.
         custom_parallel_plan: import path of a plan or of a function that returns one; null takes the built-in plan of the model.
@@ -171,10 +171,15 @@ class MegatronConfig(TypedDict):
         sequence_parallel: shard the activations between tensor-parallel regions over the sequence.
         expert_tensor_parallel_size: tensor-parallel ranks of one expert.
         expert_model_parallel_size: ranks the experts are divided over.
+        moe_token_dispatcher_type: how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts,
+            ``allgather`` gives every rank all of them.
         freeze_moe_router: do not train the routers.
         moe_router_dtype: type the routers compute in; null for the model's.
-        moe_router_load_balancing_type: load-balancing loss of the routers.
-        moe_router_bias_update_rate: step of the routers' bias update.
+        moe_router_load_balancing_type: load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward pass of
+            each micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.
+        moe_aux_loss_coeff: its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.
+        moe_z_loss_coeff: weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for none.
+        moe_router_bias_update_rate: step of the routers' bias update; 0 for the families here, whose routers have no such bias.
         apply_rope_fusion: fused rotary embedding, where its kernel exists.
         env_vars: environment variables of the workers.
         optimizer: the optimizer; may be absent when the policy is never trained.
@@ -197,9 +202,12 @@ class MegatronConfig(TypedDict):
     sequence_parallel: NotRequired[bool]
     expert_tensor_parallel_size: NotRequired[int]
     expert_model_parallel_size: NotRequired[int]
+    moe_token_dispatcher_type: NotRequired[Literal["allgather", "alltoall"]]
     freeze_moe_router: NotRequired[bool]
     moe_router_dtype: NotRequired[Literal["fp32", "fp64"] | None]
-    moe_router_load_balancing_type: NotRequired[Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"]]
+    moe_router_load_balancing_type: NotRequired[Literal["none", "aux_loss", "seq_aux_loss"]]
+    moe_aux_loss_coeff: NotRequired[float | None]
+    moe_z_loss_coeff: NotRequired[float | None]
     moe_router_bias_update_rate: NotRequired[float]
     apply_rope_fusion: NotRequired[bool]
     env_vars: NotRequired[dict[str, str] | None]
@@ -247,7 +255,7 @@ class PolicyConfig(TypedDict):
         trust_remote_code: run Python code that comes with the model. Off unless set.
         train_global_batch_size: samples an optimizer step, over all ranks.
         train_micro_batch_size: samples a forward pass on one data-parallel rank.
-        learning_rate: accepted for old configurations; the optimizer's own learning rate is used.
+        learning_rate: read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it is.
         logprob_batch_size: samples a forward pass when log-probabilities are computed.
         generation: generation; null or absent for a policy that never generates.
         generation_batch_size: samples a rank generates at a time.

@@ -1,0 +1,78 @@
+"""Rules on mixtures of experts: how experts are divided over ranks, and what their routers can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.rules.backends import MEGATRON, backend_of
+from megarl.config.rules.parallel import PIPELINE, TENSOR, world_size
+from megarl.config.rules.view import Rule, View
+from megarl.errors import Violation
+
+EXPERT = f"{MEGATRON}.expert_model_parallel_size"
+EXPERT_TENSOR = f"{MEGATRON}.expert_tensor_parallel_size"
+BALANCING = f"{MEGATRON}.moe_router_load_balancing_type"
+COEFFICIENT = f"{MEGATRON}.moe_aux_loss_coeff"
+BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
+
+
+def _of_a_mixture(view: View) -> None:
+    view.require(backend_of(view) == "megatron" and view.facts.num_experts > 0)
+
+
+def experts_divide(view: View) -> Iterator[Violation]:
+    """Experts divide over their ranks, and mixtures of experts want sequence parallelism beside tensor parallelism."""
+    _of_a_mixture(view)
+    view.require(view[EXPERT] >= 1)
+    if view.facts.num_experts % view[EXPERT]:
+        yield Violation(EXPERT, view[EXPERT], f"it must divide the model's {view.facts.num_experts} experts", "write a divisor of that")
+    if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
+        bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
+        yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
+
+
+def expert_widths_divide(view: View) -> Iterator[Violation]:
+    """The columns of an expert divide over the ranks that it is cut over."""
+    _of_a_mixture(view)
+    size, width = view[EXPERT_TENSOR], view.facts.expert_ffn_hidden_size
+    view.require(size >= 1)
+    if width % size:
+        yield Violation(EXPERT_TENSOR, size, f"it must divide the {width} columns of the model's experts", "write a divisor of that")
+
+
+def expert_ranks_divide(view: View) -> Iterator[Violation]:
+    """The ranks of a pipeline stage are a multiple of one copy of its experts."""
+    _of_a_mixture(view)
+    world, stages, experts, cut = world_size(view), view[PIPELINE], view[EXPERT], view[EXPERT_TENSOR]
+    view.require(min(stages, experts, cut) >= 1 and world % stages == 0)
+    if world // stages % (experts * cut):
+        key = EXPERT if experts > 1 else EXPERT_TENSOR
+        bound = f"the {world // stages} ranks of a pipeline stage must be a multiple of expert {experts} x expert tensor {cut}"
+        yield Violation(key, view[key], bound, "make the two smaller, or give more ranks")
+
+
+def expert_ranks_need_experts(view: View) -> Iterator[Violation]:
+    """Only experts can be divided over expert-parallel ranks."""
+    view.require(backend_of(view) == "megatron" and view.facts.num_experts == 0)
+    for key in (EXPERT, EXPERT_TENSOR):
+        if view[key] > 1:
+            yield Violation(key, view[key], "the model has no experts", "write 1")
+
+
+def router_options_fit(view: View) -> Iterator[Violation]:
+    """The routers of the families that are supported have no bias, and a coefficient needs a loss."""
+    _of_a_mixture(view)
+    if view.get(BIAS_RATE, 0):
+        bound = f"the routers of {view.facts.model_type} have no bias that could be updated"
+        yield Violation(BIAS_RATE, view[BIAS_RATE], bound, f"write 0; to balance the experts set {BALANCING}")
+    if view.get(COEFFICIENT) and view.get(BALANCING) == "none":
+        yield Violation(COEFFICIENT, view[COEFFICIENT], f"{BALANCING} is none", "write null, or choose aux_loss or seq_aux_loss")
+
+
+EXPERT_RULES: tuple[Rule, ...] = (
+    experts_divide,
+    expert_widths_divide,
+    expert_ranks_divide,
+    expert_ranks_need_experts,
+    router_options_fit,
+)

@@ -1,0 +1,114 @@
+"""The reference for mixtures of experts: plain transformers with slow, literal load-balancing losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.dist import reference
+
+
+def load(model: Path | str) -> torch.nn.Module:
+    """In float32; the eager experts, because the grouped product of transformers wants rows of 16 bytes, which tiny models lack."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def weights_of(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+    """Weights by the names that a checkpoint has them under; transformers itself stacks the experts."""
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def gates(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+class Balanced:
+    """A loss with load-balancing losses added, over the routing of the one forward pass before it.
+
+    Attributes:
+        plain: the last loss without them.
+        figures: ``moe_aux_loss``, ``moe_z_loss`` and the load of experts, as the engine reports them.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., Any], config: Mapping[str, Any]) -> None:
+        megatron = config["megatron_cfg"]
+        self.loss_fn = loss_fn
+        self.kind = megatron["moe_router_load_balancing_type"]
+        given = megatron["moe_aux_loss_coeff"]
+        self.coefficient = model.config.router_aux_loss_coef if given is None else given
+        self.z = megatron["moe_z_loss_coeff"] or 0.0
+        self.chosen = model.config.num_experts_per_tok
+        self.logits: list[torch.Tensor] = []
+        self.plain = 0.0
+        self.figures: dict[str, float] = {}
+        for gate in gates(model):
+            gate.register_forward_hook(lambda module, inputs, outputs: self.logits.append(outputs[0]))
+            if megatron["freeze_moe_router"]:
+                gate.weight.requires_grad_(False)
+
+    def __call__(self, data: Mapping[str, Any], *normalizers: Any, next_token_logprobs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        loss, metrics = self.loss_fn(data, *normalizers, next_token_logprobs=next_token_logprobs)
+        self.plain = float(loss.detach())
+        rows, width = data["input_ids"].shape
+        layers = [logits.view(rows, width, -1) for logits in self.logits]
+        self.logits = []
+        sequences = [
+            [layer[row, : int(data["input_lengths"][row])] for row in range(rows) if data["sample_mask"][row] != 0] for layer in layers
+        ]
+        whole = [torch.cat(layer) for layer in sequences]
+        if self.kind == "seq_aux_loss":
+            balance = [torch.stack([self.switch(sequence) for sequence in layer]).mean() for layer in sequences]
+        else:
+            balance = [self.switch(tokens) for tokens in whole]
+        z = [torch.stack([token.exp().sum().log() ** 2 for token in tokens]).mean() for tokens in whole]
+        loads = torch.stack([self.load(tokens) for tokens in whole])
+        loads = loads / loads.mean(1, keepdim=True)
+        self.figures = {
+            "moe_aux_loss": float(torch.stack(balance).detach().mean()),
+            "moe_z_loss": float(torch.stack(z).detach().mean()),
+            "moe_expert_load_max": float(loads.max()),
+            "moe_expert_load_min": float(loads.min()),
+        }
+        if self.kind != "none":
+            loss = loss + self.coefficient * torch.stack(balance).sum()
+        return loss + self.z * torch.stack(z).sum(), metrics
+
+    def load(self, logits: torch.Tensor) -> torch.Tensor:
+        """[E]: tokens that went to each expert, one by one."""
+        counts = torch.zeros(logits.shape[1])
+        for token in logits:
+            for expert in token.topk(self.chosen).indices:
+                counts[expert] += 1
+        return counts
+
+    def switch(self, logits: torch.Tensor) -> torch.Tensor:
+        """E * sum_i f_i * P_i over some tokens, [t, E]."""
+        tokens, experts = logits.shape
+        counts = self.load(logits)
+        total = logits.new_zeros(())
+        for expert in range(experts):
+            fraction = counts[expert] / (tokens * self.chosen)
+            probability = sum(token.softmax(0)[expert] for token in logits) / tokens
+            total = total + fraction * probability
+        return experts * total
+
+
+def train(
+    model: Path, config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Callable[..., Any], directory: Path
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Losses without the balancing ones, gradient norms, weights after one step for each batch, and balance figures."""
+    trainer = reference.ReferenceTrainer(load(model), config)
+    balanced = Balanced(trainer.model, loss_fn, config)
+    losses, norms, figures = [], [], []
+    for batch in batches:
+        norms.append(trainer.step(batch, balanced)[1])
+        losses.append(balanced.plain)
+        figures.append(balanced.figures)
+    return losses, norms, weights_of(trainer.model, directory), figures

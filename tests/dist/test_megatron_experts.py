@@ -1,0 +1,346 @@
+"""Mixtures of experts on Megatron against one process of plain transformers: every layout, dispatcher and router option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import BatchError
+from tests.dist import jobs, mixtures, reference, worker_jobs
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
+from tests.dist.test_megatron_generation import check_logprobs, prompts
+from tests.dist.test_megatron_layouts import DPO_LOSS
+from tests.dist.test_megatron_parity import PG_LOSS
+from tests.models import make_tiny, policy_config
+
+UNEVEN = {"first": 1, "last": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep1": (1, {}),
+    "dp2": (2, {}),
+    "ep2": (2, {"ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "ep2-dp2": (4, {"ep": 2}),
+    "tp2-sp": (2, {"tp": 2, "sp": True, "multiple": 2}),
+    "tp2-sp-etp2": (2, {"tp": 2, "sp": True, "etp": 2, "multiple": 2}),
+    "tp2-sp-ep2": (2, {"tp": 2, "sp": True, "ep": 2, "multiple": 2}),
+    "tp2-sp-ep2-dp2": (4, {"tp": 2, "sp": True, "ep": 2, "multiple": 2}),
+    "tp2-sp-ep4": (4, {"tp": 2, "sp": True, "ep": 4, "multiple": 2}),
+    "tp2-sp-ep2-etp2": (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2, "multiple": 2}),
+    "etp2": (2, {"etp": 2}),
+    "ep2-etp2": (4, {"ep": 2, "etp": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2, **UNEVEN}),
+    "pp2-vpp2-ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),
+    "pp3": (3, {"pp": 3}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2, "multiple": 4}),
+    "cp2-ep4": (4, {"cp": 2, "ep": 4, "multiple": 4}),
+    "cp2-tp2-sp-ep2": (4, {"cp": 2, "tp": 2, "sp": True, "ep": 2, "multiple": 8}),
+    "pp2-tp2-sp-ep2": (4, {"pp": 2, "tp": 2, "sp": True, "ep": 2, "multiple": 2, **UNEVEN}),
+}
+BATCHING = ["fixed", "dynamic", "packed"]
+DISPATCHERS = ["alltoall", "allgather"]
+TRAINED = [("fixed", "alltoall"), ("dynamic", "allgather"), ("packed", "alltoall"), ("packed", "allgather")]
+READ = [("fixed", "allgather"), ("dynamic", "alltoall"), ("packed", "allgather")]
+BALANCED = [("aux_loss", "fixed"), ("aux_loss", "packed"), ("seq_aux_loss", "dynamic"), ("seq_aux_loss", "packed")]
+BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mixtures")
+    names = {"mixtral": 11, "qwen3_moe": 12, "qwen3_moe_mixed": 13}
+    tiny = {name: make_tiny(root / name, name, tied=False, seed=seed) for name, seed in names.items()}
+    tiny["qwen3_moe_four"] = make_tiny(root / "qwen3_moe_four", "qwen3_moe", tied=True, seed=14, layers=4)
+    return tiny
+
+
+def family_for(layout: str, otherwise: str) -> str:
+    """The interleaved pipeline wants a number of layers that its chunks divide."""
+    return "qwen3_moe_four" if "vpp" in layout else otherwise
+
+
+@pytest.mark.parametrize(("batching", "dispatcher"), READ)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str) -> None:
+    world, changes = LAYOUTS[layout]
+    model = models[family_for(layout, "mixtral" if batching == "dynamic" else "qwen3_moe_mixed")]
+    batch = make_batch(rows=7, length=19, seed=3)
+    expected = reference.logprobs(mixtures.load(model), batch, temperature=0.7)
+    config = policy_config(model, temperature=0.7, batching=batching, dispatcher=dispatcher, **changes)
+    for result in pool.run(world, jobs.logprobs, config, batch):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+        assert result[:, 0].eq(0).all()
+
+
+def check_training(
+    pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any, directory: Path, batches: Any = None
+) -> list[dict[str, Any]]:
+    """Losses, gradient norms, weights and balance figures of three Adam steps."""
+    batches = batches or BATCHES
+    losses, norms, weights, figures = mixtures.train(model, config, batches, loss_fn, directory)
+    results = pool.run(world, jobs.train, config, batches, loss_fn)
+    for result in results:
+        torch.testing.assert_close([step[0] for step in result["losses"]], losses, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
+        for measured, expected in zip(result["metrics"], figures, strict=True):
+            reported = {name: measured[name] for name in measured if name.startswith("moe_")}
+            assert {"moe_aux_loss", "moe_expert_load_max", "moe_expert_load_min"} <= reported.keys()
+            for name, values in reported.items():
+                torch.testing.assert_close(values, [expected[name]], atol=0, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        assert result["weights"].keys() == weights.keys()
+        for name, tensor in result["weights"].items():
+            difference = (tensor - weights[name]).norm() / weights[name].norm()
+            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
+    return results
+
+
+@pytest.mark.parametrize(("batching", "dispatcher"), TRAINED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_adam_steps_equal_transformers(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, batching: str, dispatcher: str
+) -> None:
+    world, changes = LAYOUTS[layout]
+    model = models[family_for(layout, "qwen3_moe" if batching == "dynamic" else "mixtral")]
+    config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, **changes)
+    check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS), tmp_path / "reference")
+
+
+@pytest.mark.parametrize(("kind", "batching"), BALANCED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_balancing_losses_equal_the_literal_formula(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, kind: str, batching: str
+) -> None:
+    """Large coefficients, so that a wrong factor cannot hide; the batch has padding, masked tokens and a dropped sample."""
+    world, changes = LAYOUTS[layout]
+    model = models[family_for(layout, "qwen3_moe_mixed")]
+    config = policy_config(model, batching=batching, balancing=kind, aux=0.7, z=0.3, clip=0.0, **changes)
+    check_training(pool, world, model, config, NLLLoss(), tmp_path / "reference")
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    [*[(layout, "alltoall") for layout in LAYOUTS], *[(layout, "allgather") for layout in ("ep4", "ep2-etp2", "pp2-ep2")]],
+)
+def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, dispatcher: str) -> None:
+    world, changes = LAYOUTS[layout]
+    model = models[family_for(layout, "mixtral" if dispatcher == "alltoall" else "qwen3_moe_mixed")]
+    batch = prompts(rows=8)
+    loaded = mixtures.load(model)
+    expected = [
+        loaded.generate(ids[None, :length], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
+        for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
+    ]
+    config = policy_config(model, dispatcher=dispatcher, generation={"stop_token_ids": []}, **changes)
+    for result in pool.run(world, jobs.generate, config, batch, True):
+        assert [row["ids"] for row in result["rows"]] == expected
+        check_logprobs(result["rows"])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models: dict[str, Path], rows: int) -> None:
+    """One row for two replicas leaves one of them with none; sampling without seeds of one's own has to stay in step."""
+    batch = {key: value[:rows] for key, value in prompts().items()}
+    alone = pool.run(1, worker_jobs.generate_unevenly, policy_config(models["mixtral"]), batch, False)[0]
+    for result in pool.run(2, worker_jobs.generate_unevenly, policy_config(models["mixtral"], ep=2), batch, False):
+        assert result == alone
+    del batch["sampling_seeds"]
+    drawn = pool.run(2, worker_jobs.generate_unevenly, policy_config(models["mixtral"], ep=2), batch, False)
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overlap": True},
+        {"distributed_optimizer": False},
+        {"recompute": True, "balancing": "seq_aux_loss", "z": 0.2},
+        {"freeze_router": True},
+        {"router_dtype": "fp64"},
+        {"overlap": True, "freeze_router": True, "recompute": True},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2-dp2", "etp2", "pp2-ep2"])
+def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
+    """... but what they are about: a frozen router keeps its weights to the bit, and its gradient is in no norm."""
+    world, placed = LAYOUTS[layout]
+    model = models["qwen3_moe_mixed"]
+    config = policy_config(model, **{"batching": "packed", "balancing": "aux_loss", "aux": 0.5, **placed, **changes})
+    results = check_training(pool, world, model, config, NLLLoss(), tmp_path / "reference")
+    if changes.get("freeze_router"):
+        before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
+        gates = [name for name in before if name.endswith("mlp.gate.weight")]
+        assert len(gates) == 2
+        for name in gates:
+            assert torch.equal(results[0]["weights"][name], before[name]), name
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_micro_batch_size_changes_no_balancing_loss(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, kind: str, micro_batch: int
+) -> None:
+    """Also with a filler micro-batch in the interleaved pipeline, which counts nowhere."""
+    model = models["qwen3_moe_four"]
+    config = policy_config(model, mbs=micro_batch, balancing=kind, aux=0.7, z=0.2, pp=2, vpp=2, ep=2)
+    check_training(pool, 4, model, config, NLLLoss(), tmp_path / "reference")
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_the_models_own_coefficient_is_the_default(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    config = policy_config(models["mixtral"], ep=2, balancing=kind)
+    check_training(pool, 2, models["mixtral"], config, NLLLoss(), tmp_path / "reference")
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2"])
+def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, batching: str) -> None:
+    world, changes = LAYOUTS[layout]
+    config = policy_config(models["mixtral"], mbs=2, batching=batching, balancing="seq_aux_loss", aux=0.1, **changes)
+    check_training(pool, world, models["mixtral"], config, DPOLossFn(DPO_LOSS), tmp_path / "reference")
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+def test_a_batch_without_any_real_token_leaves_no_trace(pool: WorkerPool, models: dict[str, Path], batching: str) -> None:
+    """Zero gradient, finite figures, all ranks in step."""
+    config = policy_config(models["mixtral"], ep=2, batching=batching, balancing="aux_loss", aux=0.5, z=0.1, weight_decay=0.0)
+    batch = {**BATCHES[0], "sample_mask": torch.zeros(8)}
+    before = mixtures.weights_of(mixtures.load(models["mixtral"]), models["mixtral"].parent / f"copy-{batching}")
+    for result in pool.run(2, jobs.train, config, [batch], NLLLoss()):
+        assert result["norms"] == [0.0]
+        assert result["metrics"][0]["moe_aux_loss"] == [0.0]
+        for name, tensor in result["weights"].items():
+            assert torch.equal(tensor, before[name]), name
+
+
+def export(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    weights = jobs.full_weights(worker)
+    worker.backend.close()
+    return weights
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    model = models[family_for(layout, "qwen3_moe_mixed")]
+    expected = mixtures.weights_of(mixtures.load(model), tmp_path / "expected")
+    results = pool.run(world, export, policy_config(model, **changes))
+    assert len({tuple(result) for result in results}) == 1, "one order on all ranks"
+    for result in results:
+        assert result.keys() == expected.keys()
+        for name, tensor in result.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def different_numbers_of_micro_batches(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> str:
+    """What the worker says when its replica has more rows than the other."""
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    rows = 6 if worker.backend.groups.data_rank else 3
+    try:
+        worker.get_logprobs(data=BatchedDataDict({key: batch[key][:rows] for key in ("input_ids", "input_lengths")}))
+    except BatchError as error:
+        return str(error)
+    finally:
+        worker.backend.close()
+    return ""
+
+
+def test_replicas_out_of_step_are_refused(pool: WorkerPool, models: dict[str, Path]) -> None:
+    config = policy_config(models["mixtral"], ep=2, logprob_batch_size=3)
+    for message in pool.run(2, different_numbers_of_micro_batches, config, BATCHES[0]):
+        assert "that share experts have [1, 2] micro-batches" in message
+
+
+def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Each replica gets a batch of its own, of its own length."""
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    mine = batches[worker.backend.groups.data_rank]
+    result = worker.get_logprobs(data=BatchedDataDict({key: mine[key] for key in ("input_ids", "input_lengths")}))["logprobs"]
+    worker.backend.close()
+    return result
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("changes", [{}, {"pp": 2, **UNEVEN}, {"tp": 2, "sp": True, "ep": 4}], ids=["ep2", "pp2-ep2", "tp2-sp-ep4"])
+def test_replicas_of_unequal_lengths(pool: WorkerPool, models: dict[str, Path], dispatcher: str, changes: dict[str, Any]) -> None:
+    """Ranks that share experts bring different numbers of tokens."""
+    batches = [make_batch(rows=5, length=length, seed=length) for length in (18, 8)]
+    loaded = mixtures.load(models["mixtral"])
+    config = policy_config(models["mixtral"], dispatcher=dispatcher, logprob_batch_size=2, **{"ep": 2, **changes})
+    world = 2 * changes.get("pp", 1) * changes.get("tp", 1)
+    results = pool.run(world, logprobs_of_unequal_replicas, config, batches)
+    for rank, result in enumerate(results):
+        replica = (rank // changes.get("tp", 1)) % 2
+        torch.testing.assert_close(result, reference.logprobs(loaded, batches[replica]), atol=1e-5, rtol=0)
+
+
+def reference_logprobs(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Log-probabilities before training, and after it those of the reference policy and of the policy itself."""
+    worker = jobs.build(config)
+    mine = jobs.my_share(worker, batch)
+    before = worker.get_logprobs(data=mine)["logprobs"]
+    worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+    reference_policy = worker.get_reference_policy_logprobs(data=mine)["reference_logprobs"]
+    after = worker.get_logprobs(data=mine)["logprobs"]
+    worker.offload_after_refit()
+    worker.prepare_for_training()
+    again = worker.get_logprobs(data=mine)["logprobs"]
+    worker.backend.close()
+    return {"before": before, "reference": reference_policy, "after": after, "again": again}
+
+
+@pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2-etp2", "pp2-ep2"])
+def test_reference_policy_and_offload_hold_for_experts(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    for result in pool.run(world, reference_logprobs, policy_config(models["mixtral"], lr=0.05, **changes), BATCHES[0]):
+        assert torch.equal(result["reference"], result["before"])
+        assert torch.equal(result["again"], result["after"])
+        assert not torch.equal(result["after"], result["before"])
+
+
+CHECKPOINTS = [
+    ("ep2", "ep2"),
+    ("ep2-dp2", "ep2-dp2"),
+    ("tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2"),
+    ("pp3", "pp3"),
+    ("pp3", "ep1"),
+    ("ep2", "ep1"),
+    ("ep1", "pp2-ep2"),
+    ("ep2-dp2", "tp2-sp-ep4"),
+    ("tp2-sp-ep2-etp2", "pp2-ep2"),
+    ("etp2", "ep4"),
+    ("pp2-vpp2-ep2", "tp2-sp-ep2"),
+]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["router-trained", "router-frozen"])
+@pytest.mark.parametrize(("written", "read"), CHECKPOINTS, ids=["-to-".join(case) for case in CHECKPOINTS])
+def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, frozen: bool) -> None:
+    """A run goes on as the undisturbed one: bit for bit in the same layout, within rounding in another."""
+    model = models["qwen3_moe_four" if "vpp" in written else "qwen3_moe_mixed"]
+    options = {"freeze_router": frozen, "balancing": "aux_loss", "aux": 0.1}
+    (world, changes), (new_world, new_changes) = LAYOUTS[written], LAYOUTS[read]
+    undisturbed = pool.run(world, train_and_save, policy_config(model, **options, **changes), tmp_path)[0]
+    resumed = pool.run(new_world, load_and_train, policy_config(model, **options, **new_changes), tmp_path, False)[0]
+    torch.testing.assert_close(resumed["measured"], undisturbed["measured"], atol=1e-6, rtol=1e-5)
+    assert written != read or resumed["measured"] == undisturbed["measured"]
+    for name, tensor in undisturbed["weights"].items():
+        assert (resumed["weights"][name] - tensor).norm() < 1e-5 * tensor.norm(), name
+        assert written != read or torch.equal(resumed["weights"][name], tensor), name
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
+    """The balancing loss is scaled as the main loss is: its share of the first gradient norm is that of float32."""
+    norms = {}
+    for name in ("float32", precision):
+        config = policy_config(models["mixtral"], ep=2, precision=name, balancing="aux_loss", aux=3.0)
+        norms[name] = pool.run(2, jobs.train, config, BATCHES[:1], NLLLoss())[0]["norms"][0]
+    assert norms[precision] == pytest.approx(norms["float32"], rel=0.05)
