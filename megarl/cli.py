@@ -29,16 +29,45 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="run an algorithm",
-        usage="megarl train CONFIG [key=value ...] [--dry-run]",
+        usage="megarl train CONFIG [key=value ...] [--with FILE] [--dry-run]",
         description="Run the algorithm of a configuration file. An unfinished run goes on from its newest checkpoint.",
         epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
         "Exit codes: 0 done, 2 wrong configuration or data, 1 any other failure, 130 interrupted.",
     )
     train.add_argument("config", metavar="CONFIG", help="YAML file")
+    train.add_argument(
+        "--with",
+        dest="layers",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="lay this YAML file over CONFIG, for example configs/base/dtensor.yaml; may be given several times",
+    )
     train.add_argument("--dry-run", action="store_true", help="check everything, show ranks, batches and memory, and start nothing")
     plot = commands.add_parser("plot", help="draw the metrics of a run", usage="megarl plot RUN")
     plot.add_argument("run", metavar="RUN", help="directory of the run")
+    add_parity(commands)
     return parser
+
+
+def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The sub-command ``parity``."""
+    parity = commands.add_parser(
+        "parity",
+        help="compare layouts with plain transformers",
+        description="Run random tiny models, layouts, batches and losses on the backends, on a CPU, and compare log-probabilities, losses, "
+        "metrics, gradient norms and the weights after two optimizer steps with one process of plain transformers.",
+        epilog="Exit codes: 0 all agree (with --prove: all faults are caught), 1 otherwise, 2 wrong arguments, 130 interrupted.",
+    )
+    parity.add_argument("--cases", type=int, default=100, metavar="N", help="random cases (default 100)")
+    parity.add_argument("--seed", type=int, default=0, metavar="N", help="of the random cases (default 0)")
+    parity.add_argument("--backend", nargs="+", default=[], choices=["megatron", "dtensor", "fsdp1"], help="only these backends")
+    parity.add_argument("--max-world", type=int, default=8, metavar="N", help="most ranks of a case (default 8)")
+    parity.add_argument("--only", default="", metavar="WORDS", help='what every random case has, for example "cp=2 batching=packed"')
+    parity.add_argument("--case", metavar="LINE", help="run this one case, as printed by a failure")
+    parity.add_argument("--mutate", metavar="NAME", help="put a known fault into the workers")
+    parity.add_argument("--prove", action="store_true", help="put in every known fault, one after the other; each has to be caught")
+    parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -51,14 +80,14 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return arguments, rest
 
 
-def load_and_check(path: str, overrides: Sequence[str]) -> Config:
+def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = ()) -> Config:
     """The configuration of a run: read, overridden, checked and filled in."""
-    return validate_config(load_config(path, overrides), name=Path(path).stem)
+    return validate_config(load_config(path, overrides, layers), name=Path(path).stem)
 
 
-def train(path: str, overrides: Sequence[str], dry_run: bool) -> int:
+def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool) -> int:
     """Run a configuration, or show what it would do."""
-    config = load_and_check(path, overrides)
+    config = load_and_check(path, overrides, layers)
     if dry_run:
         from rich.console import Console
 
@@ -80,6 +109,24 @@ def plot(run_dir: str) -> int:
     return 0
 
 
+def parity(arguments: argparse.Namespace) -> int:
+    """Compare with plain transformers."""
+    from megarl.parity.command import Options, run
+
+    options = Options(
+        cases=arguments.cases,
+        seed=arguments.seed,
+        backends=arguments.backend,
+        max_world=arguments.max_world,
+        case=arguments.case,
+        mutate=arguments.mutate,
+        prove=arguments.prove,
+        json=arguments.json,
+        only=arguments.only,
+    )
+    return run(options)
+
+
 def report(error: MegarlError | ConversionError) -> int:
     """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is shown without tracebacks."""
     found_by_worker = isinstance(error.__cause__, ConversionError)
@@ -95,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         if arguments.command == "train":
-            return train(arguments.config, overrides, arguments.dry_run)
+            return train(arguments.config, overrides, arguments.layers, arguments.dry_run)
+        if arguments.command == "parity":
+            return parity(arguments)
         return plot(arguments.run)
     except (MegarlError, ConversionError) as error:
         return report(error)

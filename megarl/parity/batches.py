@@ -1,0 +1,86 @@
+"""The batch of a case: ragged lengths, masked tokens and samples, log-probabilities near the model's own; and how it is cut into calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
+from megarl.parity.case import Case
+
+Batch = dict[str, torch.Tensor]
+
+
+def token_batch(case: Case) -> Batch:
+    """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of both global batches."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    rows, columns = case.total_rows, case.length
+    lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
+    inside = torch.arange(columns)[None] < lengths[:, None]
+    return {
+        "input_ids": torch.randint(0, case.vocab, (rows, columns), generator=generator) * inside,
+        "input_lengths": lengths,
+        "token_mask": ((torch.rand(rows, columns, generator=generator) < 0.7) & inside).float(),
+        "sample_mask": _sample_mask(case, generator),
+    }
+
+
+def _sample_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
+    mask = torch.ones(2, case.global_batch)
+    if case.masked == "some":
+        mask = (torch.rand(mask.shape, generator=generator) < 0.6).float()
+    elif case.masked == "rank":
+        mask[:, : case.mbs * case.micro] = 0.0  # with fixed micro-batches, these rows are those of the first data-parallel rank
+    elif case.masked == "all":
+        mask[0] = 0.0
+    return mask.flatten()
+
+
+def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
+    """The batch with what the case's loss reads.
+
+    Args:
+        case: names the loss.
+        batch: of :func:`token_batch`.
+        logprobs: [B, S] of the model as it is before training, column 0 and padding 0. Previous, generation and reference
+            log-probabilities are drawn around them, so that some ratios are clipped and others are not.
+    """
+    if case.loss_kind == "nll":
+        return batch
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    inside = torch.arange(case.length)[None] < batch["input_lengths"][:, None]
+
+    def near(values: torch.Tensor, spread: float) -> torch.Tensor:
+        return (values + spread * torch.randn(values.shape, generator=generator)) * inside
+
+    if case.loss_kind == "dpo":
+        return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
+    previous = near(logprobs, 0.3)
+    advantages = 0.5 + torch.randn(logprobs.shape[0], 1, generator=generator)
+    return {
+        **batch,
+        "advantages": advantages.expand_as(logprobs) * inside,
+        "prev_logprobs": previous,
+        "generation_logprobs": near(previous, 0.2),
+        "reference_policy_logprobs": near(logprobs, 0.3),
+    }
+
+
+def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> ShardedBatch:
+    """The rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
+    asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in ("input_ids", "input_lengths")})
+    return shard_batch(asked, config, case.dp, phase="logprob")
+
+
+def calls_of(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The batch of each ``train()`` call."""
+    rows = case.total_rows if case.together else case.global_batch
+    return [{key: value[first : first + rows] for key, value in batch.items()} for first in range(0, case.total_rows, rows)]
+
+
+def first_step(case: Case, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first global batch."""
+    return {key: value[: case.global_batch] for key, value in batch.items()}

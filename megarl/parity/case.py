@@ -1,0 +1,332 @@
+"""What one comparison consists of, and the line of text that stands for it.
+
+A case is flat: every field is a number, a name or a yes-or-no, and its default is the simplest value there is. Sizes that have to divide
+others are stored as factors (heads = ``kv`` x ``group``), so that most fields can be changed one at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.arithmetic import sequence_share
+from megarl.errors import ConfigError
+
+BACKENDS = ("megatron", "dtensor", "fsdp1")
+DENSE = ("llama", "qwen2", "qwen3", "mistral")
+SPARSE = ("mixtral", "qwen3_moe")
+HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Families that normalise queries and keys by head."""
+ROPES = ("default", "linear", "llama3", "yarn")
+BATCHINGS = ("fixed", "dynamic", "packed")
+MASKS = ("none", "some", "rank", "all")
+DISPATCHERS = ("alltoall", "allgather")
+BALANCES = ("none", "aux", "seq")
+OPTIMIZERS = ("adam", "sgd")
+PRECISIONS = ("float32", "bfloat16", "float16")
+LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
+OPTIMIZER_STEPS = 2
+
+
+class CaseError(ConfigError):
+    """A line that is no case. The message names the word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        backend: which worker.
+        seed: of weights and batches.
+        family: ``model_type`` of the model.
+        tied: the output layer is the embedding.
+        rope: kind of rotary position scaling.
+        layers: transformer layers.
+        kv: key-value heads.
+        group: query heads a key-value head.
+        head: width of a head, even.
+        width: hidden size is ``width`` a query head.
+        ffn: width of the gated MLP.
+        vocab: vocabulary, tokens.
+        window: sliding window of the attention, tokens; 0 for none.
+        experts: experts a layer, sparse families only.
+        topk: experts a token.
+        expert: width of an expert, where the family has one of its own.
+        dispatcher: how tokens get to their experts.
+        balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over each sequence.
+        zloss: z-loss of the routers.
+        freeze: routers are not trained.
+        tp, pp, cp, dp: ranks that share a layer, the layers, a sequence, the batch.
+        sp: sequence parallel.
+        first, last: layers of the first and the last pipeline stage; 0 divides evenly.
+        vpp: model chunks a pipeline stage.
+        ep, etp: ranks that share the experts, and one expert.
+        batching: how rows become micro-batches.
+        mbs: rows a micro-batch.
+        micro: ``mbs`` x ``micro`` rows of a global batch are one data-parallel rank's.
+        room: tokens that a micro-batch may hold beyond one longest sequence (dynamic, packed).
+        round: lengths are rounded up to a multiple of it (dynamic).
+        packer: the packing algorithm; empty for the default.
+        length: S, columns of the batch.
+        pad: rows are padded to this multiple of what the layout needs.
+        rows: rows whose log-probabilities are asked for; 0 for all.
+        lpbs: rows a micro-batch for log-probabilities.
+        masked: which samples are masked out: none, some, all of one data-parallel rank, all.
+        together: both global batches in one ``train()`` call.
+        evaluate: evaluate first; it must report the loss of the first step and change nothing.
+        reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
+        loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
+        temperature: the sampling temperature.
+        optimizer: ``adam`` or ``sgd``.
+        clip: largest gradient norm; 0 for no clipping.
+        warmup: the learning rate grows over the calls.
+        precision: type of the weights and activations in the model.
+        recompute: recompute activations in the backward pass.
+        distopt: the distributed optimizer (Megatron).
+        overlap: reductions overlap with the backward pass (Megatron).
+        bucket: parameters a reduction, with overlap (Megatron); 0 for Megatron's choice.
+        offload: parameters in host memory between uses (torch backends).
+    """
+
+    backend: str = "megatron"
+    seed: int = 0
+    family: str = "llama"
+    tied: bool = False
+    rope: str = "default"
+    layers: int = 1
+    kv: int = 1
+    group: int = 1
+    head: int = 4
+    width: int = 16
+    ffn: int = 5
+    vocab: int = 7
+    window: int = 0
+    experts: int = 0
+    topk: int = 0
+    expert: int = 0
+    dispatcher: str = "alltoall"
+    balance: str = "none"
+    zloss: bool = False
+    freeze: bool = False
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    first: int = 0
+    last: int = 0
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    batching: str = "fixed"
+    mbs: int = 1
+    micro: int = 1
+    room: int = 0
+    round: int = 1
+    packer: str = ""
+    length: int = 3
+    pad: int = 1
+    rows: int = 0
+    lpbs: int = 1
+    masked: str = "none"
+    together: bool = False
+    evaluate: bool = False
+    reference: bool = False
+    loss: str = "nll"
+    temperature: float = 1.0
+    optimizer: str = "adam"
+    clip: float = 0.0
+    warmup: bool = False
+    precision: str = "float32"
+    recompute: bool = False
+    distopt: bool = False
+    overlap: bool = False
+    bucket: int = 0
+    offload: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.kv * self.group
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.heads * self.width
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of an optimizer step over all data-parallel ranks."""
+        return self.mbs * self.micro * self.dp
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of the whole batch, two optimizer steps."""
+        return OPTIMIZER_STEPS * self.global_batch
+
+    @property
+    def logprob_rows(self) -> int:
+        """Rows whose log-probabilities are asked for."""
+        return min(self.rows or self.total_rows, self.total_rows)
+
+    @property
+    def share(self) -> int:
+        """What the layout needs sequence lengths to be a multiple of."""
+        return sequence_share(self.tp, self.cp, self.sp)
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a dynamic or packed micro-batch."""
+        multiple = math.lcm(self.share * self.pad, self.round)
+        return -(-self.length // multiple) * multiple + self.room
+
+    @property
+    def loss_kind(self) -> str:
+        """``nll``, ``pg`` or ``dpo``."""
+        return self.loss.split("+")[0]
+
+    @property
+    def loss_options(self) -> frozenset[str]:
+        """What stands behind the kind of loss."""
+        return frozenset(self.loss.split("+")[1:])
+
+    def __str__(self) -> str:
+        """The line that :func:`parse` reads: ``key=value`` of every field that is not at its default."""
+        words = [f"backend={self.backend}", f"seed={self.seed}"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={_text(value)}")
+        return " ".join(words)
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "backend": BACKENDS,
+    "family": (*DENSE, *SPARSE),
+    "rope": ROPES,
+    "batching": BATCHINGS,
+    "masked": MASKS,
+    "optimizer": OPTIMIZERS,
+    "precision": PRECISIONS,
+    "dispatcher": DISPATCHERS,
+    "balance": BALANCES,
+}
+SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "ep", "etp")
+"""Fields of a mixture of experts."""
+_MEGATRON_ONLY = ("pp", "first", "last", "vpp", "ep", "etp", "distopt", "overlap", "bucket")
+_FOREIGN: dict[str, tuple[str, ...]] = {
+    "megatron": ("offload",),
+    "dtensor": _MEGATRON_ONLY,
+    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp"),
+    **dict.fromkeys(DENSE, SPARSE_FIELDS),
+    "fixed": ("room", "round", "packer"),
+    "dynamic": ("packer",),
+    "packed": ("round",),
+}
+"""What a backend, a family or a way of batching has no use for."""
+_LEAST = {
+    "seed": 0,
+    "window": 0,
+    "experts": 0,
+    "topk": 0,
+    "expert": 0,
+    "first": 0,
+    "last": 0,
+    "room": 0,
+    "rows": 0,
+    "bucket": 0,
+    "length": 2,
+}
+
+
+def parse(line: str) -> Case:
+    """The case that a line stands for; fields that are not named have their defaults.
+
+    Raises:
+        CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message names the word.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Case)}
+    values: dict[str, Any] = {}
+    for word in line.split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise CaseError(f"case word {word!r}: expected key=value, for example tp=2")
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"nearest is {near[0]!r}" if near else f"the keys are {', '.join(fields)}"
+            raise CaseError(f"case word {word!r}: there is no key {key!r}; {hint}")
+        if key in values:
+            raise CaseError(f"case word {word!r}: {key!r} is given twice; keep one of the two")
+        values[key] = _value(word, key, value, type(fields[key].default))
+    case = Case(**values)
+    for word in line.split():
+        owner = idle_fields(case).get(word.partition("=")[0])
+        if owner is not None:
+            raise CaseError(f"case word {word!r}: it means nothing with {owner}; leave it out")
+    return case
+
+
+def words_of(line: str) -> dict[str, Any]:
+    """The fields that a line names, with their values.
+
+    Raises:
+        CaseError: as :func:`parse`.
+    """
+    case = parse(line)
+    return {key: getattr(case, key) for key in (word.partition("=")[0] for word in line.split())}
+
+
+def idle_fields(case: Case) -> dict[str, str]:
+    """Fields that stand away from their defaults although the case has no use for them, and what has none."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Case)}
+    owners = {"backend": case.backend, "family": case.family, "batching": case.batching}
+    return {
+        name: f"{key}={owner}" for key, owner in owners.items() for name in _FOREIGN.get(owner, ()) if getattr(case, name) != defaults[name]
+    }
+
+
+def _value(word: str, key: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text not in ("0", "1"):
+            raise CaseError(f"case word {word!r}: expected 0 or 1")
+        return text == "1"
+    if kind is str:
+        _check_name(word, key, text)
+        return text
+    read: Callable[[str], int | float] = int if kind is int else float
+    try:
+        number = read(text)
+    except ValueError:
+        raise CaseError(f"case word {word!r}: expected a {'whole ' if kind is int else ''}number") from None
+    least = _LEAST.get(key, 1 if kind is int else 0)
+    if not number >= least or not math.isfinite(number) or (key == "temperature" and number == 0):
+        raise CaseError(f"case word {word!r}: expected {'more than 0' if key == 'temperature' else f'at least {least}'}")
+    return number
+
+
+def _check_name(word: str, key: str, text: str) -> None:
+    if key == "loss":
+        kind, *options = text.split("+")
+        known = LOSS_OPTIONS.get(kind)
+        if known is None:
+            raise CaseError(f"case word {word!r}: expected one of the losses {', '.join(LOSS_OPTIONS)}")
+        wrong = [option for option in options if option not in known]
+        if wrong:
+            raise CaseError(f"case word {word!r}: the loss {kind} has no option {wrong[0]!r}; it has {', '.join(known) or 'none'}")
+    elif key in CHOICES and text not in CHOICES[key]:
+        near = difflib.get_close_matches(text, CHOICES[key], n=1)
+        raise CaseError(f"case word {word!r}: expected one of {', '.join(CHOICES[key])}" + (f"; nearest is {near[0]}" if near else ""))
+
+
+def _text(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

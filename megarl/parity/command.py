@@ -1,0 +1,175 @@
+"""The command ``megarl parity``: many random cases, one given case, or the proof that known faults are caught."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megarl.parity.case import BACKENDS, Case, parse, words_of
+from megarl.parity.coverage import Coverage
+from megarl.parity.draw import Drawer
+from megarl.parity.models import ModelShelf
+from megarl.parity.mutations import mutation
+from megarl.parity.pool import WorkerPool
+from megarl.parity.progress import CaseProgress
+from megarl.parity.prove import prove
+from megarl.parity.runner import CaseRunner, Outcome
+from megarl.parity.shrink import shrink
+
+JOB_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of ``megarl parity``.
+
+    Attributes:
+        cases: random cases to run.
+        seed: of the random cases.
+        backends: which workers; empty for all that the rules accept.
+        max_world: most ranks.
+        case: a line that stands for one case; it alone is run.
+        mutate: name of a known fault to put into the workers.
+        prove: put in every known fault, and fail when one is not caught.
+        json: file for the results.
+        only: words that every random case has.
+    """
+
+    cases: int = 100
+    seed: int = 0
+    backends: Sequence[str] = ()
+    max_world: int = 8
+    case: str | None = None
+    mutate: str | None = None
+    prove: bool = False
+    json: Path | None = None
+    only: str = ""
+
+
+@dataclass
+class Results:
+    """What a run found.
+
+    Attributes:
+        failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
+        worst: the largest error of each kind of quantity, and the case that had it.
+        coverage: of the cases that passed.
+    """
+
+    passed: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+    coverage: Coverage = field(default_factory=Coverage)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a case that passed."""
+        self.passed += 1
+        self.coverage.add(outcome.case)
+        for found in outcome.differences:
+            if found.error > self.worst.get(found.kind, (-1.0, ""))[0]:
+                self.worst[found.kind] = (found.error, str(outcome.case))
+
+
+def run(options: Options, console: Console | None = None) -> int:
+    """Do what the command line asks. Returns the exit code: 0 when all agrees (or, proving, all is caught), 1 otherwise.
+
+    Raises:
+        ConfigError: the case or the mutation cannot be used.
+    """
+    console = console or Console(highlight=False)
+    logging.getLogger("megarl").setLevel(logging.WARNING)
+    given = parse(options.case) if options.case is not None else None
+    fixed = words_of(options.only)
+    if options.mutate is not None:
+        mutation(options.mutate)
+    with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(JOB_SECONDS) as pool:
+        shelf = ModelShelf(Path(directory))
+        runner = CaseRunner(shelf, pool)
+        if given is not None:
+            return _one(runner, given, options, console)
+        drawer = Drawer(shelf, options.backends or BACKENDS, options.max_world, fixed)
+        if options.prove:
+            return prove(runner, drawer, options.seed, console, options.json)
+        return _many(runner, drawer, options, console)
+
+
+def _one(runner: CaseRunner, case: Case, options: Options, console: Console) -> int:
+    outcome = runner.run(case, options.mutate)
+    worst = sorted(outcome.differences, key=lambda found: -found.error / found.bound)[:5]
+    for line in (
+        outcome.summary(20) if not outcome.passes else [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)]
+    ):
+        console.print(line, soft_wrap=True, markup=False)
+    if outcome.error:
+        console.print(outcome.error, soft_wrap=True, markup=False)
+    console.print(f"{case}  {outcome.seconds:.1f} s", soft_wrap=True, markup=False)
+    _write(options.json, {"case": str(case), "passes": outcome.passes, "differences": [asdict(found) for found in outcome.differences]})
+    return 0 if outcome.passes else 1
+
+
+def _many(runner: CaseRunner, drawer: Drawer, options: Options, console: Console) -> int:
+    results = Results()
+    with CaseProgress(options.cases, console) as progress:
+        for number in range(options.cases):
+            case = drawer.draw(options.seed, number)
+            outcome = runner.run(case, options.mutate)
+            if outcome.passes:
+                results.add(outcome)
+            else:
+                results.failures.append(_failure(runner, outcome, options.mutate, progress))
+            progress.advance(not outcome.passes)
+    _report(results, drawer, options, console)
+    return 1 if results.failures else 0
+
+
+def _failure(runner: CaseRunner, outcome: Outcome, mutate: str | None, progress: CaseProgress) -> dict[str, Any]:
+    """Say what failed, find the smallest case that fails as well, and say how to see it."""
+    progress.say(f"FAILED {outcome.case}", "bold red")
+    for line in outcome.summary():
+        progress.say(f"  {line}")
+    smallest = shrink(outcome.case, lambda case: not runner.run(case, mutate).passes, runner.possible)
+    again = runner.run(smallest, mutate)
+    progress.say(f'  smallest: megarl parity --case "{smallest}"' + (f" --mutate {mutate}" if mutate else ""), "bold")
+    for line in again.summary():
+        progress.say(f"  {line}")
+    return {
+        "case": str(outcome.case),
+        "smallest": str(smallest),
+        "mismatches": outcome.summary(20),
+        "smallest_mismatches": again.summary(20),
+    }
+
+
+def _report(results: Results, drawer: Drawer, options: Options, console: Console) -> None:
+    results.coverage.show(console)
+    if drawer.refusals:
+        often = ", ".join(f"{key} ({count})" for key, count in drawer.refusals.most_common(6))
+        console.print(f"drawn again because the rules of configurations refuse: {often}", soft_wrap=True)
+    for kind, (error, _) in sorted(results.worst.items()):
+        console.print(f"largest relative error of {kind}: {error:.1e}")
+    total = results.passed + len(results.failures)
+    console.print(f"{results.passed} of {total} cases agree with plain transformers (seed {options.seed})", style="bold")
+    _write(
+        options.json,
+        {
+            "seed": options.seed,
+            "cases": total,
+            "passed": results.passed,
+            "failures": results.failures,
+            "worst": {kind: {"error": error, "case": case} for kind, (error, case) in results.worst.items()},
+            "refused": dict(drawer.refusals),
+            **results.coverage.to_json(),
+        },
+    )
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""What the cases of a run had: the features of a case, and how often each passed on each backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import combinations
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.parity.case import BACKENDS, DENSE, SPARSE, Case
+
+_LOSS_NAMES = {"nll": "loss: NLL", "pg": "loss: clipped policy gradient", "dpo": "loss: DPO"}
+_PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
+FEATURES = (
+    *(f"family: {family}" for family in (*DENSE, *SPARSE)),
+    "tied embeddings",
+    "rope scaling",
+    "sliding window",
+    *_PARALLEL,
+    "uneven stages",
+    "virtual pipeline",
+    "expert tensor parallel",
+    "expert dispatch: alltoall",
+    "expert dispatch: allgather",
+    "load balancing: global batch",
+    "load balancing: sequence",
+    "router z-loss",
+    "frozen routers",
+    *(f"batching: {name}" for name in ("fixed", "dynamic", "packed")),
+    *_LOSS_NAMES.values(),
+    *(f"precision: {name}" for name in ("float32", "bfloat16", "float16")),
+    "temperature",
+    "masked samples",
+    "zero valid tokens on a rank",
+    "zero valid tokens",
+    "optimizer: Adam",
+    "optimizer: SGD",
+    "gradient clipping",
+    "learning-rate warm-up",
+    "distributed optimizer",
+    "overlapped reductions",
+    "activation recompute",
+    "reference policy",
+    "evaluation",
+    "two global batches a call",
+    "offload",
+)
+"""Every feature, in the order of the table."""
+
+
+def features(case: Case) -> list[str]:
+    """The features that a case has, in the order of :data:`FEATURES`."""
+    has = {
+        f"family: {case.family}",
+        f"batching: {case.batching}",
+        f"precision: {case.precision}",
+        _LOSS_NAMES[case.loss_kind],
+        f"optimizer: {'Adam' if case.optimizer == 'adam' else 'SGD'}",
+    }
+    switches = {
+        "tied embeddings": case.tied,
+        "rope scaling": case.rope != "default",
+        "sliding window": case.window > 0,
+        "tensor parallel": case.tp > 1,
+        "sequence parallel": case.sp,
+        "pipeline parallel": case.pp > 1,
+        "context parallel": case.cp > 1,
+        "expert parallel": case.ep > 1,
+        "data parallel": case.dp > 1,
+        "uneven stages": bool(case.first or case.last),
+        "virtual pipeline": case.vpp > 1,
+        "expert tensor parallel": case.etp > 1,
+        "expert dispatch: alltoall": case.experts > 0 and case.dispatcher == "alltoall",
+        "expert dispatch: allgather": case.dispatcher == "allgather",
+        "load balancing: global batch": case.balance == "aux",
+        "load balancing: sequence": case.balance == "seq",
+        "router z-loss": case.zloss,
+        "frozen routers": case.freeze,
+        "temperature": case.temperature != 1.0,
+        "masked samples": case.masked == "some",
+        "zero valid tokens on a rank": case.masked == "rank" and case.dp > 1,
+        "zero valid tokens": case.masked == "all",
+        "gradient clipping": case.clip > 0,
+        "learning-rate warm-up": case.warmup,
+        "distributed optimizer": case.distopt,
+        "overlapped reductions": case.overlap,
+        "activation recompute": case.recompute,
+        "reference policy": case.reference,
+        "evaluation": case.evaluate,
+        "two global batches a call": case.together,
+        "offload": case.offload,
+    }
+    return [name for name in FEATURES if name in has or switches.get(name)]
+
+
+class Coverage:
+    """Counts features, and pairs of features, of cases that passed."""
+
+    def __init__(self) -> None:
+        self._single: dict[str, Counter[str]] = {backend: Counter() for backend in BACKENDS}
+        self._pairs: dict[str, Counter[str]] = {backend: Counter() for backend in BACKENDS}
+        self._cases: Counter[str] = Counter()
+
+    def add(self, case: Case) -> None:
+        """Count a case that passed."""
+        found = features(case)
+        self._cases[case.backend] += 1
+        self._single[case.backend].update(found)
+        self._pairs[case.backend].update(f"{one} + {other}" for one, other in combinations(found, 2))
+
+    def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
+        """``features`` and ``pairs``, each by backend, with counts."""
+        used = self._used()
+        return {
+            "features": {backend: {name: self._single[backend][name] for name in FEATURES} for backend in used},
+            "pairs": {backend: dict(sorted(self._pairs[backend].items())) for backend in used},
+        }
+
+    def _used(self) -> list[str]:
+        return [backend for backend in BACKENDS if self._cases[backend]]
+
+    def show(self, console: Console, refused: Iterable[str] = ()) -> None:
+        """A table of features by backend; a dash where no case had one."""
+        used = self._used()
+        table = Table(title="passed cases that had a feature")
+        table.add_column("feature")
+        for backend in used:
+            table.add_column(backend, justify="right")
+        table.add_row("all", *(str(self._cases[backend]) for backend in used), style="bold")
+        for name in FEATURES:
+            counts = [self._single[backend][name] for backend in used]
+            table.add_row(name, *(str(count) if count else "-" for count in counts))
+        console.print(table)
+        for line in refused:
+            console.print(line, soft_wrap=True)

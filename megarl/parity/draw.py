@@ -1,0 +1,216 @@
+"""Random cases. Everything is drawn freely; the rules of configurations say what is possible, so a feature joins in when they let it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.parity.case import BALANCES, DENSE, DISPATCHERS, HEAD_NORMS, LOSS_OPTIONS, ROPES, SPARSE, Case
+from megarl.parity.models import ModelShelf
+from megarl.parity.possible import LEAST_HIDDEN, refusal
+
+PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131)
+PACKERS = (
+    "",
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+)
+ATTEMPTS = 2000
+# small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
+WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
+AXES: Mapping[str, Sequence[str]] = {"megatron": ("tp", "pp", "cp", "dp"), "dtensor": ("tp", "cp", "dp"), "fsdp1": ("dp",)}
+
+
+class Drawer:
+    """Draws cases that the rules of configurations accept.
+
+    Args:
+        shelf: where the configs of drawn models are written, for the rules to read.
+        backends: which workers.
+        max_world: most ranks.
+        fixed: fields that every case has.
+
+    Attributes:
+        backends: as given.
+        refusals: how often each configuration key was the reason to draw again, with the last reason.
+    """
+
+    def __init__(self, shelf: ModelShelf, backends: Sequence[str], max_world: int, fixed: Mapping[str, Any] | None = None) -> None:
+        self._shelf = shelf
+        self.backends = tuple(backends)
+        self._max_world = max_world
+        self._fixed = dict(fixed or {})
+        self.refusals: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
+
+    def narrowed(self, fixed: Mapping[str, Any]) -> Drawer:
+        """One that draws only cases with these fields too."""
+        return Drawer(self._shelf, self.backends, self._max_world, {**self._fixed, **fixed})
+
+    def draw(self, seed: int, number: int) -> Case:
+        """The ``number``-th case of ``seed``; the same whatever was drawn before.
+
+        Raises:
+            ConfigError: the rules refuse everything that is asked for.
+        """
+        generator = random.Random(f"{seed}/{number}")
+        for _ in range(ATTEMPTS):
+            case = self._candidate(generator)
+            if case.world <= self._max_world and self._accepted(case):
+                return case
+        often = "; ".join(f"{key}: {self._reasons[key]}" for key, _ in self.refusals.most_common(3))
+        raise ConfigError(f"no case in {ATTEMPTS} draws for {', '.join(self.backends)}: the rules refuse them all ({often})")
+
+    def _accepted(self, case: Case) -> bool:
+        refused = refusal(case, self._shelf)
+        for violation in refused.violations if refused else ():
+            self.refusals[violation.key] += 1
+            self._reasons[violation.key] = f"{violation.value!r}: {violation.bound}"
+        return refused is None
+
+    def _candidate(self, generator: random.Random) -> Case:
+        backend = self._fixed.get("backend") or generator.choice(self.backends)
+        fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6)}
+        fields |= _layout(generator, backend, self._max_world) | {key: value for key, value in self._fixed.items() if key in Case.__slots__}
+        fields |= _model(generator, fields)
+        fields |= _stages(generator, fields)
+        fields |= _training(generator, backend)
+        fields |= _batch(generator, fields)
+        return replace(Case(**fields), **self._fixed)
+
+
+def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
+    """Ranks by prime factors, each factor on a random axis."""
+    world = generator.choice([world for world in WORLDS if world <= max_world])
+    sizes = dict.fromkeys(AXES[backend], 1)
+    for prime in (2, 3):
+        while world % prime == 0:
+            sizes[generator.choice(AXES[backend])] *= prime
+            world //= prime
+    sequence = {"sp": generator.random() < 0.5} if sizes.get("tp", 1) > 1 else {}
+    return {**sizes, **sequence}
+
+
+def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that tensor parallelism divides and that are all different."""
+    family = fields.get("family") or generator.choice((*DENSE, *DENSE, *SPARSE))
+    tensor = fields.get("tp", 1)
+    kv = tensor * generator.choice((1, 1, 2))
+    group = generator.choice([group for group in (1, 2, 3, 3, 5) if kv * group <= max(12, kv)])
+    heads, head = kv * group, generator.choice((10, 12, 14) if family in HEAD_NORMS else (4, 6, 10, 12))
+    least = -(-LEAST_HIDDEN // heads)
+    width = generator.choice([width for width in range(least, least + 10) if width != head and width * heads <= 72] or [least])
+    taken = {heads * width, heads * head, heads, kv}
+    chosen: dict[str, Any] = {
+        "family": family,
+        "tied": generator.random() < 0.4,
+        "rope": generator.choice(("default", *ROPES)),
+        "kv": kv,
+        "group": group,
+        "head": head,
+        "width": width,
+        "ffn": generator.choice([size for size in range(3 * tensor, 60, tensor) if size not in taken]),
+        "vocab": generator.choice(PRIMES),
+        "window": generator.choice((0, generator.randint(2, 9))) if family in ("mistral", "mixtral") else 0,
+    }
+    if family in SPARSE:
+        chosen |= _experts(generator, fields, family)
+    return chosen
+
+
+def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -> dict[str, Any]:
+    tensor = fields.get("tp", 1)
+    ranks = tensor * fields.get("cp", 1) * fields.get("dp", 1)
+    etp = generator.choice((1, tensor))
+    ep = generator.choice([size for size in range(1, 9) if ranks % (size * etp) == 0] or [1])
+    experts = ep * generator.choice((1, 2, 3))
+    experts = experts if experts > 1 else 3
+    return {
+        "experts": experts,
+        "topk": generator.randint(2, min(experts, 3)),
+        "dispatcher": generator.choice(DISPATCHERS),
+        "balance": generator.choice(BALANCES),
+        "zloss": generator.random() < 0.3,
+        "freeze": generator.random() < 0.15,
+        "expert": etp * generator.randint(3, 9) if family == "qwen3_moe" else 0,
+        **({"ep": ep, "etp": etp} if fields["backend"] == "megatron" else {}),
+    }
+
+
+def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers, and how pipeline stages share them: evenly, in several chunks, or with more or fewer in the first and the last."""
+    pipeline = fields.get("pp", 1)
+    if pipeline == 1:
+        return {"layers": generator.choice((1, 3, 3, 5))}
+    kind = generator.choice(("even", "uneven", "uneven", "chunks"))
+    if kind == "even":
+        return {"layers": pipeline * generator.choice((1, 1, 2))}
+    if kind == "chunks" or fields.get("vpp", 1) > 1:
+        chunks = fields.get("vpp") or generator.choice((2, 2, 3))
+        return {"layers": pipeline * chunks, "vpp": chunks}
+    first, last = generator.choice((1, 2)), generator.choice((1, 2))
+    middle = generator.choice((1, 2)) if pipeline > 2 else 0
+    which = generator.choice(("both", "first", "last")) if pipeline > 2 else "both"
+    if which == "first":
+        return {"layers": first + middle * (pipeline - 1), "first": first}
+    if which == "last":
+        return {"layers": middle * (pipeline - 1) + last, "last": last}
+    return {"layers": first + middle * (pipeline - 2) + last, "first": first, "last": last}
+
+
+def _training(generator: random.Random, backend: str) -> dict[str, Any]:
+    kind = generator.choice(("pg", "pg", "nll", "dpo"))
+    options = [option for option in LOSS_OPTIONS[kind] if generator.random() < (0.15 if option == "noratio" else 0.4)]
+    optimizer = generator.choice(("adam", "adam", "sgd"))
+    chosen: dict[str, Any] = {
+        "loss": "+".join([kind, *options]),
+        "temperature": generator.choice((1.0, 1.0, 0.7, 1.5)),
+        "optimizer": optimizer,
+        "clip": generator.choice((0.0, 0.05, 1.0)),
+        "warmup": generator.random() < 0.3,
+        "recompute": generator.random() < 0.2,
+        "reference": generator.random() < 0.3,
+        "evaluate": generator.random() < 0.2,
+        "together": generator.random() < 0.3,
+    }
+    if backend == "megatron":
+        overlap = generator.random() < 0.3
+        chosen |= {
+            "distopt": optimizer == "adam" and generator.random() < 0.7,
+            "overlap": overlap,
+            "bucket": generator.choice((0, 500)) if overlap else 0,
+        }
+    else:
+        chosen["offload"] = generator.random() < 0.15
+    return chosen
+
+
+def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    batching = fields.get("batching") or generator.choice(("fixed", "fixed", "dynamic", "packed"))
+    pairs = fields["loss"].startswith("dpo")
+    mbs = generator.choice((2, 4) if pairs else (1, 2, 3))
+    length = generator.randint(4, 24)
+    chosen: dict[str, Any] = {
+        "batching": batching,
+        "mbs": mbs,
+        "micro": generator.choice((1, 2, 2, 3)),
+        "length": length,
+        "pad": generator.choice((1, 1, 1, 3)),
+        "lpbs": generator.choice((1, 2, 3, 5)),
+        "masked": generator.choice(("none", "none", "some", "some", "rank", "all")),
+    }
+    if generator.random() < 0.4:
+        chosen["rows"] = generator.randint(1, 2 * mbs * chosen["micro"] * fields.get("dp", 1))
+    if batching != "fixed":
+        chosen["room"] = generator.randint(0, 3 * length) + (length if pairs else 0)
+    if batching == "dynamic":
+        chosen["round"] = generator.choice((1, 4, 8))
+    if batching == "packed":
+        chosen["packer"] = generator.choice(PACKERS)
+    return chosen

@@ -1,0 +1,85 @@
+"""Known faults on the torch backends: the norm of sharded gradients, what FSDP does with gradients, decay and clipping."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from megarl.parity.case import Case
+from megarl.parity.patching import Mutation, Patch, many_tokens, replacing, sees_tokens
+
+DTENSOR, FSDP1 = "megarl.models.dtensor", "megarl.models.fsdp1"
+
+
+def _on_own_backend(name: str, make: Any) -> Patch:
+    """Replaces what each of the two backend modules imports under the same name."""
+
+    def put_in(stack: contextlib.ExitStack, case: Case) -> None:
+        replacing({"dtensor": f"{DTENSOR}.backend", "fsdp1": f"{FSDP1}.backend"}[case.backend], name, make)(stack, case)
+
+    return put_in
+
+
+def _decay_everywhere(original: Any) -> Any:
+    def build(*arguments: Any, **options: Any) -> Any:
+        optimizer = original(*arguments, **options)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = optimizer.defaults["weight_decay"]
+        return optimizer
+
+    return build
+
+
+def _own_piece(original: Any) -> Any:
+    """Each rank keeps the piece of its own gradient instead of that of the sum."""
+
+    def take(group: Any, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        shard.copy_(whole.chunk(group.size())[group.rank()])
+
+    return take
+
+
+def _shards_alone(original: Any) -> Any:
+    return lambda self, value: value
+
+
+FAULTS: dict[str, Mutation] = {
+    "dtensor-norm-counts-copies": Mutation(
+        "the gradient norm counts parameters that every tensor-parallel rank has once for each of them",
+        lambda case: case.tp > 1 and sees_tokens(case),
+        replacing(f"{DTENSOR}.backend", "global_norm", lambda original: lambda parameters, rank, device: original(parameters, 0, device)),
+        "tp=2",
+        ("dtensor",),
+    ),
+    "fsdp1-norm-of-own-shard": Mutation(
+        "the gradient norm is that of a rank's own shard",
+        lambda case: case.dp > 1 and sees_tokens(case),
+        replacing(f"{FSDP1}.sharded:Sharded", "sum_over_ranks", _shards_alone),
+        "dp=2",
+        ("fsdp1",),
+    ),
+    "fsdp1-gradients-not-reduced": Mutation(
+        "each rank keeps its own gradient",
+        lambda case: case.dp > 1 and many_tokens(case),
+        replacing(f"{FSDP1}.sharded", "_sum_gradients", _own_piece),
+        "dp=2",
+        ("fsdp1",),
+    ),
+    "torch-clipping-forgotten": Mutation(
+        "gradients are not clipped",
+        lambda case: 0 < case.clip < 0.1 and sees_tokens(case),
+        _on_own_backend("clip", lambda original: lambda gradients, norm, bound: None),
+        "clip=0.05",
+        ("dtensor", "fsdp1"),
+    ),
+    "torch-decay-on-vectors": Mutation(
+        "norms and biases decay too",
+        lambda case: True,
+        _on_own_backend("build_optimizer", _decay_everywhere),
+        "",
+        ("dtensor", "fsdp1"),
+    ),
+}
+"""The faults by name."""

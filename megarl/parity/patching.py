@@ -1,0 +1,88 @@
+"""How a known fault is put into a process and taken out again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.parity.case import BACKENDS, Case
+
+Patch = Callable[[contextlib.ExitStack, Case], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A known fault.
+
+    Attributes:
+        what: the fault in a few words.
+        applies: whether the fault must be seen in a case.
+        put_in: puts it in; what it enters on the stack takes it out.
+        needs: words of cases that have the feature, to draw fitting ones with.
+        backends: on which it can be put in.
+    """
+
+    what: str
+    applies: Callable[[Case], bool]
+    put_in: Patch
+    needs: str = ""
+    backends: tuple[str, ...] = BACKENDS
+
+
+def found(place: str) -> Any:
+    """The module or class at ``package.module`` or ``package.module:Class``."""
+    module, _, name = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    return getattr(owner, name) if name else owner
+
+
+@contextlib.contextmanager
+def _standing_in(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def replacing(place: str, name: str, make: Callable[[Any], Any]) -> Patch:
+    """Puts ``make(what is there)`` in the place of an attribute of a module or class. A fault may concern Megatron's own modules, which are
+    found by name here and imported nowhere."""
+    return replacing_for(place, name, lambda original, case: make(original))
+
+
+def replacing_for(place: str, name: str, make: Callable[[Any, Case], Any]) -> Patch:
+    """As :func:`replacing`, where what comes in depends on the case."""
+
+    def put_in(stack: contextlib.ExitStack, case: Case) -> None:
+        owner = found(place)
+        stack.enter_context(_standing_in(owner, name, make(getattr(owner, name), case)))
+
+    return put_in
+
+
+def after_building(change: Callable[[Any, Case], None]) -> Patch:
+    """Changes every worker as soon as it is built."""
+
+    def make(original: Any, case: Case) -> Any:
+        def init(self: Any, *arguments: Any, **options: Any) -> None:
+            original(self, *arguments, **options)
+            change(self, case)
+
+        return init
+
+    return replacing_for("megarl.models.engine.worker:EngineWorker", "__init__", make)
+
+
+def sees_tokens(case: Case) -> bool:
+    """In every step, tokens with a gradient are on most rows."""
+    return case.masked in ("none", "some") and case.length >= 5
+
+
+def many_tokens(case: Case) -> bool:
+    """The same on several rows."""
+    return sees_tokens(case) and case.global_batch >= 2

@@ -1,0 +1,213 @@
+"""A pool of worker processes on one machine that run any number of jobs over gloo, whatever layout each job wants.
+
+Torch, transformers and Megatron are imported once, in a server process from which the workers are forked, so that a worker starts in a
+fraction of a second and shares their memory. Nothing listens beyond loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import itertools
+import multiprocessing
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl import env
+
+LOOPBACK = "127.0.0.1"
+JOB_SECONDS = 300
+COLLECTIVE_SECONDS = 120
+GRACE_SECONDS = 3.0
+# Groups that a job leaves behind in caches of torch's keep threads that wake up a hundred times a second; forking a new process costs less.
+THREADS_KEPT = 60
+PRELOADED = ("megarl.parity.preload",)
+
+
+class JobError(AssertionError):
+    """A job failed on a rank. The message holds that rank's traceback."""
+
+
+class WorkerPool:
+    """Runs functions on ``world`` processes with an initialised gloo group.
+
+    Functions and arguments travel by pickle through pipes, so functions have to be importable. When a rank fails and another still works,
+    which may mean that it waits in a collective for ever, all processes are replaced.
+
+    Args:
+        job_seconds: longest time that a job may take.
+        preload: modules that the server imports before it forks the first worker.
+    """
+
+    def __init__(self, job_seconds: float = JOB_SECONDS, preload: Sequence[str] = PRELOADED) -> None:
+        self._job_seconds = job_seconds
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self._workers: list[tuple[Any, Connection]] = []
+        self._store: dist.TCPStore | None = None
+        self._numbers = itertools.count()
+        self._dead = False
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What ``function(*arguments)`` returned on each rank.
+
+        Raises:
+            JobError: it failed on a rank.
+            TimeoutError: a rank gave no answer in time.
+        """
+        port = self._serve_store()
+        while len(self._workers) < world:
+            self._workers.append(self._start(port))
+        connections = [connection for _, connection in self._workers[:world]]
+        job = f"job{next(self._numbers)}"
+        for rank, connection in enumerate(connections):
+            with contextlib.suppress(BrokenPipeError):  # it died between two jobs, which reading its answer will show
+                connection.send((function, job, rank, world, arguments))
+        return self._collect(connections, function.__name__)
+
+    def _collect(self, connections: Sequence[Connection], name: str) -> list[Any]:
+        results: list[Any] = [None] * len(connections)
+        errors: dict[int, str] = {}
+        waiting = dict(zip(connections, range(len(connections)), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=GRACE_SECONDS if errors else self._job_seconds)
+            if not ready:
+                self.kill()
+                if errors:
+                    break
+                raise TimeoutError(f"ranks {sorted(waiting.values())} of {name} gave no answer in {self._job_seconds:g} s")
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                status, value, spent = self._receive(rank, connection)
+                if spent:
+                    self._replace(rank)
+                if status == "ok":
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+        if errors:
+            if self._dead:
+                self.kill()
+                self._dead = False
+            # a rank whose peer went away fails in the transport; the reason is told by another one
+            rank = min(errors, key=lambda rank: ("gloo/transport" in errors[rank], rank))
+            raise JobError(f"rank {rank} of {name}:\n{errors[rank]}")
+        return results
+
+    def _receive(self, rank: int, connection: Any) -> tuple[str, Any, bool]:
+        """Status, result or traceback, and whether the process has had its day."""
+        try:
+            answer: tuple[str, Any, bool] = connection.recv()
+            return answer
+        except (EOFError, ConnectionResetError):
+            process = self._workers[rank][0]
+            process.join(timeout=10)
+            self._dead = True
+            return "error", f"the process died with exit code {process.exitcode}", False
+
+    def _replace(self, rank: int) -> None:
+        """Put a new process in the place of one that ends by itself."""
+        process, connection = self._workers[rank]
+        connection.close()
+        process.kill()
+        process.join()
+        self._workers[rank] = self._start(self._serve_store())
+
+    def _serve_store(self) -> int:
+        """The port of the store through which the processes of a job find one another."""
+        if self._store is None:
+            listener = socket.create_server((LOOPBACK, 0))
+            port = listener.getsockname()[1]
+            # given a socket, the store listens on that one; by itself it would listen on every interface
+            self._store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return int(self._store.port)
+
+    def _start(self, port: int) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(there, port), daemon=False)
+        process.start()
+        there.close()
+        return process, here
+
+    def close(self) -> None:
+        """Let all processes end."""
+        for _, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        for process, _ in self._workers:
+            process.join(timeout=2)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes, whatever they are doing; the next job gets new ones."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _serve(connection: Connection, port: int) -> None:
+    """The life of a worker process: jobs, until None comes or the other end is gone."""
+    env.set_variables({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
+    import faulthandler
+    import warnings
+
+    import torch
+
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.enable()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    store: dist.TCPStore | None = None
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        function, name, rank, world, arguments = job
+        try:
+            if store is None:
+                store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS))
+            answer = ("ok", _in_group(store, name, rank, world, function, arguments))
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        connection.send((*answer, len(os.listdir("/proc/self/task")) > THREADS_KEPT))
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that the pool lives in is gone, also in the middle of a collective that nobody else joins any more."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is always somebody's child"
+    parent.join()
+    os._exit(1)
+
+
+def _in_group(store: dist.Store, name: str, rank: int, world: int, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """``function(*arguments)`` inside a gloo group of its own."""
+    env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout)
+    try:
+        return function(*arguments)
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        gc.collect()  # a model in a cycle of references keeps its groups alive, and each of them threads that never sleep long
+        gc.collect()  # a model in a reference cycle keeps its groups alive, and each of them some threads that never sleep long

@@ -1,0 +1,80 @@
+"""Whether a case can be run: the rules of configurations accept it, and the plan of its batches can be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.config import validate_policy_config
+from megarl.config.sections import Config
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import BatchError, ConfigError, PackingError, Violation
+from megarl.models.policy.batch_plan import shard_batch
+from megarl.parity.batches import calls_of, logprob_shards, token_batch
+from megarl.parity.case import HEAD_NORMS, SPARSE, Case, idle_fields
+from megarl.parity.losses import make_loss, rows_together
+from megarl.parity.models import ModelShelf
+from megarl.parity.settings import policy_config
+
+# A norm over a few numbers magnifies rounding errors wherever they are all small by chance: with a width of 3, float32 and float64 of the
+# same transformers model already differ by 4e-5 after one optimizer step.
+LEAST_HIDDEN = 16
+LEAST_NORMED_HEAD = 10
+
+
+def accepted_config(case: Case, model: Path) -> Config:
+    """The configuration of a case, checked and filled in.
+
+    Raises:
+        ConfigError: the case cannot be run; carries every violation.
+    """
+    own = _own_violations(case)
+    if own:
+        raise ConfigError(own)
+    config = validate_policy_config(policy_config(case, model), case.world)
+    violations = _plan_violations(case, config)
+    if violations:
+        raise ConfigError(violations)
+    return config
+
+
+def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
+    """Why the case cannot be run; None when it can."""
+    try:
+        accepted_config(case, shelf.described(case))
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _own_violations(case: Case) -> list[Violation]:
+    found = [
+        Violation(f"case.{name}", getattr(case, name), f"it means nothing with {owner}", "leave it out")
+        for name, owner in idle_fields(case).items()
+    ]
+    if case.hidden < LEAST_HIDDEN:
+        bound = f"with {case.heads} heads the model is {case.hidden} wide, too narrow for a norm to be well-conditioned"
+        found.append(Violation("case.width", case.width, bound, f"write {-(-LEAST_HIDDEN // case.heads)} or more"))
+    if case.family in HEAD_NORMS and case.head < LEAST_NORMED_HEAD:
+        bound = f"{case.family} normalises heads, which are too narrow for that to be well-conditioned"
+        found.append(Violation("case.head", case.head, bound, f"write {LEAST_NORMED_HEAD} or more"))
+    # with one expert a token, both families give it the weight 1, which Megatron-Core cannot
+    if case.family in SPARSE and not 2 <= case.topk <= case.experts:
+        found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
+    return found
+
+
+def _plan_violations(case: Case, config: Config) -> list[Violation]:
+    """What the driver would say when it deals the batches."""
+    batch, together = token_batch(case), rows_together(make_loss(case))
+    found: list[Violation] = []
+    if case.batching == "fixed" and case.mbs % together:
+        found.append(Violation("case.mbs", case.mbs, f"the loss {case.loss_kind} reads {together} rows together", "write an even number"))
+    try:
+        logprob_shards(case, config, batch)
+        for data in calls_of(case, batch):
+            rows: BatchedDataDict[Any] = BatchedDataDict(data)
+            shard_batch(rows, config, case.dp, phase="train", global_batch=case.global_batch, rows_together=together)
+    except (BatchError, PackingError) as error:
+        found.append(Violation("case.batching", case.batching, str(error), "change the sizes of the batch or its token budget"))
+    return found

@@ -1,0 +1,32 @@
+"""What the pool's server imports once, before it forks workers: everything that is slow to import."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import warnings
+
+from megarl import env
+
+# before torch and its numerical libraries look at them: one thread a worker, and no device but the CPU
+env.set_variables({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
+
+MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "megarl.models.policy.megatron_policy_worker",
+    "megarl.models.policy.dtensor_policy_worker",
+    "megarl.models.policy.fsdp1_policy_worker",
+    "megarl.parity.jobs",
+)
+
+warnings.filterwarnings("ignore")
+for _module in MODULES:
+    # what cannot be imported fails again, with its traceback, where it is used
+    with contextlib.suppress(Exception):
+        importlib.import_module(_module)
+
+# workers collect garbage after every job; what was imported is none, and need not be looked through
+gc.freeze()

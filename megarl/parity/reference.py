@@ -1,0 +1,194 @@
+"""The independent reference: plain transformers in one process, plain torch optimizers, the whole global batch at once, no line of the
+engine."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.observe.metrics import Reduction, default_reduction
+from megarl.parity.losses import rows_together
+from megarl.parity.routers import Routers
+from megarl.parity.settings import BETAS, EPSILON, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Hyperparameters
+
+SMALL_CHANGE = 1e-3
+
+
+def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The transformers model of a directory, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager").eval()
+    return model
+
+
+def saved_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The weights as transformers stores them: their names on disk are not always those in memory, and a tied weight is there once."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+    """[B, S-1] float32, differentiable; padding is masked out of the attention."""
+    mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+    logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits.float() / temperature
+    return logits.log_softmax(-1)[:, :-1].gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
+
+
+def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+    """[B, S] float32 with column 0 and padding 0."""
+    with torch.no_grad():
+        values = torch.nn.functional.pad(next_token_logprobs(model, data, temperature), (1, 0))
+    inside = torch.arange(values.shape[1])[None] < data["input_lengths"][:, None]
+    return values.where(inside, torch.zeros_like(values))
+
+
+@dataclass
+class Expected:
+    """What training has to report, one entry a call of ``train()``.
+
+    Attributes:
+        losses: one a global batch.
+        norms: gradient norms before clipping, one a global batch.
+        metrics: reduced over the call's global batches.
+        scales: for each metric, the size of its terms, or of their change with the log-probabilities if that is more; the metric itself
+            may be much smaller, when they cancel.
+        weights: afterwards, by Hugging Face name.
+    """
+
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    scales: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One optimizer step: metrics of its global batch and the size of their terms."""
+
+    loss: float
+    norm: float
+    metrics: dict[str, float]
+    scales: dict[str, float]
+
+
+class ReferenceTrainer:
+    """Trains ``model`` in place: gradient of the whole global batch, clipped by its norm, then one optimizer step.
+
+    In 16-bit precision the optimizer updates float32 copies of the parameters, from which the model's are rounded.
+
+    Args:
+        model: a transformers model.
+        hyper: the optimizer.
+        loss_fn: a loss of the contract.
+        temperature: logits are divided by it.
+    """
+
+    def __init__(self, model: torch.nn.Module, hyper: Hyperparameters, loss_fn: Any, temperature: float) -> None:
+        self.model = model.train()
+        self._hyper = hyper
+        self._loss_fn = loss_fn
+        self._temperature = temperature
+        self._together = rows_together(loss_fn)
+        self._routers = Routers(model, hyper.balancing)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._master = [parameter.detach().float().clone() for parameter in self._parameters]
+        self._optimizer = _optimizer(self._master, hyper)
+
+    def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
+        """The ``number``-th call of ``train()``, over its global batches; what it has to report is appended to ``expected``."""
+        rate = self._hyper.rate(number)
+        steps = [self._step(batch, rate) for batch in batches]
+        expected.losses.append([step.loss for step in steps])
+        expected.norms.append([step.norm for step in steps])
+        expected.metrics.append(self._over_batches([step.metrics for step in steps]))
+        expected.scales.append(self._over_batches([step.scales for step in steps]))
+
+    def _step(self, data: Mapping[str, Any], rate: float) -> _Step:
+        sequences = data["sample_mask"].sum()
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+        self.model.zero_grad()
+        self._routers.forget()
+        logprobs = next_token_logprobs(self.model, data, self._temperature)
+        loss, metrics = self._loss_fn(data, sequences, tokens, next_token_logprobs=logprobs)
+        balance, routing = self._routers.judged(data)
+        (loss if balance is None else loss + balance).backward()
+        norm = self._update(rate)
+        known = {
+            "global_valid_seqs": float(sequences),
+            "global_valid_toks": float(tokens),
+            "lr": rate,
+            "wd": WEIGHT_DECAY,
+            "grad_norm": norm,
+            "skipped_steps": 0.0,
+            **routing,
+        }
+        values = {name: float(value) for name, value in metrics.items()}
+        return _Step(float(loss.detach()), norm, {**values, **known}, {**self._scales(data, sequences, tokens, logprobs.detach()), **known})
+
+    def _update(self, rate: float) -> float:
+        for master, parameter in zip(self._master, self._parameters, strict=True):
+            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._master, self._parameters, strict=True):
+                parameter.copy_(master)
+        return float(norm)
+
+    def _scales(self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> dict[str, float]:
+        """For each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities: the factor by which an
+        error of the log-probabilities, relative to the larger of themselves and 1, comes back in the metric."""
+        moved = logprobs + SMALL_CHANGE * logprobs.abs().clamp(min=1.0)
+        parts: dict[str, list[float]] = {}
+        for first in range(0, logprobs.shape[0], self._together):
+            rows = slice(first, first + self._together)
+            part = {key: value[rows] for key, value in data.items()}
+            _, here = self._loss_fn(part, sequences, tokens, next_token_logprobs=logprobs[rows])
+            _, there = self._loss_fn(part, sequences, tokens, next_token_logprobs=moved[rows])
+            for name, value in here.items():
+                slope = float(there[name] - value) / SMALL_CHANGE
+                parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
+        return {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
+
+    def _joined(self, name: str, sizes: Sequence[float]) -> float:
+        """The size of a metric from those of its rows."""
+        return sum(sizes) if self._reduction(name) is Reduction.SUM else max(sizes, default=0.0)
+
+    def _reduction(self, name: str) -> Reduction:
+        declared: Mapping[str, Reduction] = self._loss_fn.metric_reductions
+        return declared[name] if name in declared else default_reduction(name)
+
+    def _over_batches(self, batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Sums and means are averaged over the global batches of a call; extremes are those of all of them."""
+        combined = {}
+        for name in batches[0]:
+            values = [batch[name] for batch in batches]
+            reduction = self._reduction(name)
+            extreme = {Reduction.MIN: min, Reduction.MAX: max}.get(reduction)
+            combined[name] = extreme(values) if extreme else sum(values) / len(values)
+        return combined
+
+
+def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> torch.optim.Optimizer:
+    """AdamW or SGD, without weight decay on vectors (norms and biases)."""
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0},
+    ]
+    if hyper.kind == "sgd":
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)

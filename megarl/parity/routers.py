@@ -1,0 +1,102 @@
+"""What the routers of a transformers mixture of experts do with a global batch, and the losses that balance them, by their definitions.
+
+For T real tokens, E experts, k of them a token, p the softmax over a router's logits and c[i] the tokens of expert i: the load-balancing
+loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]`` (Fedus et al., arXiv:2101.03961, equations 4 to 6), the same for each sequence alone
+and averaged (DeepSeek-V2, arXiv:2405.04434, section 2.2.3), the z-loss ``mean_t logsumexp(logits[t])**2`` (Zoph et al., arXiv:2202.08906,
+equation 5). Each layer's are added to the loss. Padding and masked samples do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+COEFFICIENT = 0.3
+Z_COEFFICIENT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Balancing:
+    """How routers are kept balanced.
+
+    Attributes:
+        kind: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
+        z: whether the z-loss is added too.
+        frozen: the routers are not trained.
+    """
+
+    kind: str = "none"
+    z: bool = False
+    frozen: bool = False
+
+
+class Routers:
+    """Listens to the routers of a model.
+
+    Args:
+        model: a transformers model; nothing is found in a dense one.
+        balancing: the losses.
+    """
+
+    def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
+        self._balancing = balancing
+        self._heard: list[tuple[torch.Tensor, torch.Tensor]] = []
+        gates = [module for name, module in model.named_modules() if name.endswith(".mlp.gate") or name.endswith(".block_sparse_moe.gate")]
+        for gate in gates:
+            gate.register_forward_hook(self._listen)
+            if balancing.frozen:
+                gate.requires_grad_(False)
+
+    def _listen(self, gate: torch.nn.Module, given: Any, answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        self._heard.append((answer[0], answer[2]))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._heard.clear()
+
+    def judged(self, data: Mapping[str, Any]) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """The loss to add, and metrics, of the one forward pass over ``data`` since :meth:`forget`. None and nothing for a dense model."""
+        if not self._heard:
+            return None, {}
+        rows, width = data["input_ids"].shape
+        real = (torch.arange(width)[None] < data["input_lengths"][:, None]) & (data["sample_mask"] != 0)[:, None]
+        balance, loads, z_losses = [], [], []
+        for logits, chosen in self._heard:
+            by_row = logits.float().view(rows, width, -1)
+            went_to = torch.nn.functional.one_hot(chosen, by_row.shape[-1]).sum(1).view_as(by_row) * real[..., None]
+            probabilities = by_row.softmax(-1) * real[..., None]
+            loads.append(_relative_load(went_to))
+            whole = _balance(probabilities.flatten(0, 1), went_to.flatten(0, 1))
+            rows_alone = torch.stack([_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]).sum() / max(
+                float((data["sample_mask"] != 0).sum()), 1.0
+            )
+            balance.append(rows_alone if self._balancing.kind == "seq" else whole)
+            z_losses.append((by_row.logsumexp(-1).square() * real).sum() / real.sum().clamp(min=1))
+        metrics = {
+            "moe_aux_loss": float(torch.stack(balance).detach().mean()),
+            "moe_expert_load_max": float(torch.stack(loads).max()),
+            "moe_expert_load_min": float(torch.stack(loads).min()),
+        }
+        loss = COEFFICIENT * torch.stack(balance).sum() if self._balancing.kind != "none" else torch.zeros(())
+        if self._balancing.z:
+            metrics["moe_z_loss"] = float(torch.stack(z_losses).detach().mean())
+            loss = loss + Z_COEFFICIENT * torch.stack(z_losses).sum()
+        return loss, metrics
+
+
+def _balance(probabilities: torch.Tensor, went_to: torch.Tensor) -> torch.Tensor:
+    """The load-balancing loss of some tokens: [t, E] and [t, E], zero where a token does not count."""
+    assignments = went_to.sum().clamp(min=1)
+    tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
+    share = went_to.sum(0) / assignments
+    balance: torch.Tensor = went_to.shape[1] * (share * probabilities.sum(0) / tokens).sum()
+    return balance
+
+
+def _relative_load(went_to: torch.Tensor) -> torch.Tensor:
+    """[E], 1 for the mean load; 0 everywhere when no token counts."""
+    load = went_to.flatten(0, -2).sum(0).double()
+    return load / load.mean().clamp(min=1e-9)

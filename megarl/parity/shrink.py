@@ -1,0 +1,107 @@
+"""Makes a failing case smaller: features go first, then sizes are halved, one change at a time, always in the same order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megarl.parity.case import DENSE, SPARSE, SPARSE_FIELDS, Case
+
+MOST_TRIALS = 300
+SMALL = 8
+_KEPT = ("backend", "seed")
+# what costs most goes first: ranks, then whole features, then sizes
+_ORDER = [
+    *("tp", "sp", "pp", "vpp", "first", "last", "cp", "ep", "etp", "dp"),
+    *("offload", "overlap", "bucket", "distopt", "recompute", "precision", "reference", "evaluate", "together", "warmup", "clip"),
+    *("optimizer", "temperature", "masked", "packer", "round", "pad", "room", "batching", "loss", "rope", "window", "tied"),
+    *("family", "dispatcher", "balance", "zloss", "freeze", "experts", "topk", "expert"),
+    *("rows", "lpbs", "micro", "mbs", "layers", "length", "group", "kv", "head", "width", "ffn", "vocab"),
+]
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
+assert sorted([*_ORDER, *_KEPT]) == sorted(_DEFAULTS), "every field has its place in the order"
+
+# fields that are only right together are changed together
+_TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "tp": lambda case: {"tp": 1, "sp": False, "etp": 1},
+    "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0},
+    "vpp": lambda case: {"vpp": 1, "layers": case.pp},
+    "first": lambda case: {"first": 0, "last": 0, "layers": case.pp},
+    "overlap": lambda case: {"overlap": False, "bucket": 0},
+    "batching": lambda case: {"batching": "fixed", "room": 0, "round": 1, "packer": ""},
+    "family": lambda case: {"family": DENSE[0], "window": 0, **{name: _DEFAULTS[name] for name in SPARSE_FIELDS}},
+    "cp": lambda case: {"cp": 1, "ep": 1},
+    "dp": lambda case: {"dp": 1, "ep": 1},
+}
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Cases that are one change simpler; none is the case itself."""
+    for name in _ORDER:
+        yield from _simpler_in(case, name)
+
+
+def _simpler_in(case: Case, name: str) -> Iterator[Case]:
+    """Cases that are simpler in one field, and in those that go with it."""
+    value, default = getattr(case, name), _DEFAULTS[name]
+    if case.family in SPARSE and name in ("experts", "topk", "expert"):
+        default = min(value, 2)
+    if value == default:
+        return
+    if name in _TOGETHER:
+        yield replace(case, **_TOGETHER[name](case))
+    if name == "loss":
+        yield from (replace(case, loss=loss) for loss in _simpler_losses(case))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield from (_changed(case, name, smaller) for smaller in _smaller(value, default))
+    else:
+        yield _changed(case, name, default)
+
+
+def _changed(case: Case, name: str, value: Any) -> Case:
+    changes: dict[str, Any] = {name: value}
+    return replace(case, **changes)
+
+
+def _smaller(value: int, default: int) -> Iterator[int]:
+    """The default, half of the number, three quarters, and for small numbers one less, as far as they are not below the default."""
+    tried = {value}
+    for smaller in (default, value // 2, 3 * value // 4, value - 1 if value <= SMALL else value):
+        if smaller not in tried and smaller >= default:
+            tried.add(smaller)
+            yield smaller
+
+
+def _simpler_losses(case: Case) -> Iterator[str]:
+    kind, *options = case.loss.split("+")
+    if kind != "nll":
+        yield "nll"
+    for option in options:
+        yield "+".join([kind, *(other for other in options if other != option)])
+
+
+def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:
+    """The smallest failing case that single steps lead to, field by field and again from the start until nothing helps any more.
+
+    Args:
+        case: fails.
+        still_fails: runs a case and says whether it fails.
+        possible: whether a case can be run; only such ones are.
+    """
+    tried: set[Case] = {case}
+
+    def fails(candidate: Case) -> bool:
+        if candidate in tried or len(tried) > MOST_TRIALS or not possible(candidate):
+            return False
+        tried.add(candidate)
+        return still_fails(candidate)
+
+    before = None
+    while before != case:
+        before = case
+        for name in _ORDER:
+            while (found := next(filter(fails, _simpler_in(case, name)), None)) is not None:
+                case = found
+    return case

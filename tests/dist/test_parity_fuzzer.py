@@ -1,0 +1,96 @@
+"""The fuzzer at work: a fixed set of cases, a few fresh ones, known faults caught, and a failure shrunk to what it needs.
+
+The seed of the fresh cases is the day's date; it is printed with every failure, and ``megarl parity --case`` runs a printed line alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from megarl.parity.case import BACKENDS, Case, parse
+from megarl.parity.draw import Drawer
+from megarl.parity.models import ModelShelf
+from megarl.parity.mutations import MUTATIONS
+from megarl.parity.runner import CaseRunner
+from megarl.parity.shrink import shrink
+from tests.dist.pool import WorkerPool
+
+FRESH = 4
+FIXED = (
+    "family=llama rope=llama3 layers=3 kv=2 group=3 head=10 ffn=26 vocab=31 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=20 "
+    "length=13 loss=pg+kl+is+dual temperature=0.7 clip=0.05 distopt=1 reference=1",
+    "family=qwen3 tied=1 layers=3 kv=2 group=2 head=12 ffn=26 vocab=29 tp=2 pp=2 first=2 last=1 batching=dynamic mbs=2 micro=2 room=18 "
+    "round=4 length=11 loss=dpo+sft masked=some distopt=1 overlap=1 together=1",
+    "family=qwen2 tied=1 layers=4 kv=2 group=3 ffn=21 vocab=23 pp=2 vpp=2 cp=2 micro=3 length=9 loss=pg+seq optimizer=sgd evaluate=1",
+    "family=mistral window=3 layers=2 kv=1 group=3 ffn=22 vocab=19 dp=3 mbs=2 length=12 masked=rank loss=nll warmup=1 recompute=1 rows=4",
+    "family=mixtral layers=3 kv=2 group=2 ffn=20 vocab=17 experts=4 topk=2 balance=aux tp=2 sp=1 ep=2 dp=2 dispatcher=allgather mbs=2 "
+    "length=10 loss=pg distopt=1",
+    "family=qwen3_moe layers=1 kv=1 group=3 head=10 ffn=20 vocab=17 experts=6 topk=3 expert=7 balance=seq zloss=1 ep=2 dp=2 micro=2 "
+    "length=8 batching=packed room=9 loss=pg+kl",
+    "backend=dtensor family=qwen2 tied=1 layers=3 kv=2 group=3 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=15 "
+    "length=13 loss=pg+kl+dual clip=0.05 warmup=1 reference=1",
+    "backend=dtensor family=llama rope=yarn layers=2 kv=1 group=2 ffn=9 vocab=11 dp=3 batching=dynamic mbs=2 room=12 length=9 loss=dpo "
+    "recompute=1 masked=some",
+    "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
+    "loss=pg+is+seq together=1 evaluate=1",
+    "masked=all dp=2 mbs=2 length=6 loss=pg+kl distopt=1",
+)
+FAULTS = {
+    "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
+    "normalizers-local": "dp=2 mbs=2 length=6",
+    "pad-columns-in-softmax": "tp=2 kv=2 ffn=6 length=6",
+    "norm-counts-copies": "tp=2 kv=2 ffn=6 length=6",
+    "attention-leaks": "batching=packed room=30 micro=8 length=8",
+    "sequence-parallel-gradients-local": "tp=2 sp=1 kv=2 ffn=6 length=6",
+    "key-value-gradients-local": "cp=2 mbs=2 length=8",
+    "temperature-only-in-training": "temperature=0.7 length=6",
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
+    return ModelShelf(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture(scope="module")
+def runner(pool: WorkerPool, shelf: ModelShelf) -> CaseRunner:
+    return CaseRunner(shelf, pool)
+
+
+def check(runner: CaseRunner, case: Case) -> None:
+    outcome = runner.run(case)
+    assert outcome.passes, f'megarl parity --case "{case}"\n' + "\n".join([*outcome.summary(8), outcome.error])
+
+
+@pytest.mark.parametrize("line", FIXED, ids=lambda line: "-".join(line.split()[:2]))
+def test_fixed_cases_agree(runner: CaseRunner, line: str) -> None:
+    check(runner, parse(line))
+
+
+@pytest.mark.parametrize("number", range(FRESH))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fresh_cases_agree(runner: CaseRunner, shelf: ModelShelf, backend: str, number: int) -> None:
+    seed = int(datetime.date.today().strftime("%Y%m%d"))
+    case = Drawer(shelf, [backend], 4).draw(seed, number)
+    print(f"seed {seed}, case {number}: {case}")
+    check(runner, case)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
+    case = parse(FAULTS[name])
+    assert MUTATIONS[name].applies(case)
+    check(runner, case)
+    outcome = runner.run(case, name)
+    assert outcome.mismatches, f"{name} survived in {case}"
+    assert not outcome.error
+
+
+def test_a_fault_is_shrunk_to_the_ranks_it_needs(runner: CaseRunner) -> None:
+    case = parse("tp=2 sp=1 kv=2 ffn=6 layers=2 dp=2 length=7 loss=pg+kl temperature=0.7 warmup=1 distopt=1 vocab=11")
+    name = "norm-counts-copies"
+    assert runner.run(case, name).mismatches
+    smallest = shrink(case, lambda smaller: not runner.run(smaller, name).passes, runner.possible)
+    assert str(smallest) == "backend=megatron seed=0 kv=2 ffn=6 tp=2"

@@ -1,0 +1,84 @@
+"""Cases as lines of text: what is read is what was written, and a wrong word is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.parity.case import Case, CaseError, idle_fields, parse, words_of
+
+
+def test_a_line_says_only_what_is_not_default_and_reads_back() -> None:
+    case = Case(seed=7, tp=2, sp=True, loss="pg+kl+dual", temperature=0.7, clip=0.05, batching="packed", room=12)
+    assert str(case) == "backend=megatron seed=7 tp=2 sp=1 batching=packed room=12 loss=pg+kl+dual temperature=0.7 clip=0.05"
+    assert parse(str(case)) == case
+
+
+def test_the_default_case_is_a_short_line() -> None:
+    assert str(Case()) == "backend=megatron seed=0"
+    assert parse("") == Case()
+
+
+def test_every_field_survives_its_line() -> None:
+    case = Case(backend="megatron", family="qwen3_moe", batching="dynamic")
+    other = {int: 3, float: 0.5, bool: True}
+    names = {"rope": "yarn", "dispatcher": "allgather", "balance": "seq", "masked": "rank", "loss": "dpo+sft", "optimizer": "sgd"}
+    for field in dataclasses.fields(Case)[2:]:
+        value = other.get(type(field.default)) if not isinstance(field.default, str) else names.get(field.name)
+        if value is None or field.name in ("offload", "packer"):
+            continue
+        changed = dataclasses.replace(case, **{field.name: value})
+        assert parse(str(changed)) == changed, field.name
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tpp=2", ["'tpp=2'", "nearest is 'tp'"]),
+        ("tp", ["'tp'", "key=value"]),
+        ("tp=two", ["'tp=two'", "whole number"]),
+        ("tp=0", ["'tp=0'", "at least 1"]),
+        ("tp=1 tp=2", ["'tp=2'", "given twice"]),
+        ("sp=yes", ["'sp=yes'", "0 or 1"]),
+        ("temperature=0", ["'temperature=0'", "more than 0"]),
+        ("temperature=nan", ["'temperature=nan'"]),
+        ("clip=-1", ["'clip=-1'", "at least 0"]),
+        ("batching=packd", ["'batching=packd'", "nearest is packed"]),
+        ("loss=ppo", ["'loss=ppo'", "nll, pg, dpo"]),
+        ("loss=pg+klx", ["'loss=pg+klx'", "no option 'klx'"]),
+        ("loss=nll+kl", ["'loss=nll+kl'", "no option 'kl'"]),
+        ("backend=fsdp1 tp=2", ["'tp=2'", "backend=fsdp1"]),
+        ("family=llama experts=2", ["'experts=2'", "family=llama"]),
+        ("batching=fixed room=2", ["'room=2'", "batching=fixed"]),
+    ],
+)
+def test_a_wrong_word_is_named_with_what_would_do(line: str, words: list[str]) -> None:
+    with pytest.raises(CaseError) as caught:
+        parse(line)
+    assert isinstance(caught.value, ConfigError) and caught.value.exit_code == 2
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_sizes_follow_from_factors() -> None:
+    case = Case(kv=2, group=3, width=7, mbs=2, micro=3, dp=2, tp=2, sp=True, cp=2)
+    assert (case.heads, case.hidden, case.global_batch, case.total_rows, case.world, case.share) == (6, 42, 12, 24, 8, 8)
+    assert dataclasses.replace(case, rows=5).logprob_rows == 5
+    assert dataclasses.replace(case, rows=500).logprob_rows == case.total_rows
+
+
+def test_a_token_budget_holds_one_padded_sequence_and_room() -> None:
+    case = Case(batching="dynamic", length=9, cp=2, pad=3, round=8, room=5)
+    assert case.budget == 24 + 5
+
+
+def test_words_of_a_line_are_its_fields() -> None:
+    assert words_of("cp=2 batching=packed") == {"cp": 2, "batching": "packed"}
+
+
+def test_idle_fields_name_what_has_no_use_for_them() -> None:
+    assert idle_fields(Case(backend="fsdp1", tp=2)) == {"tp": "backend=fsdp1"}
+    assert idle_fields(Case(batching="packed", round=4)) == {"round": "batching=packed"}
+    assert idle_fields(Case(tp=2)) == {}

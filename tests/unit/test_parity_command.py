@@ -1,0 +1,106 @@
+"""``megarl parity`` as a user meets it: arguments, exit codes, messages, progress. No worker is started here."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl.cli import main
+from megarl.parity import command
+from megarl.parity.case import Case
+from megarl.parity.compare import Difference
+from megarl.parity.progress import CaseProgress
+from megarl.parity.runner import Outcome
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--case", "tpp=2"], ["'tpp=2'", "nearest is 'tp'"]),
+        (["--case", "tp=2 kv=1"], ["tensor_model_parallel_size", "key-value heads"]),
+        (["--case", "backend=fsdp1 pp=2"], ["'pp=2'"]),
+        (["--mutate", "norm"], ["'norm'", "norm-counts-copies"]),
+        (["--only", "batchin=packed"], ["'batchin=packed'", "nearest is 'batching'"]),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_name_the_word(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("megarl: ")
+    for word in words:
+        assert word in message
+
+
+def test_the_command_line_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[command.Options] = []
+    monkeypatch.setattr(command, "run", lambda options: seen.append(options) or 0)
+    line = "parity --cases 7 --seed 3 --backend megatron dtensor --max-world 4 --only cp=2 --json out.json"
+    assert main(line.split()) == 0
+    assert seen == [command.Options(7, 3, ["megatron", "dtensor"], 4, json=Path("out.json"), only="cp=2")]
+
+
+def difference(error: float, what: str = "loss 0", kind: str = "loss") -> Difference:
+    return Difference(what, kind, error, 1e-5, "1", "2")
+
+
+class Runner:
+    """In the place of the workers: a case fails when it has two tensor-parallel ranks."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.ran: list[Case] = []
+
+    def possible(self, case: Case) -> bool:
+        return True
+
+    def run(self, case: Case, mutation: str | None = None) -> Outcome:
+        self.ran.append(case)
+        return Outcome(case, [difference(1.0 if case.tp > 1 else 1e-7)])
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_failure_prints_the_smallest_line_that_shows_it(monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "CaseRunner", Runner)
+    options = command.Options(cases=12, seed=0, backends=["megatron"], json=tmp_path / "out.json")
+    assert command.run(options, console) == 1
+    text = said(console)
+    assert 'megarl parity --case "backend=megatron seed=' in text and " tp=2" in text
+    smallest = next(line for line in text.splitlines() if "smallest" in line)
+    assert smallest.split("--case ")[1].strip('"').split()[2:] == ["tp=2"]
+    assert "largest relative error of loss: 1.0e-07" in text
+    assert (tmp_path / "out.json").read_text().count('"smallest"') == text.count("FAILED")
+
+
+def test_agreement_ends_with_0_and_a_table(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    monkeypatch.setattr(command, "CaseRunner", Runner)
+    assert command.run(command.Options(cases=5, only="tp=1"), console) == 0
+    assert "5 of 5 cases agree with plain transformers (seed 0)" in said(console)
+    assert "batching: fixed" in said(console)
+
+
+def test_progress_says_how_long_it_will_take(console: Console) -> None:
+    now = [0.0]
+    with CaseProgress(10, console, clock=lambda: now[0]) as progress:
+        for second in range(4):
+            now[0] += 11.0
+            progress.advance(failed=second == 1)
+    assert said(console).splitlines() == ["2/10 cases  1 failed  22s  ETA 1m28s", "4/10 cases  1 failed  44s  ETA 1m06s"]
+
+
+def test_an_outcome_tells_the_worst_first() -> None:
+    outcome = Outcome(Case(), [difference(1e-7, "fine"), difference(2e-5, "bad"), difference(float("inf"), "worst")])
+    assert [line.split(":")[0] for line in outcome.summary()] == ["worst", "bad"]
+    assert not outcome.passes and Outcome(Case(), [difference(1e-7)]).passes
+    assert Outcome(Case(), error="Traceback\nValueError: no\n").summary() == ["error: ValueError: no"]

@@ -1,0 +1,108 @@
+"""Random cases: the same for the same seed, all of them possible, and between them they have every feature there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.parity.case import BACKENDS, CHOICES, Case, idle_fields, parse
+from megarl.parity.coverage import FEATURES, Coverage, features
+from megarl.parity.draw import Drawer
+from megarl.parity.models import ModelShelf
+from megarl.parity.possible import refusal
+
+NOT_DRAWN = {"precision: bfloat16", "precision: float16"}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
+    return ModelShelf(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def drawn(shelf: ModelShelf) -> list[Case]:
+    drawer = Drawer(shelf, BACKENDS, 8)
+    return [drawer.draw(0, number) for number in range(250)]
+
+
+def test_cases_are_possible_and_within_the_world(drawn: list[Case], shelf: ModelShelf) -> None:
+    for case in drawn:
+        assert refusal(case, shelf) is None and case.world <= 8 and not idle_fields(case), str(case)
+
+
+def test_a_case_depends_on_seed_and_number_alone(drawn: list[Case], shelf: ModelShelf) -> None:
+    other = Drawer(shelf, BACKENDS, 8)
+    assert other.draw(0, 17) == drawn[17] == other.draw(0, 17)
+    assert other.draw(1, 17) != drawn[17]
+
+
+def test_cases_survive_their_lines(drawn: list[Case]) -> None:
+    assert all(parse(str(case)) == case for case in drawn)
+
+
+def test_every_feature_and_choice_is_drawn(drawn: list[Case]) -> None:
+    seen = Counter(feature for case in drawn for feature in features(case))
+    assert set(FEATURES) - set(seen) - NOT_DRAWN == set()
+    for key, choices in CHOICES.items():
+        if key != "precision":
+            assert {getattr(case, key) for case in drawn} == set(choices), key
+
+
+def test_the_rules_decide_and_are_counted(shelf: ModelShelf) -> None:
+    drawer = Drawer(shelf, ["dtensor"], 2, {"family": "mixtral", "experts": 2, "topk": 2})
+    with pytest.raises(ConfigError, match=r"no case in \d+ draws for dtensor"):
+        drawer.draw(0, 0)
+    assert drawer.refusals
+
+
+def test_given_words_are_in_every_case(shelf: ModelShelf) -> None:
+    drawer = Drawer(shelf, BACKENDS, 4).narrowed({"cp": 2, "batching": "packed"})
+    cases = [drawer.draw(3, number) for number in range(10)]
+    assert all(case.cp == 2 and case.batching == "packed" and case.backend != "fsdp1" for case in cases)
+
+
+def test_coverage_counts_features_and_their_pairs() -> None:
+    coverage = Coverage()
+    coverage.add(Case(tp=2, dp=2))
+    coverage.add(Case(tp=2, backend="dtensor"))
+    counted = coverage.to_json()
+    assert counted["features"]["megatron"]["tensor parallel"] == 1
+    assert counted["features"]["dtensor"]["data parallel"] == 0
+    assert counted["pairs"]["megatron"]["tensor parallel + data parallel"] == 1
+    assert "fsdp1" not in counted["features"]
+
+
+@pytest.mark.parametrize(
+    ("case", "feature"),
+    [
+        (Case(masked="rank", dp=2), "zero valid tokens on a rank"),
+        (Case(masked="all"), "zero valid tokens"),
+        (Case(family="mixtral", experts=2, topk=2), "expert dispatch: alltoall"),
+        (Case(loss="dpo+sft"), "loss: DPO"),
+        (Case(pp=2, first=1), "uneven stages"),
+    ],
+)
+def test_features_of_a_case(case: Case, feature: str) -> None:
+    assert feature in features(case)
+    assert feature not in features(Case())
+
+
+def test_refusals_say_why(shelf: ModelShelf) -> None:
+    too_narrow, odd_pairs, no_room = Case(width=3), Case(loss="dpo"), Case(batching="packed", dp=2, length=9, mbs=2, loss="dpo")
+    for case, word in ((too_narrow, "width"), (odd_pairs, "mbs"), (no_room, "batching"), (Case(backend="fsdp1", pp=2), "pp")):
+        refused = refusal(case, shelf)
+        assert refused is not None and word in str(refused), case
+
+
+def test_shelf_makes_a_model_once_and_whole(tmp_path: Path) -> None:
+    shelf = ModelShelf(tmp_path)
+    case = Case(layers=2, tied=True)
+    directory = shelf.described(case)
+    assert (directory / "config.json").is_file() and not (directory / "model.safetensors").exists()
+    assert shelf.complete(case) == directory and (directory / "model.safetensors").is_file()
+    written = (directory / "model.safetensors").stat().st_mtime_ns
+    assert shelf.complete(case) == directory and (directory / "model.safetensors").stat().st_mtime_ns == written
+    assert shelf.described(Case(layers=2)) != directory

@@ -1,0 +1,63 @@
+"""Known faults go in and come out again, and each names a feature that exists."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.models.engine import step
+from megarl.parity.case import BACKENDS, Case, parse
+from megarl.parity.mutations import MUTATIONS, applied, mutation
+from megarl.parity.patching import found, replacing
+
+
+def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'norm' ?: there is none.*norm-counts-copies") as caught:
+        mutation("norm")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_says_what_it_is_and_where_it_belongs(name: str) -> None:
+    fault = mutation(name)
+    assert fault.what and set(fault.backends) <= set(BACKENDS)
+    parse(fault.needs)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[tuple[Any, str, Any, Any]] = []
+    real = setattr
+
+    class Watch(contextlib.ExitStack):
+        pass
+
+    def note(owner: Any, attribute: str, value: Any) -> None:
+        touched.append((owner, attribute, vars(owner)[attribute], value))
+        real(owner, attribute, value)
+
+    monkeypatch.setattr("megarl.parity.patching.setattr", note, raising=False)
+    case = Case(backend=mutation(name).backends[0])
+    with applied(name, case):
+        owner, attribute, original, value = touched[0]
+        assert vars(owner)[attribute] is value is not original
+    assert vars(owner)[attribute] is original
+
+
+def test_nothing_is_put_in_without_a_name() -> None:
+    before = dict(vars(step))
+    with applied(None, Case()):
+        assert dict(vars(step)) == before
+
+
+def test_a_fault_in_something_that_is_gone_is_an_error() -> None:
+    with contextlib.ExitStack() as stack, pytest.raises(AttributeError):
+        replacing("megarl.models.engine.step", "no_such_function", lambda original: original)(stack, Case())
+
+
+def test_places_are_modules_or_classes() -> None:
+    assert found("megarl.models.engine.step") is step
+    assert found("megarl.parity.case:Case") is Case

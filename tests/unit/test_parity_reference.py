@@ -1,0 +1,108 @@
+"""The reference: its optimizer schedule, its metrics over several global batches, and what a metric's error is measured by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.parity.batches import calls_of, first_step, token_batch, with_signals
+from megarl.parity.case import Case
+from megarl.parity.losses import make_loss
+from megarl.parity.models import ModelShelf
+from megarl.parity.reference import Expected, ReferenceTrainer, load_model, saved_weights, token_logprobs
+from megarl.parity.routers import Balancing, Routers
+from megarl.parity.settings import LEARNING_RATE, hyperparameters
+
+CASE = Case(seed=3, layers=2, kv=2, group=2, width=5, mbs=2, micro=2, length=9, loss="pg+kl+is")
+
+
+def trained(directory: Path, case: Case) -> Expected:
+    model = load_model(directory)
+    tokens = token_batch(case)
+    batch = with_signals(case, tokens, token_logprobs(model, tokens))
+    trainer, expected = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.temperature), Expected()
+    for number, data in enumerate(calls_of(case, batch)):
+        rows = case.global_batch
+        steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
+        trainer.call(steps, number, expected)
+    expected.weights = saved_weights(model)
+    return expected
+
+
+def test_one_call_over_two_batches_is_two_calls_over_one(tmp_path: Path) -> None:
+    model = ModelShelf(tmp_path).complete(CASE)
+    apart, together = trained(model, CASE), trained(model, replace(CASE, together=True))
+    assert together.losses == [[apart.losses[0][0], apart.losses[1][0]]]
+    assert all(torch.equal(apart.weights[name], tensor) for name, tensor in together.weights.items())
+    first, second = apart.metrics
+    whole = together.metrics[0]
+    assert whole["kl_penalty"] == pytest.approx((first["kl_penalty"] + second["kl_penalty"]) / 2)
+    assert whole["probs_ratio_max"] == max(first["probs_ratio_max"], second["probs_ratio_max"])
+    assert whole["global_valid_toks"] == (first["global_valid_toks"] + second["global_valid_toks"]) / 2
+
+
+def test_warm_up_counts_calls() -> None:
+    rates = [hyperparameters(replace(CASE, warmup=True)).rate(call) for call in range(4)]
+    assert rates == pytest.approx([LEARNING_RATE / 4, LEARNING_RATE * 5 / 8, LEARNING_RATE, LEARNING_RATE])
+    assert hyperparameters(CASE).rate(0) == LEARNING_RATE
+
+
+def test_scales_are_no_smaller_than_the_metric_and_see_through_cancellation(tmp_path: Path) -> None:
+    expected = trained(ModelShelf(tmp_path).complete(CASE), CASE)
+    for metrics, scales in zip(expected.metrics, expected.scales, strict=True):
+        for name in ("loss", "kl_penalty", "probs_ratio"):
+            assert math.isfinite(scales[name]) and scales[name] >= abs(metrics[name]) * (1 - 1e-5)
+    # rows with advantages of both signs cancel in the loss
+    assert any(scales["loss"] > 1.5 * abs(metrics["loss"]) for metrics, scales in zip(expected.metrics, expected.scales, strict=True))
+
+
+def test_a_batch_without_valid_tokens_gives_zeros(tmp_path: Path) -> None:
+    expected = trained(ModelShelf(tmp_path).complete(CASE), replace(CASE, masked="all"))
+    assert expected.losses[0] == [0.0] and expected.norms[0] == [0.0]
+    assert expected.norms[1][0] > 0
+
+
+def test_ratios_are_clipped_and_not_clipped(tmp_path: Path) -> None:
+    case = replace(CASE, length=20, micro=4)
+    metrics = trained(ModelShelf(tmp_path).complete(case), case).metrics[0]
+    assert metrics["probs_ratio_min"] < 0.8 and metrics["probs_ratio_max"] > 1.28
+    assert metrics["probs_ratio_clamped_max"] == pytest.approx(1.28)
+
+
+def test_masks_of_batches() -> None:
+    case = replace(CASE, dp=2)
+    share = case.mbs * case.micro
+    assert token_batch(case)["sample_mask"].min() == 1
+    rank = token_batch(replace(case, masked="rank"))["sample_mask"].view(2, -1)
+    assert rank[:, :share].eq(0).all() and rank[:, share:].eq(1).all()
+    nothing = token_batch(replace(case, masked="all"))["sample_mask"].view(2, -1)
+    assert nothing[0].eq(0).all() and nothing[1].eq(1).all()
+    assert len(first_step(case, token_batch(case))["input_ids"]) == case.global_batch
+
+
+def test_router_figures_of_a_batch_by_hand() -> None:
+    class Gate(torch.nn.Module):
+        def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return logits, logits, logits.topk(1).indices
+
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    model.mlp.gate = Gate()
+    layers = torch.nn.ModuleDict({"layer": model})
+    routers = Routers(layers, Balancing("aux", z=True))
+    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [9.0, 0.0], [1.0, 0.0]])  # rows (2, 2): the third token is padding
+    model.mlp.gate(logits)
+    data = {"input_ids": torch.zeros(2, 2), "input_lengths": torch.tensor([2, 0]), "sample_mask": torch.ones(2)}
+    loss, metrics = routers.judged(data)
+    probabilities = logits[:2].softmax(-1)
+    balance = 2 * (0.5 * probabilities[:, 0].mean() + 0.5 * probabilities[:, 1].mean())
+    assert metrics["moe_aux_loss"] == pytest.approx(float(balance))
+    assert (metrics["moe_expert_load_max"], metrics["moe_expert_load_min"]) == (1.0, 1.0)
+    assert metrics["moe_z_loss"] == pytest.approx(float(logits[:2].logsumexp(-1).square().mean()))
+    assert loss is not None and float(loss) == pytest.approx(0.3 * float(balance) + 0.02 * metrics["moe_z_loss"])
+    routers.forget()
+    assert routers.judged(data) == (None, {})
