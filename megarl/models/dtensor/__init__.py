@@ -5,3 +5,8 @@
 belong to the optimizer step, ``mover`` to offloading, ``context_parallel`` to the contract's static methods; ``backend`` is the engine's
 protocol over all of it.
 """
+
+import warnings
+
+# nothing here, and nothing in the heads, writes into what the model returns
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
