@@ -18,7 +18,7 @@ from converters.source import HuggingFaceSource
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import ConfigError, ModelError, StateError
+from megarl.errors import ModelError
 from megarl.models.dtensor.gradients import global_norm, local_gradients
 from megarl.models.dtensor.loss_scale import LossScale
 from megarl.models.dtensor.mesh import build_meshes
@@ -27,11 +27,12 @@ from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_mem
 from megarl.models.dtensor.plans import choose_plan
 from megarl.models.dtensor.shards import gather, gather_part, read_block
 from megarl.models.dtensor.state import EvenState
-from megarl.models.engine.backend import Part, Place, StepOutcome
+from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.precision import dtype_of
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, persistent_buffers, recompute_layers
@@ -39,7 +40,6 @@ from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler
 from megarl.models.huggingface.passes import forward_backward
 
 logger = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # where the loss scale stands in a checkpoint: among the hyperparameters of the first group
 SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
 
@@ -67,7 +67,7 @@ class DTensorBackend:
         self.policy = policy
         self.runtime = runtime
         self._settings = policy["dtensor_cfg"]
-        self._dtype = _dtype(policy["precision"])
+        self._dtype = dtype_of(policy["precision"], "policy.precision")
         self._offloads = bool(self._settings.get("cpu_offload")) and runtime.is_cuda
         if self._settings.get("cpu_offload") and not self._offloads:
             logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
@@ -224,7 +224,7 @@ class DTensorBackend:
         self.runtime.synchronize()
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
-        trained = self._require_optimizer() if optimizer is not None else None
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
         even = EvenState(self._rows, self.runtime.device)
         checkpoint.save_weights(even.cut(self._divided()), weights)
         if optimizer is not None and trained is not None:
@@ -234,7 +234,7 @@ class DTensorBackend:
             checkpoint.save_optimizer(state, self.scheduler, self.runtime, optimizer)
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        trained = self._require_optimizer() if optimizer is not None else None
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
         even = EvenState(self._rows, self.runtime.device)
         divided = self._divided()
         state = even.cut(divided)
@@ -247,16 +247,5 @@ class DTensorBackend:
                 self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps
             checkpoint.install_optimizer_state(trained, self._parameters.items(), even.divide_optimizer(loaded, divided))
 
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
-        return self.optimizer
-
     def close(self) -> None:
         """Nothing outlives the process groups, which go with torch's default group."""
-
-
-def _dtype(precision: str) -> torch.dtype:
-    if precision not in DTYPES:
-        raise ConfigError(f"policy.precision = {precision!r}: expected one of {', '.join(DTYPES)}")
-    return DTYPES[precision]

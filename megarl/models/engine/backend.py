@@ -6,16 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from megarl.errors import StateError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 
+Optimizer = TypeVar("Optimizer")
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
 
@@ -88,3 +90,14 @@ class Backend(Protocol):
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
         """Read what :meth:`save` wrote, from any layout."""
+
+
+def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
+    """``optimizer``, where its state is to be saved or loaded.
+
+    Raises:
+        StateError: the backend was built without one.
+    """
+    if optimizer is None:
+        raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
+    return optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from megarl.errors import BatchError
 from megarl.models.engine.microbatches import (
@@ -16,8 +16,6 @@ from megarl.models.engine.microbatches import (
     slice_rows,
     split_rows,
 )
-
-Kind = Literal["fixed", "dynamic", "packed"]
 
 
 class Chunk(Protocol):

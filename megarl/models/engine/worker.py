@@ -18,7 +18,8 @@ import torch.distributed as dist
 from converters.writer import write_hf
 from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.device import DeviceRuntime
+from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
+from megarl.distributed.rendezvous import init_process_group
 from megarl.errors import BatchError, CheckpointError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
@@ -29,6 +30,16 @@ from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01
+
+
+def begin(seed: int) -> DeviceRuntime:
+    """The device of this process, active, with the default process group joined and all random-number generators seeded."""
+    here = runtime()
+    here.activate()
+    if not dist.is_initialized():
+        init_process_group(here.backend)
+    seed_everything(seed)
+    return here
 
 
 class EngineWorker:
@@ -59,6 +70,11 @@ class EngineWorker:
         self.lifecycle = Lifecycle(backend.move, has_optimizer)
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
+
+    def continue_from(self, weights_path: str | None, optimizer_path: str | None) -> None:
+        """Start from a checkpoint, where one is given."""
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
@@ -196,6 +212,10 @@ class EngineWorker:
         """Parameters on the device, evaluation behaviour; gradients and optimizer state leave."""
         self.lifecycle.enter(Residence.INFERENCE, "prepare_for_lp_inference")
         self.backend.set_training(False)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Parameters on the device, evaluation behaviour."""
+        self.prepare_for_lp_inference()
 
     def offload_before_refit(self) -> None:
         """Gradients and optimizer state to host memory."""

@@ -16,13 +16,14 @@ from transformers import AutoConfig
 from converters.source import HuggingFaceSource
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import ConfigError, StateError, Violation
-from megarl.models.engine.backend import Part, Place, StepOutcome
+from megarl.errors import ConfigError, Violation
+from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.precision import dtype_of
 from megarl.models.fsdp1.build import Filler, held_by
 from megarl.models.fsdp1.sharded import Sharded
 from megarl.models.fsdp1.whole import Whole
@@ -33,7 +34,7 @@ from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler
 from megarl.models.huggingface.passes import forward_backward
 
 logger = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRECISIONS = frozenset({"float32", "bfloat16"})
 # their step looks at a whole matrix, of which an FSDP1 rank holds a flat piece
 NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon"})
 
@@ -168,24 +169,19 @@ class FSDP1Backend:
         self.runtime.synchronize()
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
-        trained = self._require_optimizer() if optimizer is not None else None
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
         checkpoint.save_weights(self.model.state(), weights)
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.model.optimizer_state(trained), self.scheduler, self.runtime, optimizer)
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        trained = self._require_optimizer() if optimizer is not None else None
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
         state = self.model.state()
         checkpoint.load_weights(state, weights)
         self.model.load_state(state)
         if optimizer is not None and trained is not None:
             loaded = checkpoint.load_optimizer(state, self.scheduler, self.runtime, optimizer)
             self.model.load_optimizer_state(trained, loaded)
-
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
-        return self.optimizer
 
     def close(self) -> None:
         """Destroy the groups of one."""
@@ -194,10 +190,10 @@ class FSDP1Backend:
 
 
 def _dtype(precision: str) -> torch.dtype:
-    if precision not in DTYPES:
+    if precision not in PRECISIONS:
         bound = "FSDP1 computes in float32 or bfloat16; it has no loss scaling"
         raise ConfigError([Violation("policy.precision", precision, bound, "write bfloat16, or enable another backend")])
-    return DTYPES[precision]
+    return dtype_of(precision, "policy.precision")
 
 
 def _data_parallel() -> ParallelGroups:

@@ -20,8 +20,7 @@ from converters.source import HuggingFaceSource
 from megarl.config.arithmetic import sequence_share
 from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import StateError
-from megarl.models.engine.backend import Part, Place, StepOutcome
+from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
@@ -192,24 +191,19 @@ class MegatronBackend:
         move_part(self.chunks, self.optimizer, self.runtime, part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
-        trained = self._require_optimizer() if optimizer is not None else None
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         checkpoint.save_weights(self.chunks, weights)
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        trained = self._require_optimizer() if optimizer is not None else None
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         checkpoint.load_weights(self.chunks, weights)
         self.parameters_changed()
         if optimizer is not None and trained is not None:
             checkpoint.load_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
-
-    def _require_optimizer(self) -> MegatronOptimizer:
-        if self.optimizer is None:
-            raise StateError("optimizer_path was given, but this worker was built with init_optimizer=False; build it with an optimizer")
-        return self.optimizer
 
     def close(self) -> None:
         """Destroy the parallel groups and take the redirection back."""

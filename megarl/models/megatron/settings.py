@@ -14,25 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from converters.architecture import Architecture
 from converters.megatron_settings import megatron_settings
 from megarl.config.layout import pipeline_chunks
-from megarl.errors import ConfigError
+from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
 from megarl.models.megatron.specs import transformer_engine_available
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_CLIPPING = float("inf")
 # float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's own scaler starts
 INITIAL_LOSS_SCALE = 2.0**16
-
-
-def dtype_of(name: str, key: str) -> torch.dtype:
-    """The torch dtype that a configuration names.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    if name not in DTYPES:
-        raise ConfigError(f"{key} = {name!r}: expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:

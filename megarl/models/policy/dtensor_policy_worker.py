@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from converters.source import open_source
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.device import runtime, seed_everything
+from megarl.distributed.device import runtime
 from megarl.distributed.named_sharding import NamedSharding
-from megarl.distributed.rendezvous import init_process_group
 from megarl.errors import ConfigError
 from megarl.models.dtensor.backend import DTensorBackend
 from megarl.models.dtensor.context_parallel import ROTATE_METHODS, context_parallel
 from megarl.models.dtensor.mover import move_buffers, move_model
 from megarl.models.dtensor.parallelize import reshard, sharded_modules
-from megarl.models.engine.worker import EngineWorker
+from megarl.models.engine.worker import EngineWorker, begin
 from megarl.models.policy import PolicyConfig
 
 
@@ -87,15 +86,10 @@ class DTensorPolicyWorker(EngineWorker):
         seed: int = 0,
         **unused: Any,
     ) -> None:
-        here = runtime()
-        here.activate()
-        if not torch.distributed.is_initialized():
-            init_process_group(here.backend)
-        seed_everything(seed)
+        here = begin(seed)
         backend = DTensorBackend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
         super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)
-        if weights_path is not None:
-            self.load_checkpoint(weights_path, optimizer_path)
+        self.continue_from(weights_path, optimizer_path)
 
     # generation
 
@@ -103,10 +97,6 @@ class DTensorPolicyWorker(EngineWorker):
         """Continue prompts with the model itself; see :meth:`megarl.models.dtensor.backend.DTensorBackend.generate`."""
         self.lifecycle.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, self.cfg["generation"] or {}, self.tokenizer, greedy=greedy)
-
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Parameters on the device, evaluation behaviour."""
-        self.prepare_for_lp_inference()
 
     # context parallelism for callers that bring their own loop
 

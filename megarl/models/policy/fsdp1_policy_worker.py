@@ -9,10 +9,8 @@ import torch
 
 from converters.source import open_source
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.device import runtime, seed_everything
 from megarl.distributed.named_sharding import NamedSharding
-from megarl.distributed.rendezvous import init_process_group
-from megarl.models.engine.worker import EngineWorker
+from megarl.models.engine.worker import EngineWorker, begin
 from megarl.models.fsdp1.backend import FSDP1Backend
 from megarl.models.policy import PolicyConfig
 
@@ -53,24 +51,15 @@ class FSDP1PolicyWorker(EngineWorker):
         seed: int = 0,
         **unused: Any,
     ) -> None:
-        here = runtime()
-        here.activate()
-        if not torch.distributed.is_initialized():
-            init_process_group(here.backend)
-        seed_everything(seed)
+        here = begin(seed)
         backend = FSDP1Backend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
         super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)
-        if weights_path is not None:
-            self.load_checkpoint(weights_path, optimizer_path)
+        self.continue_from(weights_path, optimizer_path)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see :func:`megarl.models.engine.decoding.decode`."""
         self.lifecycle.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, self.cfg["generation"], self.tokenizer, greedy=greedy)
-
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Parameters on the device, evaluation behaviour."""
-        self.prepare_for_lp_inference()
 
     # placement by hand
 

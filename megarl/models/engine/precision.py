@@ -1,0 +1,20 @@
+"""The torch dtypes that a configuration may name."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """The torch dtype that a configuration names.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"{key} = {name!r}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
