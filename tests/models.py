@@ -96,9 +96,9 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
 
     Args:
         model: Hugging Face directory.
-        changes: ``tp``, ``pp``, ``sp``, ``cp``, ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``, ``batching`` (fixed,
-            dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``, ``recompute``,
-            ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged; of mixtures of
+        changes: ``tp``, ``pp``, ``sp``, ``cp``, ``comm`` (of CP), ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``,
+            ``batching`` (fixed, dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``,
+            ``recompute``, ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged; of mixtures of
             experts ``ep``, ``etp``, ``dispatcher``, ``freeze_router``, ``router_dtype``, ``balancing``, ``aux``, ``z``.
     """
     take = changes.pop
@@ -134,6 +134,7 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
             "num_layers_in_last_pipeline_stage": take("last", None),
             "virtual_pipeline_model_parallel_size": take("vpp", None),
             "context_parallel_size": take("cp", 1),
+            "context_parallel_comm_type": take("comm", None),
             "expert_model_parallel_size": take("ep", 1),
             "expert_tensor_parallel_size": take("etp", 1),
             "moe_token_dispatcher_type": take("dispatcher", "alltoall"),
@@ -176,7 +177,7 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
                 "average_in_collective": False,
                 "bucket_size": take("bucket_size", None),
                 "use_custom_fsdp": False,
-                "data_parallel_sharding_strategy": "optim_grads_params",
+                "data_parallel_sharding_strategy": "no_shard",
             },
         },
         "generation": {

@@ -66,6 +66,7 @@ MEGATRON: Config = {
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "context_parallel_size": 1,
+    "context_parallel_comm_type": None,
     "sequence_parallel": False,
     "expert_tensor_parallel_size": 1,
     "expert_model_parallel_size": 1,
@@ -112,6 +113,7 @@ DTENSOR: Config = {
     "activation_checkpointing": False,
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
+    "context_parallel_comm_type": None,
     "custom_parallel_plan": None,
     "env_vars": {},
 }

@@ -24,13 +24,14 @@ def dtensor_config(model: Path | str, batching: str = "fixed", **changes: Any) -
     Args:
         model: Hugging Face directory.
         batching: fixed, dynamic or packed.
-        changes: ``tp``, ``cp``, ``sp``, ``recompute``, ``offload``, ``plan``, and those of ``fsdp1_config``.
+        changes: ``tp``, ``cp``, ``comm``, ``sp``, ``recompute``, ``offload``, ``plan``, and those of ``fsdp1_config``.
     """
     take = changes.pop
     settings = {
         "enabled": True,
         "tensor_parallel_size": take("tp", 1),
         "context_parallel_size": take("cp", 1),
+        "context_parallel_comm_type": take("comm", None),
         "sequence_parallel": take("sp", False),
         "activation_checkpointing": take("recompute", False),
         "cpu_offload": take("offload", False),
@@ -151,14 +152,14 @@ def overflow(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_f
     return facts
 
 
-def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], rotate: str | None) -> dict[str, Any]:
     """Logits of a caller's own loop inside the contract's static contexts, in order, and whether the buffers came back."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
     mesh = worker.backend._meshes.context
     ids = batch["input_ids"].clone()
     positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
     throwaway = positions.clone()
-    context = worker.create_context_parallel_ctx(mesh, [ids, positions, throwaway], [1, 1, 1], {throwaway})
+    context = worker.create_context_parallel_ctx(mesh, [ids, positions, throwaway], [1, 1, 1], {throwaway}, rotate)
     with worker.train_context(context), torch.no_grad():
         logits = worker.backend.model(input_ids=ids, position_ids=positions, use_cache=False).logits.clone()
         place = positions[0].clone()
@@ -171,7 +172,7 @@ def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> di
     for arguments in (
         (mesh, [ids], [1, 1], set(), None),
         (mesh, [ids[:, :3].clone()], [1], set(), None),
-        (mesh, [ids], [1], set(), "alltoall"),
+        (mesh, [ids], [1], set(), "addtoall"),
     ):
         try:
             with worker.create_context_parallel_ctx(*arguments):

@@ -25,12 +25,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"cp": 2}),
     "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True}),
     "tp2-dp2": (4, {"tp": 2}),
+    "cp4-ring": (4, {"cp": 4, "comm": "p2p"}),
 }
 FAMILIES = ["llama", "qwen2-tied", "qwen3-tied", "mistral", "mistral_window"]
 # every family in every layout, and every kind of micro-batch in every layout
-CASES = [(family, layout, "fixed") for family in FAMILIES for layout in LAYOUTS]
+CASES = [(family, layout, "fixed") for family in FAMILIES for layout in LAYOUTS if "ring" not in layout]
 CASES += [("qwen3-tied", layout, batching) for layout in LAYOUTS for batching in BATCHING if batching != "fixed"]
-CASES += [("mistral_window", "cp2-tp2-sp", "packed")]
+CASES += [("mistral_window", layout, "packed") for layout in ("cp2-tp2-sp", "cp4-ring")]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,7 @@ def check_training(
     [
         ("dp2", {}, {"recompute": True}),
         ("cp2-tp2-sp", {}, {"recompute": True}),
+        ("cp4-ring", {}, {"recompute": True}),
         ("dp2", {"clip": None}, {}),
         ("tp2", {"multiple": 5}, {}),
         ("cp2-tp2-sp", {"multiple": 5}, {}),

@@ -284,13 +284,15 @@ def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path]
 # the rest of the contract
 
 
-@pytest.mark.parametrize("layout", ["cp2", "cp2-tp2-sp"])
-def test_a_callers_own_loop_under_context_parallelism(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+@pytest.mark.parametrize(("layout", "rotate"), [("cp2", None), ("cp2", "alltoall"), ("cp2-tp2-sp", "allgather")])
+def test_a_callers_own_loop_under_context_parallelism(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str, rotate: str | None
+) -> None:
     world, changes = LAYOUTS[layout]
     batch = make_batch(3, 16, seed=0)
     with torch.no_grad():
         expected = reference.load(tiny_models["qwen3"])(input_ids=batch["input_ids"]).logits
-    results = pool.run(world, dtensor_jobs.own_loop, dtensor_config(tiny_models["qwen3"], **changes), batch)
+    results = pool.run(world, dtensor_jobs.own_loop, dtensor_config(tiny_models["qwen3"], **changes), batch, rotate)
     tensor = changes.get("tp", 1)
     for rank, result in enumerate(results):
         columns = slice(rank % tensor * 51, None) if tensor == 2 else slice(None)

@@ -29,6 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-written": (2, {"pp": 2, "pipeline_layout": "Et*2|tL"}),
     "pp2-vpp2-written": (2, {"pp": 2, "pipeline_layout": "Et|(tt|)*1|tL"}),
     "cp2-dp2": (4, {"cp": 2, "multiple": 4}),
+    "cp3-ring": (3, {"cp": 3, "comm": "p2p", "multiple": 6}),
+    "cp2-tp2-sp-ring": (4, {"cp": 2, "comm": "p2p", "tp": 2, "sp": True, "multiple": 8}),
 }
 BATCHING = ["fixed", "dynamic", "packed"]
 DPO_LOSS = {
@@ -77,7 +79,7 @@ def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: st
 
 
 @pytest.mark.parametrize("changes", [{"overlap": True}, {"recompute": True}, {"distributed_optimizer": False}], ids=lambda c: "-".join(c))
-@pytest.mark.parametrize("layout", ["cp2-dp2", "pp2-vpp2"])
+@pytest.mark.parametrize("layout", ["cp2-dp2", "cp3-ring", "pp2-vpp2"])
 def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any]) -> None:
     world, placed = LAYOUTS[layout]
     model = tiny_models[family_for(layout)]

@@ -75,7 +75,8 @@ class DTensorBackend:
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
         context, tensor = self._settings.get("context_parallel_size") or 1, self._settings.get("tensor_parallel_size") or 1
         self._sequence_parallel = bool(self._settings.get("sequence_parallel")) and tensor > 1
-        self._meshes = build_meshes(runtime.device.type, context=context, tensor=tensor)
+        ring = self._settings.get("context_parallel_comm_type") == "p2p"
+        self._meshes = build_meshes(runtime.device.type, context=context, tensor=tensor, ring=ring)
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
         self.shapes = Shapes(math.lcm(share, policy.get("make_sequence_length_divisible_by") or 1), share)

@@ -17,12 +17,17 @@ from megarl.models.engine.attention import SequenceLayout
 from megarl.models.engine.context import ContextShare
 from megarl.models.huggingface.attention import default_layout
 
-ROTATE_METHODS = (None, "allgather")
+# as torch names them: all keys and values on every rank, or one rank's part after another
+ROTATE_METHODS = (None, "allgather", "alltoall")
 
 
 @contextlib.contextmanager
 def context_parallel(
-    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dimensions: Sequence[int], no_restore: Collection[torch.Tensor] = ()
+    mesh: DeviceMesh,
+    buffers: Sequence[torch.Tensor],
+    dimensions: Sequence[int],
+    no_restore: Collection[torch.Tensor] = (),
+    rotate_method: str | None = None,
 ) -> Iterator[None]:
     """Inside, every buffer holds this rank's part of it and the model's attention sees whole sequences all the same.
 
@@ -31,6 +36,7 @@ def context_parallel(
         buffers: token ids, position ids and whatever else has a sequence dimension; changed in place.
         dimensions: the sequence dimension of each; its length is a multiple of twice the ranks.
         no_restore: buffers that may keep their part when the block ends.
+        rotate_method: one of ``ROTATE_METHODS``; ``alltoall`` is ring attention.
 
     Raises:
         BatchError: not one dimension for each buffer, or a length that cannot be divided.
@@ -44,7 +50,7 @@ def context_parallel(
                 f"a buffer of shape {list(buffer.shape)}: dimension {dimension} must be a multiple of {2 * size} for {size} "
                 "context-parallel ranks; pad it"
             )
-    share = ContextShare(mesh.get_local_rank(), size, mesh.get_group()) if size > 1 else ContextShare()
+    share = ContextShare(mesh.get_local_rank(), size, mesh.get_group(), rotate_method == "alltoall") if size > 1 else ContextShare()
     kept = {id(buffer) for buffer in no_restore}
     whole = [None if id(buffer) in kept else buffer.clone() for buffer in buffers]
     for buffer, dimension in zip(buffers, dimensions, strict=True):

@@ -29,8 +29,13 @@ class Meshes:
     groups: ParallelGroups
 
 
-def build_meshes(device_type: str, *, context: int, tensor: int) -> Meshes:
+def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = False) -> Meshes:
     """The mesh over all ranks, tensor parallel fastest, then context, then data parallel.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        context, tensor: sizes of these dimensions.
+        ring: context-parallel ranks send keys and values round instead of gathering them.
 
     Raises:
         ConfigError: the ranks are no multiple of one copy of the model.
@@ -41,7 +46,11 @@ def build_meshes(device_type: str, *, context: int, tensor: int) -> Meshes:
     _forget_earlier_meshes()
     root = init_device_mesh(device_type, (1, world // copy, context, tensor), mesh_dim_names=("pp", "dp", "cp", "tp"))
     groups = ParallelGroups(
-        tensor=root["tp"].get_group(), context=root["cp"].get_group(), data=root["dp"].get_group(), pipeline=root["pp"].get_group()
+        tensor=root["tp"].get_group(),
+        context=root["cp"].get_group(),
+        data=root["dp"].get_group(),
+        pipeline=root["pp"].get_group(),
+        ring=ring,
     )
     sharding: Any = root["dp", "cp"]._flatten("dp_cp")
     return Meshes(sharding, root["cp"], root["tp"], groups)

@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.engine.context import ContextShare, gather_shared
+from megarl.models.engine.ring_attention import ring_attention
+from megarl.models.engine.varlen_attention import serves, varlen_attention, varlen_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,16 @@ def attention(
     if layout.starts is None and context.size == 1:
         return causal_attention(query, key, value, scale, window)
     starts = layout.starts or (0, query.shape[2] * context.size)
+    if context.size > 1 and context.ring:
+        return ring_attention(query, key, value, starts, context, scale, window)
     if context.size > 1:
         key, value = _whole_keys_and_values(key, value, starts, context)
+    pieces = _pieces(starts, context)
+    kernel = varlen_kernel() if layout.starts is not None and serves(query) else None
+    if kernel is not None:
+        return varlen_attention(query, key, value, pieces, kernel, scale=scale, window=window)
     return torch.cat(
-        [causal_attention(query[:, :, here], key[:, :, seen], value[:, :, seen], scale, window) for here, seen in _pieces(starts, context)],
-        dim=2,
+        [causal_attention(query[:, :, here], key[:, :, seen], value[:, :, seen], scale, window) for here, seen in pieces], dim=2
     )
 
 

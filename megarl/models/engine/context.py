@@ -24,11 +24,13 @@ class ContextShare:
     Attributes:
         rank, size: which of how many.
         group: their process group; None when there is one rank.
+        ring: attention sends keys and values round the ranks (:mod:`megarl.models.engine.ring_attention`) instead of gathering them.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    ring: bool = False
 
     def chunks(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """The ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The length is a multiple of 2 * size."""

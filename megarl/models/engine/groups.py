@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,12 +17,17 @@ class ParallelGroups:
 
     Ranks are laid out with tensor parallel fastest, then context, data and pipeline parallel slowest, as in
     ``NamedSharding(arange(world).reshape(pp, dp, cp, tp))``.
+
+    Attributes:
+        tensor, context, data, pipeline: process groups.
+        ring: the context-parallel ranks send keys and values round instead of gathering them.
     """
 
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
     data: dist.ProcessGroup
     pipeline: dist.ProcessGroup
+    ring: bool = field(default=False, kw_only=True)
 
     @property
     def tensor_rank(self) -> int:
@@ -59,7 +64,7 @@ class ParallelGroups:
     @property
     def context_share(self) -> ContextShare:
         """This process's part of every sequence."""
-        return ContextShare(self.context_rank, self.context_size, self.context if self.context_size > 1 else None)
+        return ContextShare(self.context_rank, self.context_size, self.context, self.ring) if self.context_size > 1 else ContextShare()
 
     @property
     def is_first_stage(self) -> bool:

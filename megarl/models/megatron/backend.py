@@ -77,6 +77,7 @@ class MegatronBackend:
             virtual=pipeline_chunks(megatron),
             expert=megatron.get("expert_model_parallel_size", 1),
             expert_tensor=megatron.get("expert_tensor_parallel_size", 1),
+            ring=megatron.get("context_parallel_comm_type") == "p2p",
         )
         self.groups: ParallelGroups = parallel.initialize(sizes)
         self.experts = parallel.expert_groups(self.groups)

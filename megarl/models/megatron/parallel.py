@@ -20,6 +20,7 @@ class ParallelSizes:
         tensor, pipeline, context: ranks that share a layer, the layers, a sequence.
         virtual: model chunks of one pipeline stage.
         expert, expert_tensor: ranks that share the experts, and one expert.
+        ring: context-parallel ranks send keys and values round instead of gathering them.
     """
 
     tensor: int = 1
@@ -28,6 +29,7 @@ class ParallelSizes:
     virtual: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.time
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(with_context_parallel=False),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        ring=sizes.ring,
     )
 
 

@@ -55,6 +55,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         tensor_model_parallel_size=megatron["tensor_model_parallel_size"],
         pipeline_model_parallel_size=megatron["pipeline_model_parallel_size"],
         context_parallel_size=megatron["context_parallel_size"],
+        cp_comm_type=megatron.get("context_parallel_comm_type"),
         pipeline_model_parallel_layout=megatron.get("pipeline_model_parallel_layout"),
         num_layers_in_first_pipeline_stage=megatron.get("num_layers_in_first_pipeline_stage"),
         num_layers_in_last_pipeline_stage=megatron.get("num_layers_in_last_pipeline_stage"),

@@ -56,7 +56,7 @@ class PortableAttention(MegatronModule):
         self.window = None if window is None or window[0] < 0 else window[0] + 1
         group = pg_collection.cp if pg_collection is not None else None
         size = 1 if group is None else dist.get_world_size(group)
-        self.context = ContextShare(dist.get_rank(group), size, group) if size > 1 else ContextShare()
+        self.context = ContextShare(dist.get_rank(group), size, group, config.cp_comm_type == "p2p") if size > 1 else ContextShare()
 
     def forward(
         self,

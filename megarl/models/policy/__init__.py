@@ -25,6 +25,8 @@ class DTensorConfig(TypedDict):
         activation_checkpointing: recompute every layer in the backward pass.
         tensor_parallel_size: ranks that share one layer.
         context_parallel_size: ranks that share one sequence.
+        context_parallel_comm_type: how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of
+            them on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is all_gather.
         custom_parallel_plan: import path of a plan or of a function that returns one; null takes the built-in plan of the model.
         env_vars: environment variables of the workers.
     """
@@ -35,6 +37,7 @@ class DTensorConfig(TypedDict):
     activation_checkpointing: NotRequired[bool]
     tensor_parallel_size: NotRequired[int]
     context_parallel_size: NotRequired[int]
+    context_parallel_comm_type: NotRequired[Literal["all_gather", "p2p"] | None]
     custom_parallel_plan: NotRequired[str | None]
     env_vars: NotRequired[dict[str, str] | None]
 
@@ -167,6 +170,9 @@ class MegatronConfig(TypedDict):
         num_layers_in_first_pipeline_stage: null divides evenly.
         num_layers_in_last_pipeline_stage: null divides evenly.
         context_parallel_size: ranks that share one sequence.
+        context_parallel_comm_type: how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of
+            them on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is all_gather, and
+            with Transformer Engine its own choice, p2p.
         pipeline_dtype: type of the activations sent between stages; must be ``policy.precision``.
         sequence_parallel: shard the activations between tensor-parallel regions over the sequence.
         expert_tensor_parallel_size: tensor-parallel ranks of one expert.
@@ -198,6 +204,7 @@ class MegatronConfig(TypedDict):
     num_layers_in_first_pipeline_stage: NotRequired[int | None]
     num_layers_in_last_pipeline_stage: NotRequired[int | None]
     context_parallel_size: NotRequired[int]
+    context_parallel_comm_type: NotRequired[Literal["all_gather", "p2p"] | None]
     pipeline_dtype: NotRequired[Precision]
     sequence_parallel: NotRequired[bool]
     expert_tensor_parallel_size: NotRequired[int]

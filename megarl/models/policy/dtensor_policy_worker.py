@@ -117,16 +117,16 @@ class DTensorPolicyWorker(EngineWorker):
             cp_buffers: changed in place.
             cp_seq_dims: the sequence dimension of each buffer.
             cp_no_restore_buffers: buffers that need not get their whole content back.
-            cp_rotate_method: how keys and values come together; ``allgather``, or None for the same.
+            cp_rotate_method: how keys and values come together; ``allgather``, or None for the same, or ``alltoall``: ring attention.
 
         Raises:
             ConfigError: another rotate method.
         """
         if cp_rotate_method not in ROTATE_METHODS:
             raise ConfigError(
-                f"cp_rotate_method = {cp_rotate_method!r}: keys and values come together by allgather; write allgather or None"
+                f"cp_rotate_method = {cp_rotate_method!r}: keys and values come together by allgather or alltoall; write one or None"
             )
-        return context_parallel(cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers)
+        return context_parallel(cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method)
 
     @staticmethod
     @contextlib.contextmanager

@@ -1,0 +1,136 @@
+"""Attention over a part of the keys, with what it takes to put parts together: the log-sum-exp of the scores.
+
+Two parts join exactly: with outputs o1, o2 and log-sum-exps l1, l2 the whole has l = log(exp l1 + exp l2) and o = exp(l1 - l) o1 +
+exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1). Shapes: B batch, S query length, K key length, H query heads, G key-value
+heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# queries at a time where no kernel is used: scores are [B, H, this, K]
+BLOCK = 512
+
+
+def partial_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = False, seen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over these keys alone; nothing is kept for autograd.
+
+    Args:
+        query: [B, H, S, D].
+        key, value: [B, G, K, D]; G divides H.
+        scale: factor of the scores.
+        causal: query i sees the keys up to i (S = K).
+        seen: [S, K] bool, the keys that each query sees, instead of ``causal``; None for all.
+
+    Returns:
+        [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in float32 or better. A query that sees no key
+        has output 0 and log-sum-exp -inf.
+    """
+    if query.device.type != "cpu":
+        return _in_blocks(query, key, value, scale, causal, seen)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, logsumexp = kernel(query, key, value, 0.0, causal, attn_mask=_bias(seen, query.dtype), scale=scale)
+    if seen is not None:  # the kernel writes 0 for a query without keys
+        logsumexp = logsumexp.masked_fill(~seen.any(dim=1), float("-inf"))
+    return output, logsumexp
+
+
+def partial_gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What these keys contribute to the gradients of whole attention.
+
+    Args:
+        gradient: [B, H, S, D], of the whole output.
+        query, key, value, scale, causal, seen: as for :func:`partial_attention`.
+        output: [B, H, S, D], of all parts together.
+        logsumexp: [B, H, S], of all parts together; finite.
+
+    Returns:
+        Of ``query``, [B, H, S, D], and of ``key`` and ``value``, [B, G, K, D]; parts of the first add up.
+    """
+    if query.device.type != "cpu":
+        return _gradients_in_blocks(gradient, query, key, value, output, logsumexp, scale, causal, seen)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    bias = _bias(seen, query.dtype)
+    of_query, of_key, of_value = kernel(gradient, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    return of_query, of_key, of_value
+
+
+def _bias(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if seen is None:
+        return None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf"))[None, None]
+
+
+def _in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`partial_attention` in plain operations, for devices whose kernels do not give the log-sum-exp of any mask and dtype."""
+    outputs, sums = [], []
+    for first in range(0, query.shape[2], BLOCK):
+        scores = _scores(query, key, scale, causal, seen, first)
+        logsumexp = scores.logsumexp(dim=-1)
+        weights = _weights(scores, logsumexp)
+        mixed = weights.to(value.dtype) @ value[:, :, None]
+        outputs.append(mixed.flatten(1, 2))
+        sums.append(logsumexp.flatten(1, 2))
+    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+
+def _gradients_in_blocks(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
+    causal: bool,
+    seen: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Dao et al. 2022, algorithm 4, over blocks of queries."""
+    groups = key.shape[1]
+    sums = torch.promote_types(query.dtype, torch.float32)
+    of_key, of_value = torch.zeros_like(key, dtype=sums), torch.zeros_like(value, dtype=sums)
+    of_query = []
+    for first in range(0, query.shape[2], BLOCK):
+        here = slice(first, first + BLOCK)
+        asked, pulled, made = (tensor[:, :, here].unflatten(1, (groups, -1)) for tensor in (query, gradient, output))
+        weights = _weights(_scores(query, key, scale, causal, seen, first), logsumexp[:, :, here].unflatten(1, (groups, -1)))
+        of_value += (weights.to(value.dtype).mT @ pulled).sum(dim=2)
+        of_weights = (pulled @ value[:, :, None].mT).to(sums)
+        inner = (pulled.to(sums) * made.to(sums)).sum(dim=-1, keepdim=True)
+        of_scores = (weights * (of_weights - inner) * scale).to(query.dtype)
+        of_query.append((of_scores @ key[:, :, None]).flatten(1, 2))
+        of_key += (of_scores.mT @ asked).sum(dim=2)
+    return torch.cat(of_query, dim=2), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None, first: int) -> torch.Tensor:
+    """[B, G, H/G, block, K] in float32 or better, -inf where a key is not seen, of the block of queries from ``first`` on."""
+    asked = query[:, :, first : first + BLOCK].unflatten(1, (key.shape[1], -1))
+    scores = (asked @ key[:, :, None].mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if seen is not None:
+        return scores.masked_fill(~seen[first : first + BLOCK], float("-inf"))
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=first + 1)
+        return scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+def _weights(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
+    """exp(scores - logsumexp); 0 for a query that sees no key, where both are -inf."""
+    return (scores - logsumexp.masked_fill(logsumexp == float("-inf"), 0.0)[..., None]).exp()

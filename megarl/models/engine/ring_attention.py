@@ -1,0 +1,179 @@
+"""Ring attention: keys and values go round the context-parallel ranks, each rank attending to one rank's part at a time.
+
+No rank ever holds more than two ranks' keys and values, where gathering them holds all; each next part travels while the last one is
+attended to. In the backward pass they go round again, and their gradients with them (Liu et al. 2023, arXiv:2310.01889; here on the
+load-balanced chunks of :mod:`megarl.models.engine.context`, so that every step is the same work on all ranks).
+
+Legend: s = S / size positions here; of a sequence a rank has two chunks, a first and a second half of what it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.engine.context import ContextShare
+from megarl.models.engine.partial_attention import partial_attention, partial_gradients
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: tuple[int, ...],
+    context: ContextShare,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention inside every sequence, over the keys and values of all context-parallel ranks.
+
+    Args:
+        query: [B, H, s, D], this rank's part.
+        key, value: [B, G, s, D].
+        starts: where each sequence begins over all ranks; the last entry is the end. Lengths are multiples of 2 * context size.
+        context: two ranks or more.
+        scale: factor of the scores; ``1/sqrt(D)`` when None.
+        window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
+
+    Returns:
+        [B, H, s, D]. A collective over ``context``, and so is its backward pass.
+    """
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return _RingAttention.apply(query, key, value, starts, context, scale, window)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries of this rank and the keys, of another rank's part, that they see: all, up to themselves, or those marked in ``seen``."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    seen: torch.Tensor | None = None
+
+
+def _pieces(starts: tuple[int, ...], context: ContextShare, source: int, window: int | None, device: torch.device) -> Iterator[_Piece]:
+    """What this rank's queries see of the keys of rank ``source``, sequence by sequence."""
+    for start, end in itertools.pairwise(starts):
+        here, length = start // context.size, (end - start) // context.size
+        if length == 0:
+            continue
+        first, middle, last = here, here + length // 2, here + length
+        if source == context.rank:
+            piece = _Piece(slice(first, last), slice(first, last), causal=True)
+        elif source < context.rank:
+            # its first chunk lies before both of ours, its second behind both
+            piece = _Piece(slice(first, last), slice(first, middle))
+        else:
+            # both of its chunks lie between ours
+            piece = _Piece(slice(middle, last), slice(first, last))
+        if window is None or window >= end - start:
+            yield piece
+        else:
+            yield from _inside_window(piece, starts, context, source, window, device)
+
+
+def _inside_window(
+    piece: _Piece, starts: tuple[int, ...], context: ContextShare, source: int, window: int, device: torch.device
+) -> Iterator[_Piece]:
+    """The piece with what the window leaves of it; nothing when it leaves nothing."""
+    asking = context.index(starts, device)[piece.queries]
+    held = ContextShare(source, context.size).index(starts, device)[piece.keys]
+    distance = asking[:, None] - held[None]
+    seen = (distance >= 0) & (distance < window)
+    if bool(seen.any()):
+        yield _Piece(piece.queries, piece.keys, seen=seen)
+
+
+class _Round:
+    """A tensor that is on its way to the next rank while the same of the rank before arrives."""
+
+    def __init__(self, tensor: torch.Tensor, context: ContextShare) -> None:
+        assert context.group is not None
+        after, before = (dist.get_global_rank(context.group, (context.rank + step) % context.size) for step in (1, -1))
+        self._arriving = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, after, context.group),
+            dist.P2POp(dist.irecv, self._arriving, before, context.group),
+        ]
+        self._sent = tensor  # has to live until it has left
+        self._requests = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> torch.Tensor:
+        for request in self._requests:
+            request.wait()
+        return self._arriving
+
+
+def _go_round(both: torch.Tensor, context: ContextShare) -> Iterator[tuple[int, torch.Tensor]]:
+    """(rank, its keys and values) for every rank, our own first; the next are fetched meanwhile."""
+    for step in range(context.size):
+        following = _Round(both, context) if step + 1 < context.size else None
+        yield (context.rank - step) % context.size, both
+        if following is not None:
+            both = following.wait()
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: tuple[int, ...],
+        context: ContextShare,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        both = torch.stack([key, value])
+        sums = torch.promote_types(query.dtype, torch.float32)
+        output = torch.zeros(query.shape, dtype=sums, device=query.device)
+        logsumexp = torch.full(query.shape[:3], float("-inf"), dtype=sums, device=query.device)
+        for source, held in _go_round(both, context):
+            for piece in _pieces(starts, context, source, window, query.device):
+                asked, keys, values = query[:, :, piece.queries], held[0][:, :, piece.keys], held[1][:, :, piece.keys]
+                part, part_sum = partial_attention(asked, keys, values, scale, causal=piece.causal, seen=piece.seen)
+                _join(output[:, :, piece.queries], logsumexp[:, :, piece.queries], part, part_sum)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, both, output, logsumexp)
+        ctx.described = (starts, context, scale, window)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        query, both, output, logsumexp = ctx.saved_tensors
+        starts, context, scale, window = ctx.described
+        of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
+        # travels one step behind the keys and values that it belongs to, and after a last step it is home
+        of_both = torch.zeros_like(both, dtype=logsumexp.dtype)
+        on_its_way: _Round | None = None
+        for source, held in _go_round(both, context):
+            added = torch.zeros_like(of_both)
+            for piece in _pieces(starts, context, source, window, query.device):
+                asked, pulled, made = (tensor[:, :, piece.queries] for tensor in (query, gradient, output))
+                keys, values = held[0][:, :, piece.keys], held[1][:, :, piece.keys]
+                parts = partial_gradients(
+                    pulled, asked, keys, values, made, logsumexp[:, :, piece.queries], scale, causal=piece.causal, seen=piece.seen
+                )
+                of_query[:, :, piece.queries] += parts[0]
+                added[0][:, :, piece.keys] += parts[1]
+                added[1][:, :, piece.keys] += parts[2]
+            of_both = added if on_its_way is None else on_its_way.wait().add_(added)
+            on_its_way = _Round(of_both, context)
+        assert on_its_way is not None
+        home = on_its_way.wait().to(both.dtype)
+        return of_query.to(query.dtype), home[0], home[1], None, None, None, None
+
+
+def _join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_sum: torch.Tensor) -> None:
+    """Take a part into the output and log-sum-exp so far, in place. Where neither has seen a key yet, both stay as they are."""
+    joint = torch.logaddexp(logsumexp, part_sum)
+    finite = joint.masked_fill(joint == float("-inf"), 0.0)
+    output.mul_((logsumexp - finite).exp()[..., None]).add_(part * (part_sum - finite).exp()[..., None])
+    logsumexp.copy_(joint)

@@ -1,0 +1,95 @@
+"""Attention over parts of the keys, joined, against whole attention in float64 and autograd: the CPU kernel and the plain operations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megarl.models.engine import partial_attention
+from megarl.models.engine.ring_attention import _join
+
+KERNELS = {
+    "cpu": (partial_attention.partial_attention, partial_attention.partial_gradients),
+    "plain": (
+        lambda *tensors, causal=False, seen=None: partial_attention._in_blocks(*tensors, causal, seen),
+        lambda *tensors, causal=False, seen=None: partial_attention._gradients_in_blocks(*tensors, causal, seen),
+    ),
+}
+BOUNDS = {torch.float32: 3e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}
+
+
+def whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return ((query @ key.mT) * scale).masked_fill(~seen, float("-inf")).softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", ["all", "causal", "window", "blind"])
+def test_parts_join_to_the_whole(kernel: str, dtype: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in two parts of 7 and 4; with "blind" some queries see nothing of the first part and others nothing of the second."""
+    monkeypatch.setattr(partial_attention, "BLOCK", 3)
+    forward, backward = KERNELS[kernel]
+    torch.manual_seed(5)
+    query, key, value = torch.randn(2, 6, 7, 5), torch.randn(2, 2, 11, 5), torch.randn(2, 2, 11, 5)
+    query, key, value = (tensor.to(dtype).double().requires_grad_() for tensor in (query, key, value))
+    pull = torch.randn(2, 6, 7, 5).to(dtype)
+    parts = [slice(0, 7), slice(7, 11)]
+    seen = torch.ones(7, 11, dtype=torch.bool)
+    if case == "causal":
+        seen[:, :7] = torch.ones(7, 7, dtype=torch.bool).tril()
+    elif case == "window":
+        seen[:, :7] = torch.ones(7, 7, dtype=torch.bool).tril().triu(-2)
+    elif case == "blind":
+        seen[1:3, :7] = False
+        seen[3:, 7:] = False
+    expected = whole(query, key, value, 0.4, seen)
+    expected.backward(pull.double())
+
+    small = [tensor.detach().to(dtype) for tensor in (query, key, value)]
+    output, sums = torch.zeros(2, 6, 7, 5, dtype=torch.promote_types(dtype, torch.float32)), None
+    sums = torch.full((2, 6, 7), float("-inf"), dtype=output.dtype)
+    options = []
+    for part in parts:
+        mask = seen[:, part]
+        causal = case == "causal" and part.start == 0
+        options.append({"causal": True} if causal else {"seen": None if bool(mask.all()) else mask})
+        made, part_sums = forward(small[0], small[1][:, :, part], small[2][:, :, part], 0.4, **options[-1])
+        assert made.dtype == dtype and part_sums.dtype == output.dtype
+        _join(output, sums, made, part_sums)
+    bound = BOUNDS[dtype]
+    torch.testing.assert_close(output.double(), expected, atol=bound, rtol=bound)
+
+    output = output.to(dtype)
+    of_query = torch.zeros_like(query)
+    for part, option in zip(parts, options, strict=True):
+        keys, values = small[1][:, :, part], small[2][:, :, part]
+        got = backward(pull, small[0], keys, values, output, sums, 0.4, **option)
+        of_query += got[0].double()
+        torch.testing.assert_close(got[1].double(), key.grad[:, :, part], atol=4 * bound, rtol=bound)
+        torch.testing.assert_close(got[2].double(), value.grad[:, :, part], atol=4 * bound, rtol=bound)
+    torch.testing.assert_close(of_query, query.grad, atol=4 * bound, rtol=bound)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_query_without_keys_is_marked(kernel: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 1, 5, 4, generator=generator)
+    seen = torch.ones(3, 5, dtype=torch.bool)
+    seen[1] = False
+    output, sums = KERNELS[kernel][0](query, key, key, 1.0, seen=seen)
+    assert output[:, :, 1].eq(0).all() and sums[:, :, 1].eq(float("-inf")).all()
+    assert sums[:, :, [0, 2]].isfinite().all()
+
+
+def test_the_two_kernels_agree_on_random_masks() -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    query, key, value = torch.randn(1, 4, 9, 6), torch.randn(1, 2, 13, 6), torch.randn(1, 2, 13, 6)
+    seen = torch.rand(9, 13) < 0.5
+    one, other = (KERNELS[name][0](query, key, value, 0.3, seen=seen) for name in KERNELS)
+    torch.testing.assert_close(one, other, atol=3e-6, rtol=3e-6)
