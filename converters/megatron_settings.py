@@ -11,6 +11,7 @@ from converters.errors import ConversionError
 from converters.mixture import MixtureOfExperts
 from converters.rope import yarn_attention_factor
 
+# written into Megatron-Core's code: its model takes the factor alone
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OTHER_BACKEND = "use a backend that runs the transformers model itself"
 
@@ -25,20 +26,23 @@ class MegatronSettings:
             experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``, ``moe_grouped_gemm``, ``moe_router_dtype`` and the
             load-balancing loss, whose coefficient is 0 unless given.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
-        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads them with ``getattr``
-            for YaRN, though the class does not declare them.
+        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads those of YaRN with
+            ``getattr``, though the class does not declare them; others the class declares, but its constructor refuses the value.
+        llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled ``inv_freq`` of the built model,
+            where the llama3 scaling is not the one that ``GPTModel`` has arguments for; else None.
     """
 
     transformer: dict[str, Any]
     model: dict[str, Any]
     attributes: dict[str, Any]
+    llama3: dict[str, Any] | None = None
 
 
 def megatron_settings(architecture: Architecture) -> MegatronSettings:
     """Arguments with which Megatron-Core computes the same function as transformers.
 
     Raises:
-        ConversionError: Megatron-Core has no setting for a combination of biases, for the routing or for the rotary scaling.
+        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling.
     """
     add_bias_linear, add_qkv_bias = _bias_flags(architecture)
     transformer = {
@@ -61,15 +65,16 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     if architecture.sliding_window is not None:
         # Megatron-Core counts the tokens before and after, transformers counts the token itself as well.
         transformer["window_size"] = (architecture.sliding_window - 1, 0)
+    model, attributes = _rotary(architecture)
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
-    model, attributes = _rotary(architecture)
+        attributes |= _mixture_attributes(architecture.mixture)
     model |= {
         "vocab_size": architecture.vocab_size,
         "max_sequence_length": architecture.max_position,
         "share_embeddings_and_output_weights": architecture.tied_embeddings,
     }
-    return MegatronSettings(transformer=transformer, model=model, attributes=attributes)
+    return MegatronSettings(transformer=transformer, model=model, attributes=attributes, llama3=_own_llama3(architecture))
 
 
 def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
@@ -92,12 +97,6 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
     Softmax over all logits and division of the chosen probabilities by their sum is the same function as softmax over the chosen logits,
     which is what Megatron-Core does without ``moe_router_pre_softmax``; with it, it does not divide.
     """
-    if mixture.normalized and mixture.experts_per_token == 1:
-        raise ConversionError(
-            "num_experts_per_tok = 1 with normalised probabilities (every Mixtral; norm_topk_prob): the chosen expert has the weight 1, "
-            "which Megatron-Core cannot give",
-            _OTHER_BACKEND,
-        )
     return {
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.experts_per_token,
@@ -105,9 +104,19 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         # A list, even of ones, makes Megatron-Core store every layer of a checkpoint apart.
         "moe_layer_freq": 1 if all(mixture.sparse_layers) else [int(sparse) for sparse in mixture.sparse_layers],
         "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": not mixture.normalized,
+        "moe_router_pre_softmax": not mixture.normalized or _has_constant_weight(mixture),
         "moe_router_enable_expert_bias": False,
     }
+
+
+def _mixture_attributes(mixture: MixtureOfExperts) -> dict[str, Any]:
+    """Softmax over the logit of one expert gives it the weight 1, as transformers does; Megatron-Core computes that, but its constructor
+    refuses it, because the router then learns from a load-balancing loss alone."""
+    return {"moe_router_pre_softmax": False} if _has_constant_weight(mixture) else {}
+
+
+def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
+    return mixture.normalized and mixture.experts_per_token == 1
 
 
 def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -125,17 +134,19 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
     if scaling["type"] == "linear":
         return model | {"seq_len_interpolation_factor": scaling["factor"]}, {}
     if scaling["type"] == "llama3":
-        _require_megatron_llama3(scaling)
+        if _own_llama3(architecture) is not None:
+            return model, {}
         return model | {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}, {}
     assert scaling["type"] == "yarn", scaling
     return model | {"position_embedding_type": "yarn"}, _yarn_attributes(scaling)
 
 
-def _require_megatron_llama3(scaling: dict[str, Any]) -> None:
-    """Megatron-Core takes only the factor; the rest is written into its code."""
-    others = [f"{key} = {scaling[key]!r}: must be {value!r}" for key, value in _MEGATRON_LLAMA3.items() if scaling[key] != value]
-    if others:
-        raise ConversionError("Megatron-Core fixes these parameters of llama3 rope scaling", _OTHER_BACKEND, others)
+def _own_llama3(architecture: Architecture) -> dict[str, Any] | None:
+    """See ``MegatronSettings.llama3``."""
+    scaling = architecture.rope_scaling
+    if scaling is None or scaling["type"] != "llama3" or all(scaling[key] == value for key, value in _MEGATRON_LLAMA3.items()):
+        return None
+    return {"factor": scaling["factor"], **{key: scaling[key] for key in _MEGATRON_LLAMA3}}
 
 
 def _yarn_attributes(scaling: dict[str, Any]) -> dict[str, Any]:

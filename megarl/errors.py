@@ -80,6 +80,10 @@ class StateError(MegarlError, RuntimeError):
     """A method was called in a state that does not allow it, for example training while the optimizer is offloaded."""
 
 
+class GenerationError(MegarlError, RuntimeError):
+    """A model gave logits that no token can be drawn from."""
+
+
 class WorkerError(MegarlError, RuntimeError):
     """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1 host]``."""
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.architecture import Architecture, read_architecture
+from converters.architecture import read_architecture
 from converters.check import check_source
-from converters.source import open_source
+from converters.megatron_settings import megatron_settings
+from converters.source import HuggingFaceSource, open_source
+from megarl.config.backend import enabled_backend
+from megarl.config.model_facts import read_model_facts
 from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -15,32 +20,80 @@ if TYPE_CHECKING:
 
     from megarl.data.datasets import Dataset
 
+logger = logging.getLogger(__name__)
 
-def check_model(policy: Mapping[str, Any]) -> Architecture:
-    """The architecture of the model, whose weights are there and fit its config. Reads headers only.
+
+def check_model(policy: Mapping[str, Any]) -> int:
+    """Make sure that the configured backend can run the model and that its weights are there and fit its config. Reads headers only.
 
     Args:
         policy: the ``policy`` section.
 
+    Returns:
+        The model's vocabulary size, unpadded.
+
     Raises:
         ConversionError: the model cannot be carried over, or its weights do not fit its config.
-        ModelError: its config cannot be read.
+        ModelError: its config cannot be read, or does not fit the weights.
+        ConfigError: the model cannot be divided as configured.
     """
+    source = open_source(policy["model_name"])
+    return _check(policy, _read_config(policy, source.directory), source)
+
+
+def check_model_on_disk(policy: Mapping[str, Any]) -> None:
+    """:func:`check_model` without the network: of a directory everything, unless it holds no weights at all; else what ``config.json``
+    says, where it is on this disk.
+
+    Raises:
+        ConversionError, ModelError, ConfigError: as :func:`check_model`.
+    """
+    directory = Path(policy["model_name"]).expanduser()
+    if directory.is_dir() and any(directory.glob("*.safetensors*")):
+        check_model(policy)
+    elif read_model_facts(policy["model_name"]) is not None:
+        if directory.is_dir():
+            logger.warning("%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them", directory)
+        _check(policy, _read_config(policy, policy["model_name"], local_files_only=True), None)
+
+
+def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -> Any:
     from transformers import AutoConfig
 
-    source = open_source(policy["model_name"])
     try:
-        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=policy["trust_remote_code"])
+        return AutoConfig.from_pretrained(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:
         # Model code, the checks of a config's fields and the file system raise errors of many unrelated classes.
         raise ModelError(
             f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: {type(error).__name__}: {error}. "
             "Fix: give the directory of a complete Hugging Face model"
         ) from error
+
+
+def _check(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> int:
+    """The vocabulary size; without a source the config alone is checked."""
+    if enabled_backend(policy) != "megatron":
+        _check_for_torch(policy, config, source)
+        return int(config.get_text_config().vocab_size)
     architecture = read_architecture(config)
-    # Whether tied weights are equal takes reading them; the worker that holds them compares.
-    check_source(source, architecture, compare_tied=False)
-    return architecture
+    megatron_settings(architecture)
+    if source is not None:
+        # Whether tied weights are equal takes reading them; the worker that holds them compares.
+        check_source(source, architecture, compare_tied=False)
+    return architecture.vocab_size
+
+
+def _check_for_torch(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> None:
+    """What the workers of the torch backends will refuse, on a model without memory."""
+    from megarl.models.dtensor.plans import choose_plan
+    from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
+
+    model = build_on_meta(config, trust_remote_code=policy["trust_remote_code"])
+    settings = policy.get("dtensor_cfg") or {}
+    if settings.get("enabled") and settings["tensor_parallel_size"] > 1:
+        choose_plan(model, sequence_parallel=settings["sequence_parallel"], custom=settings["custom_parallel_plan"])
+    if source is not None:
+        check_names(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, tied=is_tied(model))
 
 
 def check_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int, with_answers: bool) -> None:

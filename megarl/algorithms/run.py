@@ -77,8 +77,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         tokenizer = _tokenizer(config)
         if config["policy"]["generation"] is not None:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
-        architecture = check_model(config["policy"])
-        train_data, validation_data = _load_datasets(config, tokenizer, architecture.vocab_size)
+        vocab_size = check_model(config["policy"])
+        train_data, validation_data = _load_datasets(config, tokenizer, vocab_size)
         manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         schedule = _schedule(config, len(train_data))

@@ -19,28 +19,53 @@ def appears_whole(directory: Path) -> Iterator[Path]:
 
     Everything is written beside it, synced to disk, and moved to its name by rank 0 alone. A collective over all ranks.
 
+    What the block raises leaves it at once: another rank may be inside a collective of the block, where no agreement could reach it. Work
+    that each rank does for itself belongs into :func:`failing_together`.
+
     Raises:
-        CheckpointError: ``directory`` is not empty, or cannot be written.
+        CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
     """
     staging = directory.parent / f".{directory.name}.partial"
     first = dist.get_rank() == 0
-    problem = [_prepare(directory, staging) if first else None]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise CheckpointError(problem[0])
+    _agree(_prepare(directory, staging) if first else None)
     try:
         yield staging
+        dist.barrier()
+        _agree(_publish(directory, staging) if first else None)
     except BaseException:
         if first:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    dist.barrier()
-    if first:
-        fsync_tree(staging)
-        if directory.exists():
-            directory.rmdir()
-        staging.rename(directory)
-    dist.barrier()
+
+
+@contextlib.contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """Work that each rank does for itself, without collectives; what fails on one rank fails on all. A collective over all ranks.
+
+    Args:
+        what: for the message, for example ``writing random-number states to DIRECTORY``.
+
+    Raises:
+        CheckpointError: on all ranks, when any failed; names the first that did. Where it was this one, the cause is what it raised.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    try:
+        _agree(None if failure is None else f"{what} failed: {type(failure).__name__}: {failure}")
+    except CheckpointError as agreed:
+        raise agreed from failure
+
+
+def _agree(problem: str | None) -> None:
+    """Fail on all ranks when there is a problem on any; names the first rank that has one. A collective over all ranks."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
+    if found is not None:
+        raise CheckpointError(f"rank {found[0]}: {found[1]}")
 
 
 def _prepare(directory: Path, staging: Path) -> str | None:
@@ -52,6 +77,18 @@ def _prepare(directory: Path, staging: Path) -> str | None:
         staging.mkdir(parents=True)
     except OSError as error:
         return f"cannot write a checkpoint to {directory}: {error}; give a directory that this user may write"
+    return None
+
+
+def _publish(directory: Path, staging: Path) -> str | None:
+    """Sync everything to disk and give it its name; what went wrong otherwise."""
+    try:
+        fsync_tree(staging)
+        if directory.exists():
+            directory.rmdir()
+        staging.rename(directory)
+    except OSError as error:
+        return f"{directory} could not be written: {error}; see to free space and permissions there"
     return None
 
 

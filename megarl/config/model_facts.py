@@ -60,6 +60,11 @@ class ModelFacts:
         """Whether the layer of that index has experts instead of a dense MLP."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has a dense MLP."""
+        return self.num_experts == 0 or len(self.dense_layers) > 0
+
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
     """The facts of a model on this disk: a directory, or a Hugging Face id whose ``config.json`` has been downloaded before.

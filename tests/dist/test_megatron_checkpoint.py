@@ -11,6 +11,7 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.errors import CheckpointError
+from tests.choice import newest_megatron
 from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -68,6 +69,7 @@ def model_for(tiny_models: dict[str, Path], family: str, *layouts: dict[str, Any
     return tiny_models["qwen3-tied-four" if any("vpp" in layout for layout in layouts) else family]
 
 
+@newest_megatron(live=[False])
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(("world", "changes"), [case[1:] for case in SAME], ids=[case[0] for case in SAME])
 def test_resume_in_the_same_layout_is_exact(
@@ -81,6 +83,7 @@ def test_resume_in_the_same_layout_is_exact(
         assert torch.equal(resumed["weights"][name], tensor), name
 
 
+@newest_megatron
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_resume_in_half_precision_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
     """The float32 master weights have to come back, not only what they round to."""
@@ -102,6 +105,7 @@ OTHER = [
 ]
 
 
+@newest_megatron
 @pytest.mark.parametrize(("world", "changes", "new_world", "new_changes"), [case[1:] for case in OTHER], ids=[case[0] for case in OTHER])
 def test_resume_in_another_layout(
     pool: WorkerPool,

@@ -25,7 +25,10 @@ from converters.mixture import MixtureOfExperts
 from converters.rules import all_megatron_names, hf_names, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import HuggingFaceSource, open_source
+from tests.choice import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
+
+pytestmark = newest_megatron
 
 SPARSE = ["mixtral", "mixtral_window_tied", "qwen3_moe", "qwen3_moe_mixed"]
 SEQUENTIAL = "decoder.layers.1.mlp.experts.local_experts.4.linear_fc1.weight"
@@ -298,12 +301,13 @@ def test_what_cannot_be_carried_over_is_refused(name: str, changes: dict[str, An
     assert any(message in detail for detail in caught.value.details), caught.value
 
 
-def test_one_expert_a_token_with_the_weight_one_is_refused_for_megatron() -> None:
+def test_one_expert_a_token_with_the_weight_one_goes_round_the_constructor_of_megatron() -> None:
     for config in (tiny_config("mixtral", num_experts_per_tok=1), tiny_config("qwen3_moe", num_experts_per_tok=1)):
-        with pytest.raises(ConversionError, match="num_experts_per_tok = 1"):
-            megatron_settings(read_architecture(config))
+        settings = megatron_settings(read_architecture(config))
+        assert settings.transformer["moe_router_pre_softmax"] is True
+        assert settings.attributes == {"moe_router_pre_softmax": False}
     settings = megatron_settings(read_architecture(tiny_config("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)))
-    assert settings.transformer["moe_router_pre_softmax"] is True
+    assert settings.transformer["moe_router_pre_softmax"] is True and settings.attributes == {}
 
 
 CHANGED: dict[type, Any] = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: 2 * value + 0.5}

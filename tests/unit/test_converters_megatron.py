@@ -22,8 +22,12 @@ from converters.megatron_settings import megatron_settings
 from converters.rules import all_megatron_names, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
+from megarl.models.megatron.build import scale_rotary_like_llama3
 from megarl.models.megatron.cuda_redirect import CudaLiterals
+from tests.choice import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
+
+pytestmark = newest_megatron
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS} | {
     "llama3_rope": (
@@ -39,6 +43,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CON
             }
         },
     ),
+    **{
+        f"llama3_rope_{name}": (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": original,
+                }
+            },
+        )
+        # so short that some frequencies are left alone, some divided and some in between
+        for name, low, high, original in (("short", 1.0, 4.0, 16), ("of_other_bounds", 0.5, 7.0, 40))
+    },
     "linear_rope": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
     "yarn_rope": (
         "qwen3",
@@ -51,6 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CON
     "qwen3_moe_all_dense": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
     "qwen3_moe_all_experts": ("qwen3_moe", {"num_experts_per_tok": 7}),
     "mixtral_one_expert_of_two": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "mixtral_top_1": ("mixtral", {"num_experts_per_tok": 1}),
+    "qwen3_moe_top_1": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}),
 }
 
 
@@ -93,6 +116,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         setattr(config, key, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     megatron = GPTModel(config, spec, **{**settings.model, "vocab_size": 104}).eval()
+    scale_rotary_like_llama3(megatron, settings.llama3)
     experts = [
         layer.layer_number - 1 for layer in megatron.decoder.layers if isinstance(getattr(layer.mlp, "experts", None), SequentialMLP)
     ]

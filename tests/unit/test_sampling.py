@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from megarl.errors import BatchError
 from megarl.models.generation.sampling import SamplingSettings, choose_tokens, uniform_numbers
 from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
 
@@ -190,3 +191,18 @@ def test_without_stop_strings_no_tokenizer_is_needed() -> None:
 def test_stop_strings_of_configuration_and_sample_add_up() -> None:
     assert stop_strings_of_rows(["x"], [["y", "z"], None, "w"], 3) == [("x", "y", "z"), ("x",), ("x", "w")]
     assert stop_strings_of_rows(None, None, 2) == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("configured", "of_samples", "where"),
+    [
+        (["x", ""], None, r"policy\.generation\.stop_strings has ''"),
+        (None, [None, ["y", ""]], r"stop_strings\[1\] has ''"),
+        (None, [None, [7]], r"stop_strings\[1\] has 7"),
+    ],
+)
+def test_a_stop_string_that_every_text_contains_is_refused(
+    configured: list[str] | None, of_samples: list[list[str] | None] | None, where: str
+) -> None:
+    with pytest.raises(BatchError, match=where + ": a stop string has at least one character"):
+        stop_strings_of_rows(configured, of_samples, 2)

@@ -51,6 +51,24 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
         yield Violation(ranks_key, ranks, f"generation takes whole nodes of {per_node} ranks", "write null")
 
 
+def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
+    """The policy itself generates, with its own model."""
+    key, model = f"{GENERATION}.model_name", view["policy.model_name"]
+    if view[key] != model:
+        bound = f"the policy itself generates, so it must be policy.model_name = {model}"
+        yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
+
+
+def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
+    """Only an engine of its own has devices of its own."""
+    view.require(view[f"{GENERATION}.colocated.enabled"])
+    for name in ("gpus_per_node", "num_nodes"):
+        key = f"{GENERATION}.colocated.resources.{name}"
+        if view.get(key) is not None:
+            bound = "colocated.enabled is true: generation runs on the devices of training, so it would do nothing"
+            yield Violation(key, view[key], bound, "write null, or remove the line")
+
+
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
     """The longest prompt and the longest answer fit into a sequence."""
     view.require(view["algorithm"] == "grpo")
@@ -75,6 +93,14 @@ def model_reaches_length(view: View) -> Iterator[Violation]:
         yield Violation(LONGEST, view[LONGEST], f"the model was made for at most {reach} positions", f"write {reach} or less")
 
 
+def stop_strings_say_something(view: View) -> Iterator[Violation]:
+    """Every text contains the empty one, so that each answer would end after its first token."""
+    key = f"{GENERATION}.stop_strings"
+    strings = view[key]
+    if isinstance(strings, list) and "" in strings:
+        yield Violation(key, strings, "a stop string has at least one character", "leave the empty one out, or write null")
+
+
 def token_ids_exist(view: View) -> Iterator[Violation]:
     """Token ids named in the configuration are in the vocabulary."""
     size = view.facts.vocab_size
@@ -90,8 +116,11 @@ GENERATION_RULES: tuple[Rule, ...] = (
     generation_fits_backend,
     megatron_generates_in_place,
     resources_of_generation,
+    engine_has_the_policy_model,
+    shared_devices_need_no_resources,
     prompt_and_answer_fit,
     example_fits,
     model_reaches_length,
+    stop_strings_say_something,
     token_ids_exist,
 )

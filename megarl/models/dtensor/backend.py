@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,8 +24,10 @@ from megarl.models.dtensor.gradients import global_norm, local_gradients
 from megarl.models.dtensor.loss_scale import LossScale
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.mover import move_model, move_optimizer
+from megarl.models.dtensor.optimizer_check import refuse_optimizer_without_steps
 from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reshard, shard_fully
-from megarl.models.dtensor.plans import choose_plan
+from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
+from megarl.models.dtensor.plans import choose_plan, is_plan_ours
 from megarl.models.dtensor.shards import gather, gather_part, read_block
 from megarl.models.dtensor.state import EvenState
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
@@ -92,6 +95,7 @@ class DTensorBackend:
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if with_optimizer:
+            refuse_optimizer_without_steps(policy, self._divided())
             self.optimizer = build_optimizer(policy, self._parameters.items())
             self.scheduler = build_scheduler(policy, self.optimizer)
         self.set_training(True)
@@ -108,9 +112,11 @@ class DTensorBackend:
         }
         check_names(source, shapes, tied=is_tied(model))
         self._rows = {name: shape[0] for name, shape in shapes.items()}
+        foreign = self.groups.tensor_size > 1 and not is_plan_ours(model, self._settings.get("custom_parallel_plan"))
         if self.groups.tensor_size > 1:
             plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
-            divide_over_tensor_ranks(model, self._meshes.tensor, plan)
+            divide = divide_and_check if foreign else divide_over_tensor_ranks
+            divide(model, self._meshes.tensor, plan)
         if self._settings.get("activation_checkpointing"):
             recompute_layers(model)
         shard_fully(model, self._meshes.sharding, self._dtype, offload=self._offloads, pin=self.runtime.is_cuda)
@@ -118,6 +124,7 @@ class DTensorBackend:
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         for name, parameter in self._divided().items():
             read_block(parameter, source, name)
+        self._replicas = ReplicaCheck(self._divided(), self.groups.tensor, self.runtime.device) if foreign else None
         return model
 
     def _undivided(self) -> Any:
@@ -126,6 +133,11 @@ class DTensorBackend:
     def _divided(self) -> dict[str, DTensor]:
         """The parameters as what they are now, each once. The model itself may show gathered ones in their place."""
         return {name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)}
+
+    @property
+    def replicas_in_step(self) -> dist.ProcessGroup | None:
+        """Every pass gathers parameters over them."""
+        return self.groups.data if self.groups.data_size > 1 else None
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         try:
@@ -154,6 +166,8 @@ class DTensorBackend:
         norm = global_norm(parameters, self.groups.tensor_rank, self.runtime.device) / factor
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False)
+        if self._replicas is not None and math.isfinite(norm):
+            self._replicas()
         gradients = local_gradients(parameters)
         if factor != 1.0:
             for gradient in gradients:

@@ -27,6 +27,11 @@ _FORMS = (
 )
 
 
+def is_plan_ours(model: Any, custom: object = None) -> bool:
+    """Whether :func:`choose_plan` gives ``model`` a plan of ours, which nothing needs to check."""
+    return custom is None and model.config.get_text_config().model_type in HAND_WRITTEN
+
+
 def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -> Plan:
     """The plan of a model: ``custom`` when given, else ours, else the model's own.
 
@@ -44,7 +49,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         strangers = [key for key in plan if not _matches(key, model)]
         if strangers:
             raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module {', '.join(strangers)}")
-    elif name in HAND_WRITTEN:
+    elif is_plan_ours(model):
         plan = decoder_plan(sequence_parallel=sequence_parallel)
     elif sequence_parallel:
         raise ConfigError(

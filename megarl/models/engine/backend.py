@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megarl.errors import StateError
 from megarl.models.engine.groups import ParallelGroups
@@ -42,12 +43,24 @@ class Backend(Protocol):
 
     Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks of the gradients of the
     losses that the head returned. Context-parallel ranks all compute the same loss; each of them adds what its own tokens contribute.
+
+    Attributes:
+        hf_config: the model's config.
+        groups: process groups of this worker.
+        vocabulary: this rank's columns of the output layer.
+        shapes: what the model wants of micro-batches.
+        replicas_in_step: data-parallel replicas whose passes meet in collectives, so that all need the same number of micro-batches; None
+            where each may run for itself.
     """
 
     hf_config: Any
     groups: ParallelGroups
     vocabulary: VocabularyShard
     shapes: Shapes
+
+    @property
+    def replicas_in_step(self) -> dist.ProcessGroup | None:
+        """See the class."""
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         """Run the head on every micro-batch. Results exist on the last pipeline stage, elsewhere the list is empty."""

@@ -9,6 +9,7 @@ Legend: b rows of a batch, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import GenerationError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.generation.sampling import SamplingSettings, choose_tokens, uniform_numbers
 from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
@@ -76,6 +78,10 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
     Returns:
         ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and padding; ``generation_lengths``
         [B]; ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True where a length limit and not a stop ended the answer.
+
+    Raises:
+        BatchError: a stop string is empty.
+        GenerationError: on all ranks that share the rows, when a row's logits are NaN; names the row.
     """
     settings = SamplingSettings(greedy, float(config["temperature"]), config.get("top_k"), float(config.get("top_p") or 1.0))
     lengths = data["input_lengths"].tolist()
@@ -93,7 +99,7 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
         rows = order[first : first + rows_at_once]
         stop = StopRules(config.get("stop_token_ids") or [], [stop_strings[row] for row in rows], tokenizer)
         uniforms = uniform_numbers([seeds[row] for row in rows], config["max_new_tokens"])
-        batch = _Decoding(decoder, [prompts[row] for row in rows], uniforms, config["max_new_tokens"])
+        batch = _Decoding(decoder, rows, [prompts[row] for row in rows], uniforms, config["max_new_tokens"])
         batch.run(settings, stop)
         for index, row in enumerate(rows):
             answers[row], logprobs[row], truncated[row] = batch.answers[index], batch.logprobs[index], not batch.stopped[index]
@@ -113,10 +119,18 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
 
 
 class _Decoding:
-    """Lockstep decoding of one batch of prompts."""
+    """Lockstep decoding of one batch of prompts; ``names`` are their rows in the data, for messages."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], uniforms: torch.Tensor, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        names: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        uniforms: torch.Tensor,
+        max_new_tokens: int,
+    ) -> None:
         self.decoder = decoder
+        self.names = names
         self.prompts = prompts
         self.uniforms = uniforms
         self.allowed = [min(max_new_tokens, decoder.longest - len(prompt)) for prompt in prompts]
@@ -149,6 +163,7 @@ class _Decoding:
             tokens, values = choose_tokens(logits[torch.tensor(rows, device=device)], numbers, settings)
             chosen[0], chosen[1] = tokens.double(), values.double()
         tokens, values = self.decoder.groups.from_last_stage(chosen).cpu().unbind(0)
+        self._refuse_nan(rows, position, values)
         newest = tokens.long()
         self.tokens[rows, position] = newest
         for row, token, value in zip(rows, newest.tolist(), values.tolist(), strict=True):
@@ -157,6 +172,16 @@ class _Decoding:
         for row, finished in zip(rows, stop.finished(rows, newest, [self.answers[row] for row in rows]), strict=True):
             self.stopped[row] = finished
             self.open[row] = not finished and len(self.answers[row]) < self.allowed[row]
+
+    def _refuse_nan(self, rows: list[int], position: int, values: torch.Tensor) -> None:
+        """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the chosen token's."""
+        wrong = [row for row, value in zip(rows, values.tolist(), strict=True) if not math.isfinite(value)]
+        if wrong:
+            raise GenerationError(
+                f"row {self.names[wrong[0]]}: the logits of answer token {len(self.answers[wrong[0]])} (position {position}) are not "
+                f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. Fix: see whether the weights are "
+                "finite, or use float32 or bfloat16 instead of float16"
+            )
 
 
 def _assemble(

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megarl.errors import BatchError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead
@@ -51,6 +53,20 @@ def _run(backend: Backend, chunk: Chunk, head: Head, *, backward: bool) -> list[
     return backend.forward_backward(inputs, head, backward=backward)
 
 
+def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
+    """Refuse, before any pass, what would leave replicas waiting for each other for ever."""
+    group = backend.replicas_in_step
+    if group is None:
+        return
+    counts: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, sum(len(chunk.micro_batches(backend.shapes)) for chunk in chunks), group=group)
+    if len(set(counts)) > 1:
+        raise BatchError(
+            f"data-parallel replicas have {counts} micro-batches, and their passes meet in collectives; give each the same number "
+            "(shard the batch with megarl.models.policy.batch_plan.shard_batch)"
+        )
+
+
 def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, *, temperature: float) -> torch.Tensor:
     """Log-probabilities of the tokens of a batch under the present weights.
 
@@ -62,16 +78,22 @@ def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batch
 
     Returns:
         [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
+
+    Raises:
+        BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one of them perhaps no rows.
     """
     rows, length = data["input_ids"].shape
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
+    chunks = batching.chunks({key: data[key] for key in ("input_ids", "input_lengths")}) if rows else []
+    even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
+    _require_equal_passes(backend, even)
     if rows == 0:
         return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
     head = LogprobHead(backend.vocabulary, temperature)
     parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
-        for chunk in batching.chunks({key: data[key] for key in ("input_ids", "input_lengths")}):
-            outputs = _run(backend, chunk.without_ragged_end() if backend.shapes.equal else chunk, head, backward=False)
+        for chunk, cut in zip(chunks, even, strict=True):
+            outputs = _run(backend, cut, head, backward=False)
             rectangles = [fit_sequences({"logprobs": output.tensors["logprobs"]}, length)["logprobs"] for output in outputs]
             parts.extend([torch.cat(rectangles)[: chunk.rows]] if rectangles else [])
     if backend.groups.is_last_stage:

@@ -91,6 +91,11 @@ class FSDP1Backend:
             bound = "its step needs whole matrices, and FSDP1 cuts them into flat pieces"
             raise ConfigError([Violation("policy.optimizer.name", name, bound, "write torch.optim.AdamW, or enable another backend")])
 
+    @property
+    def replicas_in_step(self) -> dist.ProcessGroup | None:
+        """Every pass gathers parameters over them."""
+        return self.groups.data if self.groups.data_size > 1 else None
+
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         self.model.before_pass()
         try:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megarl.errors import BatchError
+
 
 class StopRules:
     """Stop tokens and stop strings of the rows of one batch. What stops an answer stays part of it.
@@ -41,8 +43,27 @@ class StopRules:
 
 
 def stop_strings_of_rows(configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int) -> list[tuple[str, ...]]:
-    """Stop strings of every row: those of the configuration and the row's own together."""
+    """Stop strings of every row: those of the configuration and the row's own together.
+
+    Raises:
+        BatchError: one is empty or no string.
+    """
     common = tuple(configured or ())
+    _refuse_empty(common, "policy.generation.stop_strings")
     if of_samples is None:
         return [common] * rows
-    return [common + tuple([own] if isinstance(own, str) else (own or ())) for own in of_samples]
+    found = []
+    for row, given in enumerate(of_samples):
+        own = tuple([given] if isinstance(given, str) else (given or ()))
+        _refuse_empty(own, f"stop_strings[{row}]")
+        found.append(common + own)
+    return found
+
+
+def _refuse_empty(strings: Sequence[Any], where: str) -> None:
+    wrong = [string for string in strings if not isinstance(string, str) or not string]
+    if wrong:
+        raise BatchError(
+            f"{where} has {wrong[0]!r}: a stop string has at least one character, because every text contains the empty one and each "
+            "answer would end after its first token. Fix: leave it out, or write null for no stop strings"
+        )

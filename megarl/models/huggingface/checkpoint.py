@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
-from megarl.checkpoint.collective import appears_whole, random_state_file
+from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError
@@ -68,9 +68,10 @@ def save_optimizer(state: OptimizerState, scheduler: LRScheduler | None, runtime
     }
     with appears_whole(directory) as staging:
         _write(tensors, staging)
-        if dist.get_rank() == 0:
-            torch.save(plain, staging / PLAIN_FILE)
-        save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
+        with failing_together(f"writing schedule and random-number states to {directory}"):
+            if dist.get_rank() == 0:
+                torch.save(plain, staging / PLAIN_FILE)
+            save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
 
 
 def load_optimizer(
@@ -183,8 +184,11 @@ def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | 
 
 
 def _write(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
-        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory), sync_files=False))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
+            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory), sync_files=False))
+    except CheckpointException as error:  # raised on all ranks; not even an Exception
+        raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 
 
 def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:

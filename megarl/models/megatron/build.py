@@ -24,7 +24,8 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
     to be loaded before anything else."""
     config = transformer_config(policy, architecture)
-    options = megatron_settings(architecture).model
+    settings = megatron_settings(architecture)
+    options = settings.model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     count = config.virtual_pipeline_model_parallel_size or 1
     chunks = [
@@ -39,11 +40,25 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
         )
         for chunk in range(count)
     ]
+    for chunk in chunks:
+        scale_rotary_like_llama3(chunk, settings.llama3)
     _mark_experts(chunks)
     if policy["megatron_cfg"].get("freeze_moe_router"):
         for router in routers(chunks):
             router.weight.requires_grad_(False)
     return chunks
+
+
+def scale_rotary_like_llama3(model: GPTModel, scaling: Mapping[str, Any] | None) -> None:
+    """Scale the rotary frequencies of a model that was built without scaling, before its first pass; None leaves them alone.
+
+    Args:
+        model: keeps its embeddings of past lengths, so it must not have run.
+        scaling: arguments of Megatron's own llama3 scaling, of which its model passes on the factor alone.
+    """
+    if scaling is not None:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
 
 
 def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:

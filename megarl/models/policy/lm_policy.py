@@ -23,6 +23,7 @@ from megarl.errors import BatchError, ConfigError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_checks import check_batch
 from megarl.models.policy.batch_plan import shard_batch
@@ -223,6 +224,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if generation is None:
             raise ConfigError("policy.generation = None: this policy cannot generate; add the generation section")
         self._check(data)
+        stop_strings_of_rows(generation.get("stop_strings"), data.get("stop_strings"), data.size)
         needed: BatchedDataDict[Any] = BatchedDataDict(
             {name: data[name] for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data}
         )

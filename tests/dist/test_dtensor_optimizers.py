@@ -1,0 +1,42 @@
+"""Optimizers of torch on divided parameters: those that step, in every implementation, as transformers does; the others are refused when
+the worker is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.algorithms.loss_functions import NLLLoss
+from tests.dist import dtensor_jobs
+from tests.dist.dtensor_jobs import dtensor_config
+from tests.dist.pool import WorkerPool
+from tests.dist.test_dtensor_parity import LAYOUTS, check_training
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "tp2-dp2"])
+@pytest.mark.parametrize("implementation", [{"foreach": True}, {}, {"fused": True}], ids=str)
+def test_adamw_steps_as_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, implementation: dict[str, Any]) -> None:
+    world, changes = LAYOUTS[layout]
+    adam = dict(dtensor_config(tiny_models["qwen3-tied"])["optimizer"]["kwargs"])
+    del adam["foreach"], adam["fused"]
+    changes = {**changes, "torch_optimizer": {"name": "torch.optim.AdamW", "kwargs": {**adam, **implementation}}}
+    check_training(pool, world, tiny_models["qwen3-tied"], NLLLoss(), "fixed", {"mbs": 2, "clip": 0.5}, changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("SGD", {"fused": True}), ("Adafactor", {}), ("ASGD", {"foreach": True}), ("Rprop", {"foreach": False})],
+    ids=str,
+)
+def test_what_cannot_step_is_refused(pool: WorkerPool, tiny_models: dict[str, Path], name: str, kwargs: dict[str, Any]) -> None:
+    config = dtensor_config(tiny_models["qwen2"], tp=2, torch_optimizer={"name": f"torch.optim.{name}", "kwargs": {"lr": 0.01, **kwargs}})
+    for message in pool.run(2, dtensor_jobs.run, "build_error", config):
+        assert message.startswith("ConfigError") and "policy.optimizer" in message and "its step fails on parameters" in message, message
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [("SGD", {"momentum": 0.9, "foreach": True}), ("RMSprop", {}), ("ASGD", {})], ids=str)
+def test_what_can_step_is_not(pool: WorkerPool, tiny_models: dict[str, Path], name: str, kwargs: dict[str, Any]) -> None:
+    config = dtensor_config(tiny_models["qwen2"], tp=2, torch_optimizer={"name": f"torch.optim.{name}", "kwargs": {"lr": 0.01, **kwargs}})
+    assert pool.run(2, dtensor_jobs.run, "build_error", config) == ["no error"] * 2
