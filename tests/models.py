@@ -66,17 +66,18 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
     raise ValueError(f"no tiny model of family {family!r}")
 
 
-def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0, layers: int = LAYERS) -> Path:
+def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0, layers: int = LAYERS, **changes: Any) -> Path:
     """A randomly initialised model of ``family`` saved in Hugging Face form; norms and biases are random too, so that none can be
-    forgotten."""
+    forgotten. ``changes`` are other values of its config."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
+    config = tiny_config(family, tied=tied, layers=layers)
+    for name, value in changes.items():
+        setattr(config, name, value)
     # The grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes, which tiny models lack in
     # bfloat16; who loads a mixture to compute with it passes the same option.
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family, tied=tied, layers=layers), dtype=torch.float32, experts_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -165,7 +165,7 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
         filled["make_sequence_length_divisible_by"] = _padding_of(filled)
     optimizer = _section(_section(filled, "megatron_cfg"), "optimizer")
     if "max_grad_norm" not in filled and "clip_grad" in optimizer:
-        filled["max_grad_norm"] = optimizer["clip_grad"]
+        filled["max_grad_norm"] = optimizer["clip_grad"] or None
     filled = _fill(filled, POLICY)
     if "logprob_batch_size" not in filled and "train_micro_batch_size" in filled:
         filled["logprob_batch_size"] = filled["train_micro_batch_size"]

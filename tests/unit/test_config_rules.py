@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from converters.families import FAMILIES
 from megarl.config import check, complete_run
 from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules import RULES
@@ -24,6 +25,15 @@ SHORT = {"m": MEGATRON, "d": DTENSOR, "o": OPTIMIZER, "s": SCHEDULER, "ddp": DAT
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 ON_FSDP1 = {"m.enabled": False}
 MIXTURE = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 84}
+ROUTER_OPTIONS = {
+    "m.moe_token_dispatcher_type": "allgather",
+    "m.freeze_moe_router": True,
+    "m.moe_router_dtype": "fp64",
+    "m.moe_router_load_balancing_type": "aux_loss",
+    "m.moe_aux_loss_coeff": 0.01,
+    "m.moe_z_loss_coeff": 0.001,
+    "m.moe_router_bias_update_rate": 0.001,
+}
 
 
 def long(path: str) -> str:
@@ -43,6 +53,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"policy.activation_checkpointing_enabled", "policy.fsdp_offload_enabled"},
     ),
+    ("converter_is_the_model_s", {"m.converter_type": "LlamaForCausalLM"}, {}, {"m.converter_type"}),
+    ("converter_is_the_model_s", {"m.converter_type": "Qwen2MoeForCausalLM"}, {}, {"m.converter_type"}),
     ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"model_type": "gemma3_text"}, {"d.context_parallel_size"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),
@@ -88,11 +100,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("expert_ranks_divide", {"m.expert_model_parallel_size": 4}, MIXTURE, {"m.expert_model_parallel_size"}),
     ("expert_ranks_divide", {"m.expert_tensor_parallel_size": 4}, MIXTURE, {"m.expert_tensor_parallel_size"}),
     (
-        "expert_ranks_need_experts",
+        "experts_are_there",
         {"m.expert_model_parallel_size": 2, "m.expert_tensor_parallel_size": 3},
         {},
         {"m.expert_model_parallel_size", "m.expert_tensor_parallel_size"},
     ),
+    ("experts_are_there", ROUTER_OPTIONS, {}, set(ROUTER_OPTIONS)),
     (
         "router_options_fit",
         {"m.moe_router_bias_update_rate": 0.001, "m.moe_aux_loss_coeff": 0.01},
@@ -150,9 +163,17 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("parameter_type", {"o.params_dtype": "float16"}, {}, {"o.params_dtype"}),
     ("pipeline_type", {"m.pipeline_dtype": "float32"}, {}, {"m.pipeline_dtype"}),
     ("learning_rates", {"o.min_lr": 2e-4, "s.lr_warmup_init": 3e-4}, {}, {"o.min_lr", "s.lr_warmup_init"}),
+    ("learning_rate_is_used", {"policy.learning_rate": 2e-4}, {}, {"policy.learning_rate"}),
+    (
+        "learning_rate_is_used",
+        {**ON_FSDP1, "policy.learning_rate": 2e-4, "policy.optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}}},
+        {},
+        {"policy.learning_rate"},
+    ),
     ("decay_of_learning_rate", {"s.lr_decay_style": "cosine"}, {}, {"s.lr_decay_iters"}),
     ("decay_of_learning_rate", {"s.lr_decay_iters": 5, "s.lr_warmup_iters": 5}, {}, {"s.lr_warmup_iters"}),
     ("weight_decay_schedule", {"s.end_weight_decay": 0.02}, {}, {"s.end_weight_decay"}),
+    ("weight_decay_schedule", {"s.start_weight_decay": 0.02, "s.end_weight_decay": 0.02}, {}, {"s.start_weight_decay"}),
     (
         "weight_decay_schedule",
         {"s.end_weight_decay": 0.001, "s.weight_decay_incr_style": "linear", "s.lr_decay_iters": 99},
@@ -170,6 +191,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("precision_aware_optimizer", {"o.use_precision_aware_optimizer": True, "o.optimizer": "sgd"}, {}, {"o.use_precision_aware_optimizer"}),
     ("gradients_are_summed", {"ddp.average_in_collective": True}, {}, {"ddp.average_in_collective"}),
     ("overlap_of_parameter_gather", {"ddp.overlap_param_gather": True}, {}, {"ddp.overlap_param_gather"}),
+    ("sharding_strategy_is_used", {"ddp.data_parallel_sharding_strategy": "optim"}, {}, {"ddp.data_parallel_sharding_strategy"}),
     ("generation_fits_backend", ON_DTENSOR, {}, {"g.backend"}),
     ("generation_fits_backend", {"g.backend": "hf"}, {}, {"g.backend"}),
     ("megatron_generates_in_place", {"g.colocated.enabled": False}, {}, {"g.colocated.enabled"}),
@@ -185,8 +207,17 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"g.colocated.resources.num_nodes", "g.colocated.resources.gpus_per_node"},
     ),
+    ("engine_has_the_policy_model", {"g.model_name": "owner/another-model"}, {}, {"g.model_name"}),
+    (
+        "shared_devices_need_no_resources",
+        {"g.colocated": {"enabled": True, "resources": {"gpus_per_node": 4, "num_nodes": 1}}},
+        {},
+        {"g.colocated.resources.num_nodes", "g.colocated.resources.gpus_per_node"},
+    ),
     ("prompt_and_answer_fit", {"data.max_input_seq_length": 111}, {}, {"policy.max_total_sequence_length"}),
     ("model_reaches_length", {}, {"max_position": 609}, {"policy.max_total_sequence_length"}),
+    ("stop_strings_say_something", {"g.stop_strings": ["end", ""]}, {}, {"g.stop_strings"}),
+    ("stop_strings_say_something", {"g.stop_strings": ["x", ""]}, {}, {"g.stop_strings"}),
     ("token_ids_exist", {"g.stop_token_ids": [1002, 1003], "g.pad_token_id": 1003}, {}, {"g.stop_token_ids", "g.pad_token_id"}),
     ("sections_of_algorithm", {"loss_fn": ..., "env": ..., "g": None}, {}, {"loss_fn", "env", "g"}),
     ("megatron_trains", {"o": ...}, {}, {"o"}),
@@ -210,6 +241,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"ddp.use_custom_fsdp"},
     ),
     ("unbuilt_generation", {"g.backend": "vllm", "g.colocated.enabled": False}, {}, {"g.backend", "g.colocated.enabled"}),
+    ("unbuilt_refit", {"policy.refit_buffer_size_gb": 2.0}, {}, {"policy.refit_buffer_size_gb"}),
     ("unbuilt_models", ON_DTENSOR, MIXTURE, {"policy.model_name"}),
     ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
 ]
@@ -253,6 +285,42 @@ def test_rule_of_sft_fires_on_its_key(rule: str, changes: dict[str, Any], keys: 
     assert keys_named(rule, config) == keys
     assert keys <= {violation.key for violation in check(config)}
     assert keys_named(rule, complete(raw_sft())) == set()
+
+
+# what must not be refused although it is written down: it says what is so anyway
+SAID_ANYWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the class of the model": ({"m.converter_type": "Qwen2ForCausalLM"}, {}),
+    "the type of the model": ({"m.converter_type": "qwen3_moe"}, {"model_type": "qwen3_moe"}),
+    "the class of a mixture": ({"m.converter_type": "Qwen3MoeForCausalLM"}, {"model_type": "qwen3_moe"}),
+    "the model once more": ({"g.model_name": "owner/a-model-that-is-on-no-disk"}, {}),
+    "no devices of its own": ({"g.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}}}, {}),
+    "no losses of routers": ({"m.moe_aux_loss_coeff": 0.0, "m.moe_z_loss_coeff": 0.0, "m.freeze_moe_router": False}, {}),
+    "the learning rate that is used": ({"policy.learning_rate": 1e-4}, {}),
+    "no sharding by strategy": ({"ddp.data_parallel_sharding_strategy": "no_shard", "ddp.use_custom_fsdp": False}, {}),
+    "no clipping": ({"o.clip_grad": 0.0}, {}),
+    "no buffer": ({"policy.refit_buffer_size_gb": None}, {}),
+    "one weight decay": ({"o.weight_decay": 0.3, "s.start_weight_decay": 0.3, "s.end_weight_decay": 0.3}, {}),
+}
+
+
+def test_only_dense_layers_have_a_width_to_divide() -> None:
+    config, key = complete(raw_grpo()), f"{MEGATRON}.tensor_model_parallel_size"
+    facts = dataclasses.replace(FACTS, ffn_hidden_size=181)
+    assert keys_named("widths_divide", config, facts) == {key}
+    assert keys_named("widths_divide", config, dataclasses.replace(facts, **MIXTURE)) == set()
+    assert keys_named("widths_divide", config, dataclasses.replace(facts, **MIXTURE, dense_layers=frozenset({1}))) == {key}
+
+
+@pytest.mark.parametrize("case", SAID_ANYWAY)
+def test_what_is_so_anyway_may_be_written_down(case: str) -> None:
+    changes, sizes = SAID_ANYWAY[case]
+    assert check(complete(raw_grpo(), {long(path): value for path, value in changes.items()}), dataclasses.replace(FACTS, **sizes)) == []
+
+
+def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
+    for model_type, family in FAMILIES.items():
+        config = complete(raw_grpo(), {f"{MEGATRON}.converter_type": family.architecture_class})
+        assert keys_named("converter_is_the_model_s", config, dataclasses.replace(FACTS, model_type=model_type)) == set()
 
 
 def test_no_rule_is_untested() -> None:

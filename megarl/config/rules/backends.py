@@ -57,6 +57,15 @@ def switches_of_fsdp1(view: View) -> Iterator[Violation]:
             yield Violation(key, True, f"only FSDP1 reads it, and this policy runs on {backend}", f"set it to false and use {other}")
 
 
+def converter_is_the_model_s(view: View) -> Iterator[Violation]:
+    """The weights are converted by the rules of the model's own family; a name may be written down, but only the right one."""
+    view.require(backend_of(view) == "megatron")
+    key, family = f"{MEGATRON}.converter_type", view.facts.model_type
+    named = view[key].lower().removesuffix("forcausallm").replace("_", "")
+    if named != family.replace("_", ""):
+        yield Violation(key, view[key], f"the model's own config.json decides, and says {family}", "remove the line")
+
+
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
     """What context parallelism excludes in the DTensor backend."""
     view.require(backend_of(view) == "dtensor")
@@ -90,6 +99,7 @@ BACKEND_RULES: tuple[Rule, ...] = (
     torch_optimizer_unused,
     torch_optimizer_given,
     switches_of_fsdp1,
+    converter_is_the_model_s,
     dtensor_context_parallel,
     dtensor_plan,
     fsdp1_limits,

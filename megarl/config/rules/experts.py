@@ -14,6 +14,18 @@ EXPERT_TENSOR = f"{MEGATRON}.expert_tensor_parallel_size"
 BALANCING = f"{MEGATRON}.moe_router_load_balancing_type"
 COEFFICIENT = f"{MEGATRON}.moe_aux_loss_coeff"
 BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
+# what concerns experts and their routers only, with the values that leave everything as it is
+WITHOUT_EXPERTS: dict[str, tuple[object, ...]] = {
+    EXPERT: (1,),
+    EXPERT_TENSOR: (1,),
+    f"{MEGATRON}.moe_token_dispatcher_type": ("alltoall",),
+    f"{MEGATRON}.freeze_moe_router": (False,),
+    f"{MEGATRON}.moe_router_dtype": (None,),
+    BALANCING: ("none",),
+    COEFFICIENT: (None, 0),
+    f"{MEGATRON}.moe_z_loss_coeff": (None, 0),
+    BIAS_RATE: (0,),
+}
 
 
 def _of_a_mixture(view: View) -> None:
@@ -51,12 +63,17 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], bound, "make the two smaller, or give more ranks")
 
 
-def expert_ranks_need_experts(view: View) -> Iterator[Violation]:
-    """Only experts can be divided over expert-parallel ranks."""
+def experts_are_there(view: View) -> Iterator[Violation]:
+    """What is said about experts and their routers would do nothing in a dense model."""
     view.require(backend_of(view) == "megatron" and view.facts.num_experts == 0)
-    for key in (EXPERT, EXPERT_TENSOR):
-        if view[key] > 1:
-            yield Violation(key, view[key], "the model has no experts", "write 1")
+    for key, idle in WITHOUT_EXPERTS.items():
+        if view.get(key, idle[0]) not in idle:
+            bound = "the model has no experts, so it would do nothing"
+            yield Violation(key, view[key], bound, f"remove the line, or write {_as_yaml(idle[0])}")
+
+
+def _as_yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def router_options_fit(view: View) -> Iterator[Violation]:
@@ -73,6 +90,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
     experts_divide,
     expert_widths_divide,
     expert_ranks_divide,
-    expert_ranks_need_experts,
+    experts_are_there,
     router_options_fit,
 )

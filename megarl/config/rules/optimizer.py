@@ -1,4 +1,4 @@
-"""Rules on number types, Megatron's optimizer, its schedules and its data parallelism."""
+"""Rules on number types, learning rates, Megatron's optimizer, its schedules and its data parallelism."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def learning_rates(view: View) -> Iterator[Violation]:
             yield Violation(key, value, f"it must be at most {OPTIMIZER}.lr = {largest}", f"write {largest} or less")
 
 
+def learning_rate_is_used(view: View) -> Iterator[Violation]:
+    """``policy.learning_rate`` is a value for the optimizer's own key, and says nothing where another value stands there."""
+    backend = backend_of(view)
+    key, used = "policy.learning_rate", f"{OPTIMIZER}.lr" if backend == "megatron" else "policy.optimizer.kwargs.lr"
+    if view[key] != view[used]:
+        bound = f"nothing reads it but a reference to it, and {used} = {view[used]} is none"
+        yield Violation(key, view[key], bound, f"write {used}: ${{policy.learning_rate}}, or remove the line")
+
+
 def decay_of_learning_rate(view: View) -> Iterator[Violation]:
     """A decaying learning rate says over how many steps, and the warm-up ends before."""
     _megatron(view)
@@ -89,6 +98,10 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         yield Violation(key, end, f"weight decay can only grow, and start_weight_decay is {start}", f"write {start} or more")
     elif style == "constant" and start != end:
         yield Violation(key, end, f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}", f"write {start}")
+    elif style == "constant" and start != view[f"{OPTIMIZER}.weight_decay"]:
+        own = view[f"{OPTIMIZER}.weight_decay"]
+        bound = f"weight_decay_incr_style is constant, so it must be {OPTIMIZER}.weight_decay = {own}, which would do nothing otherwise"
+        yield Violation(f"{SCHEDULER}.start_weight_decay", start, bound, "remove start_weight_decay and end_weight_decay; they are derived")
     steps = f"{SCHEDULER}.lr_decay_iters"
     if style != "constant" and view[steps] is None:
         yield Violation(
@@ -137,16 +150,28 @@ def overlap_of_parameter_gather(view: View) -> Iterator[Violation]:
         yield Violation(key, True, "it needs overlap_grad_reduce", f"set {DATA_PARALLEL}.overlap_grad_reduce to true")
 
 
+def sharding_strategy_is_used(view: View) -> Iterator[Violation]:
+    """Only Megatron's own FSDP shards by strategy; the distributed optimizer always shards the optimizer state."""
+    _megatron(view)
+    key = f"{DATA_PARALLEL}.data_parallel_sharding_strategy"
+    view.require(not view[f"{DATA_PARALLEL}.use_custom_fsdp"])
+    if view[key] != "no_shard":
+        bound = "only Megatron's own FSDP reads it, and use_custom_fsdp is false, so it would do nothing"
+        yield Violation(key, view[key], bound, f"remove the line; {OPTIMIZER}.use_distributed_optimizer shards the optimizer state")
+
+
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     optimizer_follows_precision,
     parameter_type,
     distributed_optimizer_is_adam,
     pipeline_type,
     learning_rates,
+    learning_rate_is_used,
     decay_of_learning_rate,
     weight_decay_schedule,
     clipping_agrees,
     precision_aware_optimizer,
     gradients_are_summed,
     overlap_of_parameter_gather,
+    sharding_strategy_is_used,
 )

@@ -52,7 +52,7 @@ class GenerationConfig(TypedDict):
         temperature: logits are divided by it, in sampling and wherever log-probabilities are computed.
         top_p: smallest set of tokens with at least this probability is kept; 1 keeps all.
         top_k: only this many tokens are kept; null keeps all.
-        model_name: model of the engine; the policy's when absent.
+        model_name: model of the engine; the policy's, also when absent.
         stop_token_ids: tokens that end an answer; null or absent for the tokenizer's end of sequence.
         stop_strings: texts that end an answer.
         pad_token_id: fills answers up; the tokenizer's when absent.

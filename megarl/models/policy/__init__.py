@@ -142,7 +142,7 @@ class MegatronDDPConfig(TypedDict):
         average_in_collective: must be false: losses are normalised globally, so that gradients have to be summed.
         bucket_size: parameters that are reduced or gathered in one collective, with overlap; null for Megatron's choice.
         use_custom_fsdp: Megatron's own FSDP.
-        data_parallel_sharding_strategy: what Megatron's own FSDP shards.
+        data_parallel_sharding_strategy: what Megatron's own FSDP shards; ``no_shard`` without it.
     """
 
     grad_reduce_in_fp32: NotRequired[bool]
@@ -161,7 +161,7 @@ class MegatronConfig(TypedDict):
         enabled: use this backend.
         empty_unused_memory_level: give cached device memory back: 0 never, 1 after forward and backward, 2 also after the optimizer step.
         activation_checkpointing: recompute every layer in the backward pass.
-        converter_type: accepted for old configurations; the model's own configuration decides.
+        converter_type: accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.
         tensor_model_parallel_size: ranks that share one layer.
         pipeline_model_parallel_size: stages the layers are divided into.
         virtual_pipeline_model_parallel_size: model chunks a stage; null for one.
@@ -262,7 +262,8 @@ class PolicyConfig(TypedDict):
         trust_remote_code: run Python code that comes with the model. Off unless set.
         train_global_batch_size: samples an optimizer step, over all ranks.
         train_micro_batch_size: samples a forward pass on one data-parallel rank.
-        learning_rate: read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it is.
+        learning_rate: read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it is; where it
+            is given, it must be the learning rate that the optimizer has.
         logprob_batch_size: samples a forward pass when log-probabilities are computed.
         generation: generation; null or absent for a policy that never generates.
         generation_batch_size: samples a rank generates at a time.
@@ -274,7 +275,8 @@ class PolicyConfig(TypedDict):
         make_sequence_length_divisible_by: batches are padded to a multiple of this.
         max_total_sequence_length: longest sequence, prompt and answer together, in tokens.
         max_grad_norm: largest norm of the gradient of the whole model; null turns clipping off.
-        refit_buffer_size_gb: GiB of weights a transfer to the generation engine may hold; null measures the free memory.
+        refit_buffer_size_gb: GiB of weights a transfer to the generation engine may hold; null measures the free memory. Nothing is
+            transferred in this version, so it must be null.
         fsdp_offload_enabled: FSDP1 only: parameters in host memory between uses.
         activation_checkpointing_enabled: FSDP1 only: recompute layers in the backward pass.
         optimizer: optimizer of the torch backends; null with Megatron.
