@@ -15,7 +15,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def token_batch(case: Case) -> Batch:
-    """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of both global batches."""
+    """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of all global batches."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, columns = case.total_rows, case.length
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
@@ -29,7 +29,7 @@ def token_batch(case: Case) -> Batch:
 
 
 def _sample_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
-    mask = torch.ones(2, case.global_batch)
+    mask = torch.ones(case.steps, case.global_batch)
     if case.masked == "some":
         mask = (torch.rand(mask.shape, generator=generator) < 0.6).float()
     elif case.masked == "rank":

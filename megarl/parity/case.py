@@ -7,14 +7,10 @@ others are stored as factors (heads = ``kv`` x ``group``), so that most fields c
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.config.arithmetic import sequence_share
-from megarl.errors import ConfigError
 
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
@@ -28,12 +24,12 @@ DISPATCHERS = ("alltoall", "allgather")
 BALANCES = ("none", "aux", "seq")
 OPTIMIZERS = ("adam", "sgd")
 PRECISIONS = ("float32", "bfloat16", "float16")
+ROUTER_TYPES = ("model", "fp32", "fp64")
+EXCHANGES = ("all_gather", "p2p")
+PLANS = ("built-in", "written", "names", "mlp")
+SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
+DECAYS = ("constant", "linear", "cosine")
 LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
-OPTIMIZER_STEPS = 2
-
-
-class CaseError(ConfigError):
-    """A line that is no case. The message names the word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +57,14 @@ class Case:
         balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over each sequence.
         zloss: z-loss of the routers.
         freeze: routers are not trained.
+        router: type that routers compute in; ``model`` for that of the model.
         tp, pp, cp, dp: ranks that share a layer, the layers, a sequence, the batch.
         sp: sequence parallel.
         first, last: layers of the first and the last pipeline stage; 0 divides evenly.
         vpp: model chunks a pipeline stage.
+        layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other fields say.
+        comm: how context-parallel ranks get at the keys and values of the others.
+        plan: which tensor-parallel plan DTensor gets: its own, or one of :mod:`megarl.parity.plans`.
         ep, etp: ranks that share the experts, and one expert.
         batching: how rows become micro-batches.
         mbs: rows a micro-batch.
@@ -77,15 +77,20 @@ class Case:
         rows: rows whose log-probabilities are asked for; 0 for all.
         lpbs: rows a micro-batch for log-probabilities.
         masked: which samples are masked out: none, some, all of one data-parallel rank, all.
-        together: both global batches in one ``train()`` call.
+        together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
         loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
         temperature: the sampling temperature.
         optimizer: ``adam`` or ``sgd``.
+        lr: the largest learning rate.
         clip: largest gradient norm; 0 for no clipping.
-        warmup: the learning rate grows over the calls.
+        warmup: the learning rate grows over the first calls.
+        schedule: how it falls after that.
+        decay: how the weight decay grows (Megatron).
+        steps: optimizer steps.
         precision: type of the weights and activations in the model.
+        wide: gradients are summed up in float32 (Megatron); the torch backends always do.
         recompute: recompute activations in the backward pass.
         distopt: the distributed optimizer (Megatron).
         overlap: reductions overlap with the backward pass (Megatron).
@@ -113,16 +118,20 @@ class Case:
     balance: str = "none"
     zloss: bool = False
     freeze: bool = False
+    router: str = "model"
     tp: int = 1
     sp: bool = False
     pp: int = 1
     first: int = 0
     last: int = 0
     vpp: int = 1
+    layout: str = ""
     cp: int = 1
+    comm: str = "all_gather"
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    plan: str = "built-in"
     batching: str = "fixed"
     mbs: int = 1
     micro: int = 1
@@ -140,9 +149,14 @@ class Case:
     loss: str = "nll"
     temperature: float = 1.0
     optimizer: str = "adam"
+    lr: float = 0.002
     clip: float = 0.0
     warmup: bool = False
+    schedule: str = "constant"
+    decay: str = "constant"
+    steps: int = 2
     precision: str = "float32"
+    wide: bool = False
     recompute: bool = False
     distopt: bool = False
     overlap: bool = False
@@ -171,8 +185,8 @@ class Case:
 
     @property
     def total_rows(self) -> int:
-        """Rows of the whole batch, two optimizer steps."""
-        return OPTIMIZER_STEPS * self.global_batch
+        """Rows of the whole batch, over all optimizer steps."""
+        return self.steps * self.global_batch
 
     @property
     def logprob_rows(self) -> int:
@@ -189,6 +203,11 @@ class Case:
         """Tokens of a dynamic or packed micro-batch."""
         multiple = math.lcm(self.share * self.pad, self.round)
         return -(-self.length // multiple) * multiple + self.room
+
+    @property
+    def half(self) -> bool:
+        """The model computes in 16 bit."""
+        return self.precision != "float32"
 
     @property
     def loss_kind(self) -> str:
@@ -220,70 +239,25 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "dispatcher": DISPATCHERS,
     "balance": BALANCES,
+    "router": ROUTER_TYPES,
+    "comm": EXCHANGES,
+    "plan": PLANS,
+    "schedule": SCHEDULES,
+    "decay": DECAYS,
 }
-SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "ep", "etp")
+SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "router", "ep", "etp")
 """Fields of a mixture of experts."""
-_MEGATRON_ONLY = ("pp", "first", "last", "vpp", "ep", "etp", "distopt", "overlap", "bucket")
+_MEGATRON_ONLY = ("pp", "first", "last", "vpp", "layout", "ep", "etp", "decay", "wide", "distopt", "overlap", "bucket")
 _FOREIGN: dict[str, tuple[str, ...]] = {
-    "megatron": ("offload",),
+    "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
-    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp"),
+    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan"),
     **dict.fromkeys(DENSE, SPARSE_FIELDS),
     "fixed": ("room", "round", "packer"),
     "dynamic": ("packer",),
     "packed": ("round",),
 }
 """What a backend, a family or a way of batching has no use for."""
-_LEAST = {
-    "seed": 0,
-    "window": 0,
-    "experts": 0,
-    "topk": 0,
-    "expert": 0,
-    "first": 0,
-    "last": 0,
-    "room": 0,
-    "rows": 0,
-    "bucket": 0,
-    "length": 2,
-}
-
-
-def parse(line: str) -> Case:
-    """The case that a line stands for; fields that are not named have their defaults.
-
-    Raises:
-        CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message names the word.
-    """
-    fields = {field.name: field for field in dataclasses.fields(Case)}
-    values: dict[str, Any] = {}
-    for word in line.split():
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise CaseError(f"case word {word!r}: expected key=value, for example tp=2")
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"nearest is {near[0]!r}" if near else f"the keys are {', '.join(fields)}"
-            raise CaseError(f"case word {word!r}: there is no key {key!r}; {hint}")
-        if key in values:
-            raise CaseError(f"case word {word!r}: {key!r} is given twice; keep one of the two")
-        values[key] = _value(word, key, value, type(fields[key].default))
-    case = Case(**values)
-    for word in line.split():
-        owner = idle_fields(case).get(word.partition("=")[0])
-        if owner is not None:
-            raise CaseError(f"case word {word!r}: it means nothing with {owner}; leave it out")
-    return case
-
-
-def words_of(line: str) -> dict[str, Any]:
-    """The fields that a line names, with their values.
-
-    Raises:
-        CaseError: as :func:`parse`.
-    """
-    case = parse(line)
-    return {key: getattr(case, key) for key in (word.partition("=")[0] for word in line.split())}
 
 
 def idle_fields(case: Case) -> dict[str, str]:
@@ -293,39 +267,6 @@ def idle_fields(case: Case) -> dict[str, str]:
     return {
         name: f"{key}={owner}" for key, owner in owners.items() for name in _FOREIGN.get(owner, ()) if getattr(case, name) != defaults[name]
     }
-
-
-def _value(word: str, key: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        if text not in ("0", "1"):
-            raise CaseError(f"case word {word!r}: expected 0 or 1")
-        return text == "1"
-    if kind is str:
-        _check_name(word, key, text)
-        return text
-    read: Callable[[str], int | float] = int if kind is int else float
-    try:
-        number = read(text)
-    except ValueError:
-        raise CaseError(f"case word {word!r}: expected a {'whole ' if kind is int else ''}number") from None
-    least = _LEAST.get(key, 1 if kind is int else 0)
-    if not number >= least or not math.isfinite(number) or (key == "temperature" and number == 0):
-        raise CaseError(f"case word {word!r}: expected {'more than 0' if key == 'temperature' else f'at least {least}'}")
-    return number
-
-
-def _check_name(word: str, key: str, text: str) -> None:
-    if key == "loss":
-        kind, *options = text.split("+")
-        known = LOSS_OPTIONS.get(kind)
-        if known is None:
-            raise CaseError(f"case word {word!r}: expected one of the losses {', '.join(LOSS_OPTIONS)}")
-        wrong = [option for option in options if option not in known]
-        if wrong:
-            raise CaseError(f"case word {word!r}: the loss {kind} has no option {wrong[0]!r}; it has {', '.join(known) or 'none'}")
-    elif key in CHOICES and text not in CHOICES[key]:
-        near = difflib.get_close_matches(text, CHOICES[key], n=1)
-        raise CaseError(f"case word {word!r}: expected one of {', '.join(CHOICES[key])}" + (f"; nearest is {near[0]}" if near else ""))
 
 
 def _text(value: object) -> str:

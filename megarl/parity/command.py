@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.parity.case import BACKENDS, Case, parse, words_of
+from megarl.parity.case import BACKENDS, Case
 from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
+from megarl.parity.lines import parse, words_of
 from megarl.parity.models import ModelShelf
 from megarl.parity.mutations import mutation
 from megarl.parity.pool import WorkerPool

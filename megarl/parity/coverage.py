@@ -19,7 +19,10 @@ FEATURES = (
     "rope scaling",
     "sliding window",
     *_PARALLEL,
+    "ring attention",
+    "written tensor-parallel plan",
     "uneven stages",
+    "written pipeline layout",
     "virtual pipeline",
     "expert tensor parallel",
     "expert dispatch: alltoall",
@@ -28,6 +31,7 @@ FEATURES = (
     "load balancing: sequence",
     "router z-loss",
     "frozen routers",
+    "routers in float32 or float64",
     *(f"batching: {name}" for name in ("fixed", "dynamic", "packed")),
     *_LOSS_NAMES.values(),
     *(f"precision: {name}" for name in ("float32", "bfloat16", "float16")),
@@ -39,6 +43,10 @@ FEATURES = (
     "optimizer: SGD",
     "gradient clipping",
     "learning-rate warm-up",
+    "learning-rate decay",
+    "warm-up, then decay",
+    "weight-decay growth",
+    "gradients summed in float32",
     "distributed optimizer",
     "overlapped reductions",
     "activation recompute",
@@ -69,7 +77,10 @@ def features(case: Case) -> list[str]:
         "context parallel": case.cp > 1,
         "expert parallel": case.ep > 1,
         "data parallel": case.dp > 1,
+        "ring attention": case.comm == "p2p",
+        "written tensor-parallel plan": case.plan != "built-in",
         "uneven stages": bool(case.first or case.last),
+        "written pipeline layout": bool(case.layout),
         "virtual pipeline": case.vpp > 1,
         "expert tensor parallel": case.etp > 1,
         "expert dispatch: alltoall": case.experts > 0 and case.dispatcher == "alltoall",
@@ -78,12 +89,17 @@ def features(case: Case) -> list[str]:
         "load balancing: sequence": case.balance == "seq",
         "router z-loss": case.zloss,
         "frozen routers": case.freeze,
+        "routers in float32 or float64": case.router != "model",
         "temperature": case.temperature != 1.0,
         "masked samples": case.masked == "some",
         "zero valid tokens on a rank": case.masked == "rank" and case.dp > 1,
         "zero valid tokens": case.masked == "all",
         "gradient clipping": case.clip > 0,
         "learning-rate warm-up": case.warmup,
+        "learning-rate decay": case.schedule != "constant",
+        "warm-up, then decay": case.warmup and case.schedule != "constant",
+        "weight-decay growth": case.decay != "constant",
+        "gradients summed in float32": case.wide,
         "distributed optimizer": case.distopt,
         "overlapped reductions": case.overlap,
         "activation recompute": case.recompute,
@@ -95,42 +111,52 @@ def features(case: Case) -> list[str]:
     return [name for name in FEATURES if name in has or switches.get(name)]
 
 
+def _column(backend: str, half: bool) -> str:
+    return f"{backend} 16 bit" if half else backend
+
+
+COLUMNS = tuple(_column(backend, half) for half in (False, True) for backend in BACKENDS)
+"""The columns of the table: every backend in float32, then every backend in bfloat16 and float16."""
+
+
 class Coverage:
-    """Counts features, and pairs of features, of cases that passed."""
+    """Counts features, and pairs of features, of cases that passed, by backend, and of each backend those in 16 bit apart."""
 
     def __init__(self) -> None:
-        self._single: dict[str, Counter[str]] = {backend: Counter() for backend in BACKENDS}
-        self._pairs: dict[str, Counter[str]] = {backend: Counter() for backend in BACKENDS}
+        self._single: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
+        self._pairs: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
         self._cases: Counter[str] = Counter()
 
     def add(self, case: Case) -> None:
         """Count a case that passed."""
-        found = features(case)
-        self._cases[case.backend] += 1
-        self._single[case.backend].update(found)
-        self._pairs[case.backend].update(f"{one} + {other}" for one, other in combinations(found, 2))
+        found, column = features(case), _column(case.backend, case.half)
+        self._cases[column] += 1
+        self._single[column].update(found)
+        self._pairs[column].update(f"{one} + {other}" for one, other in combinations(found, 2))
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
-        """``features`` and ``pairs``, each by backend, with counts."""
+        """``features`` and ``pairs``, each by column of the table, with counts; the feature ``all`` is that of every case."""
         used = self._used()
         return {
-            "features": {backend: {name: self._single[backend][name] for name in FEATURES} for backend in used},
-            "pairs": {backend: dict(sorted(self._pairs[backend].items())) for backend in used},
+            "features": {
+                column: {"all": self._cases[column], **{name: self._single[column][name] for name in FEATURES}} for column in used
+            },
+            "pairs": {column: dict(sorted(self._pairs[column].items())) for column in used},
         }
 
     def _used(self) -> list[str]:
-        return [backend for backend in BACKENDS if self._cases[backend]]
+        return [column for column in COLUMNS if self._cases[column]]
 
     def show(self, console: Console, refused: Iterable[str] = ()) -> None:
-        """A table of features by backend; a dash where no case had one."""
+        """A table of features by backend and precision; a dash where no case had one."""
         used = self._used()
         table = Table(title="passed cases that had a feature")
         table.add_column("feature")
-        for backend in used:
-            table.add_column(backend, justify="right")
-        table.add_row("all", *(str(self._cases[backend]) for backend in used), style="bold")
+        for column in used:
+            table.add_column(column, justify="right")
+        table.add_row("all", *(str(self._cases[column]) for column in used), style="bold")
         for name in FEATURES:
-            counts = [self._single[backend][name] for backend in used]
+            counts = [self._single[column][name] for column in used]
             table.add_row(name, *(str(count) if count else "-" for count in counts))
         console.print(table)
         for line in refused:

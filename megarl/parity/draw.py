@@ -5,11 +5,24 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parity.case import BALANCES, DENSE, DISPATCHERS, HEAD_NORMS, LOSS_OPTIONS, ROPES, SPARSE, Case
+from megarl.parity.case import (
+    BALANCES,
+    DECAYS,
+    DENSE,
+    DISPATCHERS,
+    EXCHANGES,
+    HEAD_NORMS,
+    LOSS_OPTIONS,
+    PLANS,
+    ROPES,
+    ROUTER_TYPES,
+    SCHEDULES,
+    SPARSE,
+    Case,
+)
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import LEAST_HIDDEN, refusal
 
@@ -22,8 +35,13 @@ PACKERS = (
     "modified_first_fit_decreasing",
 )
 ATTEMPTS = 2000
+PATIENCE = 100
+"""Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
+SPARSE_SHARE, HALF_SHARE = 0.45, 0.3
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
+HALF_RATES = {"adam": 0.02, "sgd": 0.2}
+"""Learning rates in 16 bit: smaller steps would vanish in the rounding of the weights."""
 AXES: Mapping[str, Sequence[str]] = {"megatron": ("tp", "pp", "cp", "dp"), "dtensor": ("tp", "cp", "dp"), "fsdp1": ("dp",)}
 
 
@@ -38,6 +56,7 @@ class Drawer:
 
     Attributes:
         backends: as given.
+        fixed: as given.
         refusals: how often each configuration key was the reason to draw again, with the last reason.
     """
 
@@ -45,13 +64,13 @@ class Drawer:
         self._shelf = shelf
         self.backends = tuple(backends)
         self._max_world = max_world
-        self._fixed = dict(fixed or {})
+        self.fixed = dict(fixed or {})
         self.refusals: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
 
     def narrowed(self, fixed: Mapping[str, Any]) -> Drawer:
         """One that draws only cases with these fields too."""
-        return Drawer(self._shelf, self.backends, self._max_world, {**self._fixed, **fixed})
+        return Drawer(self._shelf, self.backends, self._max_world, {**self.fixed, **fixed})
 
     def draw(self, seed: int, number: int) -> Case:
         """The ``number``-th case of ``seed``; the same whatever was drawn before.
@@ -60,8 +79,11 @@ class Drawer:
             ConfigError: the rules refuse everything that is asked for.
         """
         generator = random.Random(f"{seed}/{number}")
-        for _ in range(ATTEMPTS):
-            case = self._candidate(generator)
+        for attempt in range(ATTEMPTS):
+            if attempt % PATIENCE == 0:
+                backend = self.fixed.get("backend") or generator.choice(self.backends)
+                sparse = backend == "megatron" and generator.random() < SPARSE_SHARE
+            case = self._candidate(generator, backend, SPARSE if sparse else DENSE)
             if case.world <= self._max_world and self._accepted(case):
                 return case
         often = "; ".join(f"{key}: {self._reasons[key]}" for key, _ in self.refusals.most_common(3))
@@ -74,15 +96,12 @@ class Drawer:
             self._reasons[violation.key] = f"{violation.value!r}: {violation.bound}"
         return refused is None
 
-    def _candidate(self, generator: random.Random) -> Case:
-        backend = self._fixed.get("backend") or generator.choice(self.backends)
-        fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6)}
-        fields |= _layout(generator, backend, self._max_world) | {key: value for key, value in self._fixed.items() if key in Case.__slots__}
-        fields |= _model(generator, fields)
-        fields |= _stages(generator, fields)
-        fields |= _training(generator, backend)
-        fields |= _batch(generator, fields)
-        return replace(Case(**fields), **self._fixed)
+    def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
+        fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
+        fields |= _layout(generator, backend, self._max_world) | self.fixed
+        for drawn in (_model, _stages, _training, _optimizer, _batch):
+            fields |= drawn(generator, fields) | self.fixed
+        return Case(**fields)
 
 
 def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
@@ -93,14 +112,19 @@ def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str,
         while world % prime == 0:
             sizes[generator.choice(AXES[backend])] *= prime
             world //= prime
-    sequence = {"sp": generator.random() < 0.5} if sizes.get("tp", 1) > 1 else {}
-    return {**sizes, **sequence}
+    drawn: dict[str, Any] = dict(sizes)
+    if sizes.get("tp", 1) > 1:
+        drawn["sp"] = generator.random() < 0.5
+        if backend == "dtensor":
+            drawn["plan"] = generator.choice(("built-in", *PLANS))
+    if sizes.get("cp", 1) > 1:
+        drawn["comm"] = generator.choice(EXCHANGES)
+    return drawn
 
 
 def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes that tensor parallelism divides and that are all different."""
-    family = fields.get("family") or generator.choice((*DENSE, *DENSE, *SPARSE))
-    tensor = fields.get("tp", 1)
+    family, tensor = fields["family"], fields.get("tp", 1)
     kv = tensor * generator.choice((1, 1, 2))
     group = generator.choice([group for group in (1, 2, 3, 3, 5) if kv * group <= max(12, kv)])
     heads, head = kv * group, generator.choice((10, 12, 14) if family in HEAD_NORMS else (4, 6, 10, 12))
@@ -108,7 +132,6 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     width = generator.choice([width for width in range(least, least + 10) if width != head and width * heads <= 72] or [least])
     taken = {heads * width, heads * head, heads, kv}
     chosen: dict[str, Any] = {
-        "family": family,
         "tied": generator.random() < 0.4,
         "rope": generator.choice(("default", *ROPES)),
         "kv": kv,
@@ -128,7 +151,8 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
     tensor = fields.get("tp", 1)
     ranks = tensor * fields.get("cp", 1) * fields.get("dp", 1)
     etp = generator.choice((1, tensor))
-    ep = generator.choice([size for size in range(1, 9) if ranks % (size * etp) == 0] or [1])
+    sizes = [size for size in range(1, 9) if ranks % (size * etp) == 0] or [1]
+    ep = generator.choice([*sizes, *sizes[1:]])
     experts = ep * generator.choice((1, 2, 3))
     experts = experts if experts > 1 else 3
     return {
@@ -137,20 +161,23 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
         "dispatcher": generator.choice(DISPATCHERS),
         "balance": generator.choice(BALANCES),
         "zloss": generator.random() < 0.3,
-        "freeze": generator.random() < 0.15,
+        "freeze": generator.random() < 0.2,
+        "router": generator.choice(("model", *ROUTER_TYPES)),
         "expert": etp * generator.randint(3, 9) if family == "qwen3_moe" else 0,
         **({"ep": ep, "etp": etp} if fields["backend"] == "megatron" else {}),
     }
 
 
 def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers, and how pipeline stages share them: evenly, in several chunks, or with more or fewer in the first and the last."""
+    """Layers, and how pipeline stages share them: evenly, in chunks, with more or fewer in the first and the last, or as written."""
     pipeline = fields.get("pp", 1)
     if pipeline == 1:
         return {"layers": generator.choice((1, 3, 3, 5))}
-    kind = generator.choice(("even", "uneven", "uneven", "chunks"))
+    kind = generator.choice(("even", "uneven", "uneven", "chunks", "written"))
     if kind == "even":
         return {"layers": pipeline * generator.choice((1, 1, 2))}
+    if kind == "written":
+        return _written(generator, pipeline)
     if kind == "chunks" or fields.get("vpp", 1) > 1:
         chunks = fields.get("vpp") or generator.choice((2, 2, 3))
         return {"layers": pipeline * chunks, "vpp": chunks}
@@ -164,30 +191,54 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
     return {"layers": first + middle * (pipeline - 2) + last, "first": first, "last": last}
 
 
-def _training(generator: random.Random, backend: str) -> dict[str, Any]:
+def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
+    """A written layout of one or two chunks a stage, each with any number of layers, none perhaps next to the embedding or the output."""
+    chunks = pipeline * generator.choice((1, 1, 2))
+    inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
+    counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]
+    counts[0] += not sum(counts)
+    held = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
+    return {"layers": sum(counts), "layout": "|".join(["E" + held[0], *held[1:-1], held[-1] + "L"])}
+
+
+def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = generator.choice(("pg", "pg", "nll", "dpo"))
     options = [option for option in LOSS_OPTIONS[kind] if generator.random() < (0.15 if option == "noratio" else 0.4)]
-    optimizer = generator.choice(("adam", "adam", "sgd"))
-    chosen: dict[str, Any] = {
+    half = generator.random() < HALF_SHARE
+    return {
         "loss": "+".join([kind, *options]),
         "temperature": generator.choice((1.0, 1.0, 0.7, 1.5)),
-        "optimizer": optimizer,
-        "clip": generator.choice((0.0, 0.05, 1.0)),
-        "warmup": generator.random() < 0.3,
+        "precision": generator.choice(("bfloat16", "float16")) if half else "float32",
         "recompute": generator.random() < 0.2,
         "reference": generator.random() < 0.3,
         "evaluate": generator.random() < 0.2,
         "together": generator.random() < 0.3,
     }
-    if backend == "megatron":
+
+
+def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    optimizer, half = generator.choice(("adam", "adam", "sgd")), fields["precision"] != "float32"
+    falls = generator.random() < 0.3
+    chosen: dict[str, Any] = {
+        "optimizer": optimizer,
+        "lr": HALF_RATES[optimizer] if half else 0.002,
+        "clip": generator.choice((0.0, 0.05, 1.0)),
+        "warmup": generator.random() < 0.3,
+        # so many that a warm-up and what follows are both seen
+        "steps": generator.choice((3, 4)) if falls else 2,
+    }
+    if fields["backend"] == "megatron":
         overlap = generator.random() < 0.3
         chosen |= {
+            "schedule": generator.choice(SCHEDULES) if falls else "constant",
+            "decay": generator.choice(DECAYS) if falls else "constant",
+            "wide": half and generator.random() < 0.5,
             "distopt": optimizer == "adam" and generator.random() < 0.7,
             "overlap": overlap,
             "bucket": generator.choice((0, 500)) if overlap else 0,
         }
     else:
-        chosen["offload"] = generator.random() < 0.15
+        chosen |= {"offload": generator.random() < 0.15, "schedule": generator.choice(SCHEDULES[:-1]) if falls else "constant"}
     return chosen
 
 
@@ -206,7 +257,7 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
         "masked": generator.choice(("none", "none", "some", "some", "rank", "all")),
     }
     if generator.random() < 0.4:
-        chosen["rows"] = generator.randint(1, 2 * mbs * chosen["micro"] * fields.get("dp", 1))
+        chosen["rows"] = generator.randint(1, fields["steps"] * mbs * chosen["micro"] * fields.get("dp", 1))
     if batching != "fixed":
         chosen["room"] = generator.randint(0, 3 * length) + (length if pairs else 0)
     if batching == "dynamic":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from megarl.models.engine.precision import dtype_of
 from megarl.parity.case import SPARSE, Case
 
 transformers_logging.disable_progress_bar()
@@ -86,7 +87,7 @@ class ModelShelf:
         """The directory of the case's model, with weights."""
         directory = self.described(case)
         if not (directory / "model.safetensors").exists():
-            _random_model(case).save_pretrained(directory)
+            _random_model(case).to(dtype_of(case.precision, "case.precision")).save_pretrained(directory)
         return directory
 
 
@@ -104,7 +105,7 @@ def _name(case: Case) -> str:
         case.topk,
         case.expert,
     ]
-    return "-".join([case.family, case.rope, "tied" if case.tied else "untied", *map(str, sizes), f"seed{case.seed}"])
+    return "-".join([case.family, case.rope, "tied" if case.tied else "untied", *map(str, sizes), case.precision, f"seed{case.seed}"])
 
 
 def _random_model(case: Case) -> Any:

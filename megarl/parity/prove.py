@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megarl.errors import ConfigError
-from megarl.parity.case import Case, idle_fields, words_of
+from megarl.parity.case import PRECISIONS, Case, idle_fields
 from megarl.parity.draw import Drawer
+from megarl.parity.lines import words_of
 from megarl.parity.mutations import MUTATIONS
+from megarl.parity.patching import Mutation
 from megarl.parity.progress import CaseProgress
 from megarl.parity.runner import CaseRunner, Outcome
 
 CASES_EACH = 2
 DRAWS = 400
+ACCEPTED = ("caught", "below noise", "no case")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,62 +32,94 @@ class Verdict:
     Attributes:
         name: the fault.
         backend: the backend.
-        state: ``caught``, ``survived``, ``crashed``, or ``no case`` where the rules refuse every case that has the feature.
+        precision: ``float32`` or ``16 bit``.
+        state: ``caught``, ``survived``, ``crashed``, ``below noise`` where 16 bit alone makes a difference as large as the fault, or
+            ``no case`` where the rules refuse every case that has the feature.
         cases: the cases it was put in.
         detail: what gave it away, or the case in which nothing did.
     """
 
     name: str
     backend: str
+    precision: str
     state: str
     cases: int
     detail: str
 
 
 def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, file: Path | None = None) -> int:
-    """Put every known fault into cases on which it must be seen. Returns 0 when all are caught, otherwise 1."""
-    pairs = [(name, backend) for name, fault in MUTATIONS.items() for backend in fault.backends if backend in drawer.backends]
+    """Put every known fault into cases on which it must be seen, in float32 and in 16 bit. Returns 0 when all are caught, otherwise 1."""
+    pairs = [
+        (name, backend, half)
+        for half in (False, True)
+        for name, fault in MUTATIONS.items()
+        for backend in fault.backends
+        if backend in drawer.backends and drawer.fixed.get("precision", PRECISIONS[half]) in _precisions(backend, half)
+    ]
     verdicts = []
     with CaseProgress(len(pairs), console, "faults") as progress:
-        for name, backend in pairs:
-            verdict = _judge(runner, drawer, name, backend, seed)
+        for name, backend, half in pairs:
+            verdict = _judge(runner, drawer, name, backend, seed, half)
             verdicts.append(verdict)
-            if verdict.state not in ("caught", "no case"):
+            if verdict.state not in ACCEPTED:
                 progress.say(f"{verdict.state.upper()} {name} on {backend}: {verdict.detail}", "bold red")
-            progress.advance(verdict.state not in ("caught", "no case"))
+            progress.advance(verdict.state not in ACCEPTED)
     _show(verdicts, console)
     if file is not None:
-        rows = [{"mutation": v.name, "backend": v.backend, "state": v.state, "cases": v.cases, "detail": v.detail} for v in verdicts]
+        rows = [{"mutation": verdict.name, **asdict(verdict)} for verdict in verdicts]
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(verdict.state in ("caught", "no case") for verdict in verdicts) else 1
+    return 0 if all(verdict.state in ACCEPTED for verdict in verdicts) else 1
 
 
-def _judge(runner: CaseRunner, drawer: Drawer, name: str, backend: str, seed: int) -> Verdict:
-    fault = MUTATIONS[name]
+def _precisions(backend: str, half: bool) -> tuple[str, ...]:
+    return PRECISIONS[:1] if not half else PRECISIONS[1:2] if backend == "fsdp1" else PRECISIONS[1:]
+
+
+def _judge(runner: CaseRunner, drawer: Drawer, name: str, backend: str, seed: int, half: bool) -> Verdict:
+    fault, precision = MUTATIONS[name], "16 bit" if half else "float32"
     fixed = {"backend": backend, **words_of(fault.needs)}
     if idle_fields(replace(Case(), **fixed)):
-        return Verdict(name, backend, "no case", 0, "the backend has no such feature")
-    fitting = drawer.narrowed(fixed)
-    tried, seen = 0, ""
-    for number in range(DRAWS):
-        try:
-            case = fitting.draw(seed, number)
-        except ConfigError as error:
-            return Verdict(name, backend, "no case", 0, str(error))
-        if not fault.applies(case):
-            continue
+        return Verdict(name, backend, precision, "no case", 0, "the backend has no such feature")
+    tried, seen, drowned = 0, "", ""
+    for case in _fitting(drawer, fixed, fault, seed, half):
         clean, outcome = runner.run(case), runner.run(case, name)
         tried += 1
         if not clean.passes:
-            return Verdict(name, backend, "crashed", tried, f'fails without the fault: megarl parity --case "{case}"')
-        if outcome.passes or outcome.error:
+            return Verdict(name, backend, precision, "crashed", tried, f'fails without the fault: megarl parity --case "{case}"')
+        if outcome.passes and half and not _above_noise(clean, runner.run(replace(case, precision="float32", wide=False), name)):
+            drowned = f'megarl parity --mutate {name} --case "{case}"'
+        elif outcome.passes or outcome.error:
             state = "crashed" if outcome.error else "survived"
             why = f" ({outcome.summary()[0]})" if outcome.error else ""
-            return Verdict(name, backend, state, tried, f'megarl parity --mutate {name} --case "{case}"{why}')
-        seen = _given_away(outcome)
-        if tried == CASES_EACH:
+            return Verdict(name, backend, precision, state, tried, f'megarl parity --mutate {name} --case "{case}"{why}')
+        else:
+            seen = _given_away(outcome)
+        if tried == CASES_EACH or (seen and half):
             break
-    return Verdict(name, backend, "caught" if tried else "no case", tried, seen or "no drawn case has the feature")
+    state = "caught" if seen else "below noise" if drowned else "no case"
+    return Verdict(name, backend, precision, state, tried, seen or drowned or "no drawn case has the feature")
+
+
+def _fitting(drawer: Drawer, fixed: Mapping[str, Any], fault: Mutation, seed: int, half: bool) -> Iterator[Case]:
+    """Cases in which the fault must be seen; none where the rules refuse all."""
+    types = _precisions(str(fixed["backend"]), half)
+    by_type = [drawer.narrowed({"precision": name, **fixed, **drawer.fixed}) for name in types]
+    for number in range(DRAWS):
+        try:
+            case = by_type[number % len(types)].draw(seed, number)
+        except ConfigError:
+            return
+        if fault.applies(case):
+            yield case
+
+
+def _above_noise(clean: Outcome, in_float32: Outcome) -> bool:
+    """Whether what a fault does in float32 is for some quantity more than twice what 16 bit may differ by; the same fault in 16 bit then
+    leaves it out of bounds, whatever the rounding."""
+    if in_float32.error:
+        return True
+    effects = {found.what: found.error for found in in_float32.differences}
+    return any(effects.get(found.what, 0.0) > 2 * found.bound for found in clean.differences)
 
 
 def _given_away(outcome: Outcome) -> str:
@@ -93,13 +130,15 @@ def _given_away(outcome: Outcome) -> str:
 
 def _show(verdicts: list[Verdict], console: Console) -> None:
     table = Table(title="known faults")
-    for column in ("fault", "backend", "verdict", "seen in"):
+    for column in ("fault", "backend", "precision", "verdict", "seen in"):
         table.add_column(column)
     for verdict in verdicts:
-        style = {"caught": "green", "no case": "dim"}.get(verdict.state, "bold red")
+        style = {"caught": "green", "below noise": "dim", "no case": "dim"}.get(verdict.state, "bold red")
         seen = verdict.detail if verdict.state == "caught" else MUTATIONS[verdict.name].what
-        table.add_row(verdict.name, verdict.backend, verdict.state, seen, style=style)
+        table.add_row(verdict.name, verdict.backend, verdict.precision, verdict.state, seen, style=style)
     console.print(table)
     caught = sum(verdict.state == "caught" for verdict in verdicts)
+    drowned = sum(verdict.state == "below noise" for verdict in verdicts)
     judged = sum(verdict.state != "no case" for verdict in verdicts)
-    console.print(f"{caught} of {judged} faults caught; {len(verdicts) - judged} have no case yet", style="bold")
+    below = f"{drowned} are smaller than the noise of 16 bit, " if drowned else ""
+    console.print(f"{caught} of {judged} faults caught; {below}{len(verdicts) - judged} have no case yet", style="bold")

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from megarl.observe.metrics import Reduction, default_reduction
-from megarl.parity.losses import rows_together
+from megarl.parity.batches import Batch, calls_of
+from megarl.parity.case import Case
+from megarl.parity.losses import make_loss, rows_together
 from megarl.parity.routers import Routers
-from megarl.parity.settings import BETAS, EPSILON, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Hyperparameters
+from megarl.parity.settings import BETAS, EPSILON, MOMENTUM, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
 
@@ -93,10 +95,12 @@ class ReferenceTrainer:
         hyper: the optimizer.
         loss_fn: a loss of the contract.
         temperature: logits are divided by it.
+        loss_scale: factor of the loss on its way backward.
     """
 
-    def __init__(self, model: torch.nn.Module, hyper: Hyperparameters, loss_fn: Any, temperature: float) -> None:
+    def __init__(self, model: torch.nn.Module, hyper: Hyperparameters, loss_fn: Any, temperature: float, loss_scale: float = 1.0) -> None:
         self.model = model.train()
+        self._loss_scale = loss_scale
         self._hyper = hyper
         self._loss_fn = loss_fn
         self._temperature = temperature
@@ -108,14 +112,14 @@ class ReferenceTrainer:
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
         """The ``number``-th call of ``train()``, over its global batches; what it has to report is appended to ``expected``."""
-        rate = self._hyper.rate(number)
-        steps = [self._step(batch, rate) for batch in batches]
+        rate, decay = self._hyper.rate(number), self._hyper.weight_decay(number)
+        steps = [self._step(batch, rate, decay) for batch in batches]
         expected.losses.append([step.loss for step in steps])
         expected.norms.append([step.norm for step in steps])
         expected.metrics.append(self._over_batches([step.metrics for step in steps]))
         expected.scales.append(self._over_batches([step.scales for step in steps]))
 
-    def _step(self, data: Mapping[str, Any], rate: float) -> _Step:
+    def _step(self, data: Mapping[str, Any], rate: float, decay: float) -> _Step:
         sequences = data["sample_mask"].sum()
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
@@ -123,13 +127,13 @@ class ReferenceTrainer:
         logprobs = next_token_logprobs(self.model, data, self._temperature)
         loss, metrics = self._loss_fn(data, sequences, tokens, next_token_logprobs=logprobs)
         balance, routing = self._routers.judged(data)
-        (loss if balance is None else loss + balance).backward()
-        norm = self._update(rate)
+        ((loss if balance is None else loss + balance) * self._loss_scale).backward()
+        norm = self._update(rate, decay)
         known = {
             "global_valid_seqs": float(sequences),
             "global_valid_toks": float(tokens),
             "lr": rate,
-            "wd": WEIGHT_DECAY,
+            "wd": decay,
             "grad_norm": norm,
             "skipped_steps": 0.0,
             **routing,
@@ -137,12 +141,13 @@ class ReferenceTrainer:
         values = {name: float(value) for name, value in metrics.items()}
         return _Step(float(loss.detach()), norm, {**values, **known}, {**self._scales(data, sequences, tokens, logprobs.detach()), **known})
 
-    def _update(self, rate: float) -> float:
+    def _update(self, rate: float, decay: float) -> float:
         for master, parameter in zip(self._master, self._parameters, strict=True):
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float() / self._loss_scale
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+            group["weight_decay"] = decay if group["decays"] else 0.0
         self._optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(self._master, self._parameters, strict=True):
@@ -186,9 +191,21 @@ class ReferenceTrainer:
 def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> torch.optim.Optimizer:
     """AdamW or SGD, without weight decay on vectors (norms and biases)."""
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "decays": True},
+        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "decays": False},
     ]
     if hyper.kind == "sgd":
-        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
+        return torch.optim.SGD(groups, lr=hyper.peak, momentum=MOMENTUM)
+    return torch.optim.AdamW(groups, lr=hyper.peak, betas=BETAS, eps=EPSILON)
+
+
+def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:
+    """What training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
+    trainer = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.temperature, loss_scale)
+    expected = Expected()
+    for number, data in enumerate(calls_of(case, batch)):
+        rows = case.global_batch
+        steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
+        trainer.call(steps, number, expected)
+    expected.weights = saved_weights(model)
+    return expected

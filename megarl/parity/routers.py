@@ -26,11 +26,18 @@ class Balancing:
         kind: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
         z: whether the z-loss is added too.
         frozen: the routers are not trained.
+        weight: factor of both losses.
     """
 
     kind: str = "none"
     z: bool = False
     frozen: bool = False
+    weight: float = 1.0
+
+
+def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The routers of a transformers model; none in a dense one."""
+    return [module for name, module in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))]
 
 
 class Routers:
@@ -44,8 +51,7 @@ class Routers:
     def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
         self._balancing = balancing
         self._heard: list[tuple[torch.Tensor, torch.Tensor]] = []
-        gates = [module for name, module in model.named_modules() if name.endswith(".mlp.gate") or name.endswith(".block_sparse_moe.gate")]
-        for gate in gates:
+        for gate in gates_of(model):
             gate.register_forward_hook(self._listen)
             if balancing.frozen:
                 gate.requires_grad_(False)
@@ -84,7 +90,7 @@ class Routers:
         if self._balancing.z:
             metrics["moe_z_loss"] = float(torch.stack(z_losses).detach().mean())
             loss = loss + Z_COEFFICIENT * torch.stack(z_losses).sum()
-        return loss, metrics
+        return self._balancing.weight * loss, metrics
 
 
 def _balance(probabilities: torch.Tensor, went_to: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megarl.config.sections import Config
 from megarl.parity import jobs
-from megarl.parity.batches import Batch, calls_of, token_batch, with_signals
+from megarl.parity.batches import Batch, token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.compare import Difference, compare
-from megarl.parity.losses import make_loss
 from megarl.parity.models import ModelShelf
+from megarl.parity.noise import Bounds, bounds_of
 from megarl.parity.pool import JobError, WorkerPool
 from megarl.parity.possible import accepted_config, refusal
-from megarl.parity.reference import Expected, ReferenceTrainer, load_model, saved_weights, token_logprobs
-from megarl.parity.settings import hyperparameters
+from megarl.parity.reference import Expected, load_model, token_logprobs, trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,17 @@ class Outcome:
         return [*map(str, wrong[:lines]), *([f"and {len(wrong) - lines} more"] if len(wrong) > lines else [])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What workers get and what they have to give."""
+
+    config: Config
+    batch: Batch
+    logprobs: torch.Tensor
+    expected: Expected
+    bounds: Bounds
+
+
 class CaseRunner:
     """Runs cases, one after the other.
 
@@ -64,6 +75,7 @@ class CaseRunner:
     def __init__(self, shelf: ModelShelf, pool: WorkerPool) -> None:
         self._shelf = shelf
         self._pool = pool
+        self._prepared: tuple[Case, _Prepared] | None = None
 
     def possible(self, case: Case) -> bool:
         """Whether the case can be run."""
@@ -76,28 +88,23 @@ class CaseRunner:
             ConfigError: the rules refuse the case.
         """
         started = time.monotonic()
-        model = self._shelf.complete(case)
-        config = accepted_config(case, model)
-        reference = load_model(model)
-        tokens = token_batch(case)
-        logprobs = token_logprobs(reference, tokens, case.temperature)
-        batch = with_signals(case, tokens, logprobs)
-        expected = _train(case, reference, batch)
+        ready = self._prepare(case)
         try:
-            shares = self._pool.run(case.world, jobs.measure, case, config, batch, mutation)
+            shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, mutation)
         except (JobError, TimeoutError) as error:
             return Outcome(case, error=str(error), seconds=time.monotonic() - started)
-        found = compare(case, config, batch, shares, logprobs, expected)
+        found = compare(case, ready.config, ready.batch, shares, ready.logprobs, ready.expected, ready.bounds)
         return Outcome(case, found, seconds=time.monotonic() - started)
 
-
-def _train(case: Case, model: torch.nn.Module, batch: Batch) -> Expected:
-    """The reference's training on the same batches."""
-    trainer = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.temperature)
-    expected = Expected()
-    for number, data in enumerate(calls_of(case, batch)):
-        rows = case.global_batch
-        steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
-        trainer.call(steps, number, expected)
-    expected.weights = saved_weights(model)
-    return expected
+    def _prepare(self, case: Case) -> _Prepared:
+        """The reference's side of a case. That of the last one is kept: a fault is put into a case that has just been run without."""
+        if self._prepared is None or self._prepared[0] != case:
+            model = self._shelf.complete(case)
+            config = accepted_config(case, model)
+            reference = load_model(model)
+            tokens = token_batch(case)
+            logprobs = token_logprobs(reference, tokens, case.temperature)
+            batch = with_signals(case, tokens, logprobs)
+            expected = trained(case, reference, batch)
+            self._prepared = case, _Prepared(config, batch, logprobs, expected, bounds_of(case, model, batch, logprobs, expected))
+        return self._prepared[1]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.config.sections import Config
 from megarl.parity.case import Case
+from megarl.parity.losses import loss_weight
+from megarl.parity.plans import plan_path
 from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
 
-LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
-# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to LEARNING_RATE / EPSILON.
-# Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; more than a factor of 1 is seen in the next gradient.
+# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
+# EPSILON. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
 EPSILON = 1e-2
-WARMUP_CALLS = 2
-FIRST_RATE = 0.25
+FIRST_RATE, LAST_RATE = 0.25, 0.1
+"""Where the learning rate starts in a warm-up and ends in a decay, by its largest value."""
+FIRST_DECAY = 0.02
+"""Where the weight decay starts when it grows."""
+DECAY_CALLS = 3
+"""Calls of ``train()`` after which the learning rate and the weight decay are where they end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +34,48 @@ class Hyperparameters:
     Attributes:
         kind: ``adam`` (decoupled weight decay) or ``sgd``.
         clip: largest gradient norm, or None.
-        warmup: the learning rate starts at a quarter and is full after two calls of ``train()``.
+        warmup: calls of ``train()`` until the learning rate is full; it starts at a quarter.
+        peak: the largest learning rate.
+        schedule: how the learning rate falls after that, to a tenth.
+        decay: how the weight decay grows.
         balancing: of routers.
     """
 
     kind: str
     clip: float | None
-    warmup: bool
+    warmup: int = 0
+    peak: float = 2e-3
+    schedule: str = "constant"
+    decay: str = "constant"
     balancing: Balancing = field(default_factory=Balancing)
 
     def rate(self, call: int) -> float:
         """The learning rate in the ``call``-th call of ``train()``, counted from 0."""
-        progress = min(1.0, call / WARMUP_CALLS) if self.warmup else 1.0
-        return LEARNING_RATE * (FIRST_RATE + (1 - FIRST_RATE) * progress)
+        if call < self.warmup:
+            return self.peak * (FIRST_RATE + (1 - FIRST_RATE) * call / self.warmup)
+        if self.schedule == "inverse-square-root":
+            falling = math.sqrt(max(self.warmup, 1) / max(call, 1))
+            return self.peak * (max(falling, LAST_RATE) if call <= DECAY_CALLS else LAST_RATE)
+        progress = min(1.0, (call - self.warmup) / (DECAY_CALLS - self.warmup))
+        left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[self.schedule]
+        return self.peak * (LAST_RATE + (1 - LAST_RATE) * left)
+
+    def weight_decay(self, call: int) -> float:
+        """The weight decay in that call."""
+        progress = min(1.0, call / DECAY_CALLS)
+        grown = {"constant": 1.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[self.decay]
+        return FIRST_DECAY + (WEIGHT_DECAY - FIRST_DECAY) * grown
 
 
 def hyperparameters(case: Case) -> Hyperparameters:
     """The optimizer of a case."""
-    return Hyperparameters(case.optimizer, case.clip or None, case.warmup, Balancing(case.balance, case.zloss, case.freeze))
+    balancing = Balancing(case.balance, case.zloss, case.freeze, loss_weight(case))
+    return Hyperparameters(case.optimizer, case.clip or None, _warmup_calls(case), case.lr, case.schedule, case.decay, balancing)
+
+
+def _warmup_calls(case: Case) -> int:
+    """Two, or one where a decay follows, which few calls are to show too."""
+    return 0 if not case.warmup else 2 if case.schedule == "constant" else 1
 
 
 def policy_config(case: Case, model: Path) -> Config:
@@ -86,12 +116,15 @@ def _megatron(case: Case) -> Config:
         "num_layers_in_first_pipeline_stage": case.first or None,
         "num_layers_in_last_pipeline_stage": case.last or None,
         "context_parallel_size": case.cp,
+        **_exchange(case),
+        "pipeline_model_parallel_layout": case.layout or None,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "activation_checkpointing": case.recompute,
         "optimizer": {
             "optimizer": case.optimizer,
-            "lr": LEARNING_RATE,
+            "lr": case.lr,
+            "min_lr": 0.0 if case.schedule == "constant" else LAST_RATE * case.lr,
             "weight_decay": WEIGHT_DECAY,
             "adam_beta1": BETAS[0],
             "adam_beta2": BETAS[1],
@@ -103,19 +136,37 @@ def _megatron(case: Case) -> Config:
             "overlap_grad_reduce": case.overlap,
             "overlap_param_gather": case.overlap and case.distopt,
             "bucket_size": case.bucket or None,
+            "grad_reduce_in_fp32": case.wide,
         },
     }
     if case.experts:
         megatron |= {
             "moe_token_dispatcher_type": case.dispatcher,
             "freeze_moe_router": case.freeze,
+            "moe_router_dtype": None if case.router == "model" else case.router,
             "moe_router_load_balancing_type": {"none": "none", "aux": "aux_loss", "seq": "seq_aux_loss"}[case.balance],
-            "moe_aux_loss_coeff": None if case.balance == "none" else COEFFICIENT,
-            "moe_z_loss_coeff": Z_COEFFICIENT if case.zloss else None,
+            "moe_aux_loss_coeff": None if case.balance == "none" else COEFFICIENT * loss_weight(case),
+            "moe_z_loss_coeff": Z_COEFFICIENT * loss_weight(case) if case.zloss else None,
         }
+    scheduler = _megatron_scheduler(case)
+    return {"megatron_cfg": megatron | ({"scheduler": scheduler} if scheduler else {})}
+
+
+def _megatron_scheduler(case: Case) -> Config:
+    scheduler: Config = {}
     if case.warmup:
-        megatron["scheduler"] = {"lr_warmup_iters": WARMUP_CALLS, "lr_warmup_init": FIRST_RATE * LEARNING_RATE}
-    return {"megatron_cfg": megatron}
+        scheduler |= {"lr_warmup_iters": _warmup_calls(case), "lr_warmup_init": FIRST_RATE * case.lr}
+    if case.schedule != "constant":
+        scheduler |= {"lr_decay_style": case.schedule, "lr_decay_iters": DECAY_CALLS}
+    if case.decay != "constant":
+        growth = {"weight_decay_incr_style": case.decay, "start_weight_decay": FIRST_DECAY, "end_weight_decay": WEIGHT_DECAY}
+        scheduler |= {**growth, "lr_decay_iters": DECAY_CALLS}
+    return scheduler
+
+
+def _exchange(case: Case) -> Config:
+    """How context-parallel ranks exchange keys and values; the default goes without saying."""
+    return {} if case.comm == "all_gather" else {"context_parallel_comm_type": case.comm}
 
 
 def _dtensor(case: Case) -> Config:
@@ -124,6 +175,8 @@ def _dtensor(case: Case) -> Config:
         "tensor_parallel_size": case.tp,
         "sequence_parallel": case.sp,
         "context_parallel_size": case.cp,
+        **_exchange(case),
+        "custom_parallel_plan": plan_path(case),
         "activation_checkpointing": case.recompute,
         "cpu_offload": case.offload,
     }
@@ -135,12 +188,23 @@ def _fsdp1(case: Case) -> Config:
 
 
 def _torch_optimizer(case: Case) -> Config:
-    common: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    common: dict[str, Any] = {"lr": case.lr, "weight_decay": WEIGHT_DECAY}
     if case.optimizer == "adam":
         optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": EPSILON}}
     else:
         optimizer = {"name": "torch.optim.SGD", "kwargs": {**common, "momentum": MOMENTUM}}
-    if not case.warmup:
-        return {"optimizer": optimizer}
-    rates = {"start_factor": FIRST_RATE, "end_factor": 1.0, "total_iters": WARMUP_CALLS}
-    return {"optimizer": optimizer, "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": rates}}
+    return {"optimizer": optimizer, **_torch_schedule(case)}
+
+
+def _torch_schedule(case: Case) -> Config:
+    """One schedule, or a list of two with the call at which the second takes over."""
+    kinds, warmup = "torch.optim.lr_scheduler", _warmup_calls(case)
+    left = DECAY_CALLS - warmup
+    growing = {"name": f"{kinds}.LinearLR", "kwargs": {"start_factor": FIRST_RATE, "end_factor": 1.0, "total_iters": warmup}}
+    falling = {
+        "linear": {"name": f"{kinds}.LinearLR", "kwargs": {"start_factor": 1.0, "end_factor": LAST_RATE, "total_iters": left}},
+        "cosine": {"name": f"{kinds}.CosineAnnealingLR", "kwargs": {"T_max": left, "eta_min": LAST_RATE * case.lr}},
+    }.get(case.schedule)
+    if falling is None:
+        return {"scheduler": growing} if warmup else {}
+    return {"scheduler": [growing, falling, {"milestones": [warmup]}] if warmup else falling}

@@ -14,10 +14,11 @@ SMALL = 8
 _KEPT = ("backend", "seed")
 # what costs most goes first: ranks, then whole features, then sizes
 _ORDER = [
-    *("tp", "sp", "pp", "vpp", "first", "last", "cp", "ep", "etp", "dp"),
-    *("offload", "overlap", "bucket", "distopt", "recompute", "precision", "reference", "evaluate", "together", "warmup", "clip"),
-    *("optimizer", "temperature", "masked", "packer", "round", "pad", "room", "batching", "loss", "rope", "window", "tied"),
-    *("family", "dispatcher", "balance", "zloss", "freeze", "experts", "topk", "expert"),
+    *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
+    *("offload", "overlap", "bucket", "distopt", "recompute", "wide", "precision", "reference", "evaluate", "together", "warmup"),
+    *("schedule", "decay", "steps", "lr", "clip", "optimizer", "temperature", "masked", "packer", "round", "pad", "room", "batching"),
+    *("loss", "rope", "window", "tied"),
+    *("family", "dispatcher", "balance", "zloss", "freeze", "router", "experts", "topk", "expert"),
     *("rows", "lpbs", "micro", "mbs", "layers", "length", "group", "kv", "head", "width", "ffn", "vocab"),
 ]
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
@@ -25,14 +26,16 @@ assert sorted([*_ORDER, *_KEPT]) == sorted(_DEFAULTS), "every field has its plac
 
 # fields that are only right together are changed together
 _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "tp": lambda case: {"tp": 1, "sp": False, "etp": 1},
-    "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0},
+    "tp": lambda case: {"tp": 1, "sp": False, "etp": 1, "plan": "built-in"},
+    "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0, "layout": ""},
     "vpp": lambda case: {"vpp": 1, "layers": case.pp},
     "first": lambda case: {"first": 0, "last": 0, "layers": case.pp},
     "overlap": lambda case: {"overlap": False, "bucket": 0},
     "batching": lambda case: {"batching": "fixed", "room": 0, "round": 1, "packer": ""},
     "family": lambda case: {"family": DENSE[0], "window": 0, **{name: _DEFAULTS[name] for name in SPARSE_FIELDS}},
-    "cp": lambda case: {"cp": 1, "ep": 1},
+    "layout": lambda case: {"layout": "", "layers": case.pp},
+    "cp": lambda case: {"cp": 1, "ep": 1, "comm": "all_gather"},
+    "precision": lambda case: {"precision": "float32", "wide": False},
     "dp": lambda case: {"dp": 1, "ep": 1},
 }
 

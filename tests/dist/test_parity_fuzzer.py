@@ -9,33 +9,38 @@ import datetime
 
 import pytest
 
-from megarl.parity.case import BACKENDS, Case, parse
+from megarl.parity.case import BACKENDS, Case
 from megarl.parity.draw import Drawer
+from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
 from megarl.parity.mutations import MUTATIONS
 from megarl.parity.runner import CaseRunner
 from megarl.parity.shrink import shrink
+from tests.choice import newest_megatron
 from tests.dist.pool import WorkerPool
 
-FRESH = 4
+FRESH = 3
 FIXED = (
     "family=llama rope=llama3 layers=3 kv=2 group=3 head=10 ffn=26 vocab=31 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=20 "
     "length=13 loss=pg+kl+is+dual temperature=0.7 clip=0.05 distopt=1 reference=1",
     "family=qwen3 tied=1 layers=3 kv=2 group=2 head=12 ffn=26 vocab=29 tp=2 pp=2 first=2 last=1 batching=dynamic mbs=2 micro=2 room=18 "
     "round=4 length=11 loss=dpo+sft masked=some distopt=1 overlap=1 together=1",
-    "family=qwen2 tied=1 layers=4 kv=2 group=3 ffn=21 vocab=23 pp=2 vpp=2 cp=2 micro=3 length=9 loss=pg+seq optimizer=sgd evaluate=1",
+    "family=qwen2 tied=1 layers=4 kv=2 group=3 ffn=21 vocab=23 pp=2 vpp=2 cp=2 micro=3 length=9 loss=pg+seq optimizer=sgd evaluate=1 "
+    "warmup=1 schedule=cosine decay=linear steps=3",
     "family=mistral window=3 layers=2 kv=1 group=3 ffn=22 vocab=19 dp=3 mbs=2 length=12 masked=rank loss=nll warmup=1 recompute=1 rows=4",
-    "family=mixtral layers=3 kv=2 group=2 ffn=20 vocab=17 experts=4 topk=2 balance=aux tp=2 sp=1 ep=2 dp=2 dispatcher=allgather mbs=2 "
-    "length=10 loss=pg distopt=1",
+    "family=mixtral layers=3 kv=2 group=2 ffn=20 vocab=17 experts=4 topk=2 balance=aux router=fp64 tp=2 sp=1 ep=2 dp=2 "
+    "dispatcher=allgather mbs=2 length=10 loss=pg distopt=1",
     "family=qwen3_moe layers=1 kv=1 group=3 head=10 ffn=20 vocab=17 experts=6 topk=3 expert=7 balance=seq zloss=1 ep=2 dp=2 micro=2 "
     "length=8 batching=packed room=9 loss=pg+kl",
     "backend=dtensor family=qwen2 tied=1 layers=3 kv=2 group=3 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=15 "
     "length=13 loss=pg+kl+dual clip=0.05 warmup=1 reference=1",
-    "backend=dtensor family=llama rope=yarn layers=2 kv=1 group=2 ffn=9 vocab=11 dp=3 batching=dynamic mbs=2 room=12 length=9 loss=dpo "
-    "recompute=1 masked=some",
+    "backend=dtensor family=llama rope=yarn layers=2 kv=2 group=2 ffn=10 vocab=11 tp=2 plan=names dp=2 batching=dynamic mbs=2 room=12 "
+    "length=9 loss=dpo recompute=1 masked=some warmup=1 schedule=linear steps=4",
     "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
     "loss=pg+is+seq together=1 evaluate=1",
     "masked=all dp=2 mbs=2 length=6 loss=pg+kl distopt=1",
+    "family=llama layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 pp=2 layout=Et*2|tL micro=2 length=9 loss=pg precision=bfloat16 lr=0.02",
+    "backend=dtensor family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 mbs=2 length=9 loss=nll precision=float16 lr=0.02",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
@@ -46,6 +51,10 @@ FAULTS = {
     "sequence-parallel-gradients-local": "tp=2 sp=1 kv=2 ffn=6 length=6",
     "key-value-gradients-local": "cp=2 mbs=2 length=8",
     "temperature-only-in-training": "temperature=0.7 length=6",
+}
+HALF_FAULTS = {
+    "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",
+    "dtensor-norm-counts-copies": "backend=dtensor tp=2 kv=2 ffn=6 length=6 precision=float16 lr=0.02",
 }
 
 
@@ -64,6 +73,7 @@ def check(runner: CaseRunner, case: Case) -> None:
     assert outcome.passes, f'megarl parity --case "{case}"\n' + "\n".join([*outcome.summary(8), outcome.error])
 
 
+@newest_megatron(line=[line for line in FIXED if "backend=" not in line])
 @pytest.mark.parametrize("line", FIXED, ids=lambda line: "-".join(line.split()[:2]))
 def test_fixed_cases_agree(runner: CaseRunner, line: str) -> None:
     check(runner, parse(line))
@@ -78,9 +88,20 @@ def test_fresh_cases_agree(runner: CaseRunner, shelf: ModelShelf, backend: str, 
     check(runner, case)
 
 
+@newest_megatron
 @pytest.mark.parametrize("name", FAULTS)
 def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
     case = parse(FAULTS[name])
+    assert MUTATIONS[name].applies(case)
+    check(runner, case)
+    outcome = runner.run(case, name)
+    assert outcome.mismatches, f"{name} survived in {case}"
+    assert not outcome.error
+
+
+@pytest.mark.parametrize("name", HALF_FAULTS)
+def test_known_faults_are_caught_in_16_bit(runner: CaseRunner, name: str) -> None:
+    case = parse(HALF_FAULTS[name])
     assert MUTATIONS[name].applies(case)
     check(runner, case)
     outcome = runner.run(case, name)

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.parity.case import Case, CaseError, idle_fields, parse, words_of
+from megarl.parity.case import Case, idle_fields
+from megarl.parity.lines import CaseError, parse, words_of
 
 
 def test_a_line_says_only_what_is_not_default_and_reads_back() -> None:
@@ -25,9 +26,10 @@ def test_every_field_survives_its_line() -> None:
     case = Case(backend="megatron", family="qwen3_moe", batching="dynamic")
     other = {int: 3, float: 0.5, bool: True}
     names = {"rope": "yarn", "dispatcher": "allgather", "balance": "seq", "masked": "rank", "loss": "dpo+sft", "optimizer": "sgd"}
+    names |= {"router": "fp64", "comm": "p2p", "schedule": "cosine", "decay": "linear", "precision": "bfloat16", "layout": "Et*2|tL"}
     for field in dataclasses.fields(Case)[2:]:
         value = other.get(type(field.default)) if not isinstance(field.default, str) else names.get(field.name)
-        if value is None or field.name in ("offload", "packer"):
+        if value is None or field.name in ("offload", "packer", "plan"):
             continue
         changed = dataclasses.replace(case, **{field.name: value})
         assert parse(str(changed)) == changed, field.name
@@ -43,6 +45,10 @@ def test_every_field_survives_its_line() -> None:
         ("tp=1 tp=2", ["'tp=2'", "given twice"]),
         ("sp=yes", ["'sp=yes'", "0 or 1"]),
         ("temperature=0", ["'temperature=0'", "more than 0"]),
+        ("lr=0", ["'lr=0'", "more than 0"]),
+        ("comm=ring", ["'comm=ring'", "all_gather, p2p"]),
+        ("backend=dtensor wide=1", ["'wide=1'", "backend=dtensor"]),
+        ("plan=names", ["'plan=names'", "backend=megatron"]),
         ("temperature=nan", ["'temperature=nan'"]),
         ("clip=-1", ["'clip=-1'", "at least 0"]),
         ("batching=packd", ["'batching=packd'", "nearest is packed"]),

@@ -11,8 +11,10 @@ import torch
 
 from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
-from megarl.parity.compare import BOUND, Difference, compare, relative_error
+from megarl.parity.compare import Difference, compare
+from megarl.parity.errors import relative_error
 from megarl.parity.jobs import Share
+from megarl.parity.noise import BOUND, FACTOR, Bounds
 from megarl.parity.reference import Expected
 
 CASE = Case(length=4, mbs=2)
@@ -41,8 +43,8 @@ def expected() -> Expected:
     return Expected([[2.0], [2.0]], [[3.0], [3.0]], [METRICS, METRICS], [dict(METRICS), dict(METRICS)], WEIGHTS)
 
 
-def wrong(share: Share, case: Case = CASE) -> list[Difference]:
-    return [found for found in compare(case, CONFIG, BATCH, [share], LOGPROBS, expected()) if not found.passes]
+def wrong(share: Share, case: Case = CASE, bounds: Bounds | None = None) -> list[Difference]:
+    return [found for found in compare(case, CONFIG, BATCH, [share], LOGPROBS, expected(), bounds or Bounds()) if not found.passes]
 
 
 def changed_call(**changes: Any) -> Share:
@@ -59,6 +61,17 @@ def test_what_is_equal_passes() -> None:
 def test_the_bound_is_relative(factor: float, passes: bool) -> None:
     assert (wrong(measured(weights={name: tensor * factor for name, tensor in WEIGHTS.items()})) == []) is passes
     assert (wrong(changed_call(grad_norm=torch.tensor(3.0, dtype=torch.float64) * factor)) == []) is passes
+
+
+def test_noise_loosens_the_bound_of_its_own_quantity_alone() -> None:
+    share = measured(weights={name: tensor * 1.01 for name, tensor in WEIGHTS.items()})
+    assert [found.what for found in wrong(share, bounds=Bounds({"weight a": 0.02}))] == ["rank 0 weight b"]
+    assert Bounds({"weight a": 0.02}).of("weight a") == FACTOR * 0.02 and Bounds({"weight a": 0.02}).of("weight b") == BOUND
+    late = changed_call(global_loss=torch.tensor([2.02]), grad_norm=torch.tensor(3.03))
+    assert wrong(late, bounds=Bounds({"call 0 loss 0": 0.02, "call 0 grad_norm": 0.02})) == wrong(late)
+    everything = Bounds({"call 1 loss 0": 0.02, "call 1 loss": 0.02, "call 1 grad_norm": 0.02})
+    assert {found.kind for found in wrong(late, bounds=everything)} <= {"loss"}  # ranks among themselves
+    assert len(wrong(late, bounds=everything)) < len(wrong(late))
 
 
 def test_every_quantity_is_looked_at() -> None:
@@ -95,7 +108,7 @@ def test_zeros_of_column_0_and_padding_are_exact() -> None:
 
 def test_ranks_that_hold_the_same_rows_have_to_agree() -> None:
     other = measured(logprobs=LOGPROBS + 0.1 * (LOGPROBS != 0))
-    found = compare(CASE, CONFIG, BATCH, [measured(), other], LOGPROBS, expected())
+    found = compare(CASE, CONFIG, BATCH, [measured(), other], LOGPROBS, expected(), Bounds())
     assert any("rank 1" in one.what and not one.passes for one in found)
 
 

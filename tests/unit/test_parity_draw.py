@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.parity.case import BACKENDS, CHOICES, Case, idle_fields, parse
+from megarl.parity.case import BACKENDS, CHOICES, SPARSE, Case, idle_fields
 from megarl.parity.coverage import FEATURES, Coverage, features
 from megarl.parity.draw import Drawer
+from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import refusal
-
-NOT_DRAWN = {"precision: bfloat16", "precision: float16"}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,25 @@ def test_cases_survive_their_lines(drawn: list[Case]) -> None:
 
 def test_every_feature_and_choice_is_drawn(drawn: list[Case]) -> None:
     seen = Counter(feature for case in drawn for feature in features(case))
-    assert set(FEATURES) - set(seen) - NOT_DRAWN == set()
+    assert set(FEATURES) - set(seen) == set()
     for key, choices in CHOICES.items():
-        if key != "precision":
-            assert {getattr(case, key) for case in drawn} == set(choices), key
+        assert {getattr(case, key) for case in drawn} == set(choices), key
+
+
+def test_mixtures_and_16_bit_have_their_shares(drawn: list[Case]) -> None:
+    mixtures = [case for case in drawn if case.family in SPARSE]
+    assert len(mixtures) >= len(drawn) * 60 / 500
+    for together in ("ep", "etp", "freeze"):
+        assert sum(getattr(case, together) > getattr(Case(), together) for case in mixtures) >= 3, together
+    assert any(case.ep > 1 and case.cp > 1 for case in mixtures)
+    assert 0.15 < sum(case.half for case in drawn) / len(drawn) < 0.4
+    assert all(case.lr > 0.002 for case in drawn if case.half)
+
+
+def test_given_words_decide_what_is_drawn_with_them(shelf: ModelShelf) -> None:
+    drawer = Drawer(shelf, BACKENDS, 4, {"precision": "float16", "family": "mixtral"})
+    cases = [drawer.draw(5, number) for number in range(5)]
+    assert all(case.half and case.experts >= 2 and case.backend == "megatron" and case.lr > 0.002 for case in cases)
 
 
 def test_the_rules_decide_and_are_counted(shelf: ModelShelf) -> None:
@@ -73,6 +87,15 @@ def test_coverage_counts_features_and_their_pairs() -> None:
     assert counted["features"]["dtensor"]["data parallel"] == 0
     assert counted["pairs"]["megatron"]["tensor parallel + data parallel"] == 1
     assert "fsdp1" not in counted["features"]
+
+
+def test_coverage_keeps_16_bit_apart() -> None:
+    coverage = Coverage()
+    coverage.add(Case(tp=2))
+    coverage.add(Case(tp=2, precision="bfloat16"))
+    counted = coverage.to_json()["features"]
+    assert [counted[column]["tensor parallel"] for column in ("megatron", "megatron 16 bit")] == [1, 1]
+    assert counted["megatron"]["precision: bfloat16"] == 0 and counted["megatron 16 bit"]["all"] == 1
 
 
 @pytest.mark.parametrize(

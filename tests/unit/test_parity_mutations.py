@@ -9,9 +9,13 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.models.engine import step
-from megarl.parity.case import BACKENDS, Case, parse
+from megarl.parity.case import BACKENDS, Case
+from megarl.parity.compare import Difference
+from megarl.parity.lines import parse
 from megarl.parity.mutations import MUTATIONS, applied, mutation
 from megarl.parity.patching import found, replacing
+from megarl.parity.prove import _above_noise
+from megarl.parity.runner import Outcome
 
 
 def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
@@ -61,3 +65,13 @@ def test_a_fault_in_something_that_is_gone_is_an_error() -> None:
 def test_places_are_modules_or_classes() -> None:
     assert found("megarl.models.engine.step") is step
     assert found("megarl.parity.case:Case") is Case
+
+
+def test_a_fault_is_below_noise_only_where_its_effect_is_not_twice_the_bound() -> None:
+    def outcome(error: float, bound: float) -> Outcome:
+        return Outcome(Case(), [Difference("loss", "loss", 0.0, 1e-5, "", ""), Difference("norm", "grad_norm", error, bound, "", "")])
+
+    in_16_bit = outcome(1e-3, 1e-2)
+    assert _above_noise(in_16_bit, outcome(0.021, 1e-5))
+    assert not _above_noise(in_16_bit, outcome(0.019, 1e-5))
+    assert _above_noise(in_16_bit, Outcome(Case(), error="it died"))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.parity.batches import calls_of, first_step, token_batch, with_signals
+from megarl.parity.batches import first_step, token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.losses import make_loss
 from megarl.parity.models import ModelShelf
-from megarl.parity.reference import Expected, ReferenceTrainer, load_model, saved_weights, token_logprobs
+from megarl.parity.reference import Expected, load_model, token_logprobs
+from megarl.parity.reference import trained as train_reference
 from megarl.parity.routers import Balancing, Routers
-from megarl.parity.settings import LEARNING_RATE, hyperparameters
+from megarl.parity.settings import DECAY_CALLS, WEIGHT_DECAY, hyperparameters
 
 CASE = Case(seed=3, layers=2, kv=2, group=2, width=5, mbs=2, micro=2, length=9, loss="pg+kl+is")
 
@@ -23,14 +25,7 @@ CASE = Case(seed=3, layers=2, kv=2, group=2, width=5, mbs=2, micro=2, length=9, 
 def trained(directory: Path, case: Case) -> Expected:
     model = load_model(directory)
     tokens = token_batch(case)
-    batch = with_signals(case, tokens, token_logprobs(model, tokens))
-    trainer, expected = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.temperature), Expected()
-    for number, data in enumerate(calls_of(case, batch)):
-        rows = case.global_batch
-        steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
-        trainer.call(steps, number, expected)
-    expected.weights = saved_weights(model)
-    return expected
+    return train_reference(case, model, with_signals(case, tokens, token_logprobs(model, tokens)))
 
 
 def test_one_call_over_two_batches_is_two_calls_over_one(tmp_path: Path) -> None:
@@ -47,8 +42,38 @@ def test_one_call_over_two_batches_is_two_calls_over_one(tmp_path: Path) -> None
 
 def test_warm_up_counts_calls() -> None:
     rates = [hyperparameters(replace(CASE, warmup=True)).rate(call) for call in range(4)]
-    assert rates == pytest.approx([LEARNING_RATE / 4, LEARNING_RATE * 5 / 8, LEARNING_RATE, LEARNING_RATE])
-    assert hyperparameters(CASE).rate(0) == LEARNING_RATE
+    assert rates == pytest.approx([CASE.lr / 4, CASE.lr * 5 / 8, CASE.lr, CASE.lr])
+    assert hyperparameters(CASE).rate(0) == CASE.lr
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({"schedule": "linear"}, [1.0, 0.7, 0.4, 0.1]),
+        ({"schedule": "cosine"}, [1.0, 0.775, 0.325, 0.1]),
+        ({"schedule": "linear", "warmup": True}, [0.25, 1.0, 0.55, 0.1]),
+        ({"schedule": "inverse-square-root"}, [1.0, 1.0, 2**-0.5, 3**-0.5]),
+    ],
+)
+def test_learning_rates_fall_by_hand(changes: dict[str, Any], rates: list[float]) -> None:
+    hyper = hyperparameters(replace(CASE, **changes))
+    assert [hyper.rate(call) / CASE.lr for call in range(DECAY_CALLS + 1)] == pytest.approx(rates)
+
+
+def test_weight_decay_grows_by_hand() -> None:
+    for style, values in {"constant": [0.1] * 4, "linear": [0.02, 0.14 / 3, 0.22 / 3, 0.1], "cosine": [0.02, 0.04, 0.08, 0.1]}.items():
+        hyper = hyperparameters(replace(CASE, decay=style))
+        assert [hyper.weight_decay(call) for call in range(4)] == pytest.approx(values), style
+    assert hyperparameters(CASE).weight_decay(0) == pytest.approx(WEIGHT_DECAY)
+
+
+def test_losses_in_float16_are_small_enough_for_loss_scaling() -> None:
+    case = replace(CASE, precision="float16")
+    data = {"token_mask": torch.ones(1, 4), "sample_mask": torch.ones(1)}
+    inputs = (data, torch.tensor(1.0), torch.tensor(3.0))
+    plain, quiet = (make_loss(replace(one, loss="nll"))(*inputs, next_token_logprobs=torch.full((1, 3), -2.0)) for one in (CASE, case))
+    assert float(quiet[0]) == float(plain[0]) / 64 == quiet[1]["loss"]
+    assert make_loss(replace(case, loss="dpo")).rows_together == 2
 
 
 def test_scales_are_no_smaller_than_the_metric_and_see_through_cancellation(tmp_path: Path) -> None:

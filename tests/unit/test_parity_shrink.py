@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.parity.case import Case, parse
+from megarl.parity.case import Case
+from megarl.parity.lines import parse
 from megarl.parity.shrink import MOST_TRIALS, shrink, simpler
 
 BIG = parse(

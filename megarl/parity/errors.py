@@ -1,0 +1,35 @@
+"""What an error is relative to: a log-probability to itself or 1, a number to itself or the size of its terms, a weight to its tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
+    """``|found - expected|`` by the larger of ``|expected|`` and ``scale``; 0 for equal numbers, also infinities, infinite for what is no
+    number."""
+    if found == expected:
+        return 0.0
+    size = max(abs(expected), scale)
+    if not (math.isfinite(found) and math.isfinite(expected)) or size == 0:
+        return math.inf
+    return abs(found - expected) / size
+
+
+def token_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0, padding) nothing else will do."""
+    error = (found - expected).abs() / expected.abs().clamp(min=1.0)
+    return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def tensor_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference by that of ``expected``; infinite for what is no number and for anything but 0 where 0 is expected."""
+    difference, size = float((found.float() - expected.float()).norm()), float(expected.float().norm())
+    return difference / size if math.isfinite(difference) and size else math.inf if difference else 0.0
+
+
+def root_mean_square(errors: torch.Tensor) -> float:
+    """Of all numbers; 0 where there are none."""
+    return float(errors.double().square().mean().sqrt()) if errors.numel() else 0.0

@@ -1,0 +1,101 @@
+"""Reads the line of text that stands for a case."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.parity.case import CHOICES, LOSS_OPTIONS, Case, idle_fields
+
+_POSITIVE = ("temperature", "lr")
+_LEAST = {
+    "seed": 0,
+    "window": 0,
+    "experts": 0,
+    "topk": 0,
+    "expert": 0,
+    "first": 0,
+    "last": 0,
+    "room": 0,
+    "rows": 0,
+    "bucket": 0,
+    "length": 2,
+}
+
+
+class CaseError(ConfigError):
+    """A line that is no case. The message names the word."""
+
+
+def parse(line: str) -> Case:
+    """The case that a line stands for; fields that are not named have their defaults.
+
+    Raises:
+        CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message names the word.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Case)}
+    values: dict[str, Any] = {}
+    for word in line.split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise CaseError(f"case word {word!r}: expected key=value, for example tp=2")
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"nearest is {near[0]!r}" if near else f"the keys are {', '.join(fields)}"
+            raise CaseError(f"case word {word!r}: there is no key {key!r}; {hint}")
+        if key in values:
+            raise CaseError(f"case word {word!r}: {key!r} is given twice; keep one of the two")
+        values[key] = _value(word, key, value, type(fields[key].default))
+    case = Case(**values)
+    for word in line.split():
+        owner = idle_fields(case).get(word.partition("=")[0])
+        if owner is not None:
+            raise CaseError(f"case word {word!r}: it means nothing with {owner}; leave it out")
+    return case
+
+
+def words_of(line: str) -> dict[str, Any]:
+    """The fields that a line names, with their values.
+
+    Raises:
+        CaseError: as :func:`parse`.
+    """
+    case = parse(line)
+    return {key: getattr(case, key) for key in (word.partition("=")[0] for word in line.split())}
+
+
+def _value(word: str, key: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text not in ("0", "1"):
+            raise CaseError(f"case word {word!r}: expected 0 or 1")
+        return text == "1"
+    if kind is str:
+        _check_name(word, key, text)
+        return text
+    read: Callable[[str], int | float] = int if kind is int else float
+    try:
+        number = read(text)
+    except ValueError:
+        raise CaseError(f"case word {word!r}: expected a {'whole ' if kind is int else ''}number") from None
+    least = _LEAST.get(key, 1 if kind is int else 0)
+    if not number >= least or not math.isfinite(number) or (key in _POSITIVE and number == 0):
+        raise CaseError(f"case word {word!r}: expected {'more than 0' if key in _POSITIVE else f'at least {least}'}")
+    return number
+
+
+def _check_name(word: str, key: str, text: str) -> None:
+    if key == "loss":
+        kind, *options = text.split("+")
+        known = LOSS_OPTIONS.get(kind)
+        if known is None:
+            raise CaseError(f"case word {word!r}: expected one of the losses {', '.join(LOSS_OPTIONS)}")
+        wrong = [option for option in options if option not in known]
+        if wrong:
+            raise CaseError(f"case word {word!r}: the loss {kind} has no option {wrong[0]!r}; it has {', '.join(known) or 'none'}")
+    elif key in CHOICES and text not in CHOICES[key]:
+        near = difflib.get_close_matches(text, CHOICES[key], n=1)
+        raise CaseError(f"case word {word!r}: expected one of {', '.join(CHOICES[key])}" + (f"; nearest is {near[0]}" if near else ""))

@@ -1,0 +1,146 @@
+"""How far 16-bit arithmetic may lead from float32: measured, case by case, on plain transformers.
+
+Nobody can say beforehand how far a model in bfloat16 or float16 comes out from the same model in float32. So the reference itself computes
+the case in 16 bit, :data:`MEMBERS` times. Each time a random relative error of the size of a rounding error is added to what every module
+gives, forward and backward, as computing in another order would add (Monte Carlo arithmetic: Parker, Pierce and Eggert, "Monte Carlo
+arithmetic: how to gamble with floating point and win", 2000). The farthest of these from float32, quantity by quantity, is its noise; a
+backend may be :data:`FACTOR` times as far from float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.models.engine.precision import dtype_of
+from megarl.parity.batches import Batch
+from megarl.parity.case import Case
+from megarl.parity.errors import relative_error, root_mean_square, tensor_error, token_errors
+from megarl.parity.reference import Expected, load_model, token_logprobs, trained
+from megarl.parity.routers import gates_of
+
+MEMBERS = 8
+# A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those are larger by the root of
+# two, as the added errors make them.
+FACTOR = 4.0
+SPREAD = 0.25
+"""Standard deviation of the random errors, by the distance of 1 to the next number; rounding alone gives errors of up to half of that."""
+ROUTER_FACTOR = 4.0
+"""Routers get errors so many times as large: whether a token goes to one expert or another is not a matter of a little more or less, and
+one that might go either way has to go both ways among the members."""
+LOSS_SCALES = {"bfloat16": 1.0, "float16": 2.0**16}
+"""Both backends with loss scaling start there."""
+LOGPROBS, MEAN_LOGPROBS, WEIGHT = "log-probabilities", "log-probabilities, root mean square", "weight "
+BOUND = 1e-5
+"""Largest relative error in float32, and in 16 bit of what rounding does not touch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest relative error that each quantity may have.
+
+    Attributes:
+        noise: its noise, by its name; what is not there has none.
+    """
+
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, quantity: str) -> float:
+        """The bound of a quantity."""
+        return max(BOUND, FACTOR * self.noise.get(quantity, 0.0))
+
+
+def bounds_of(case: Case, model: Path, batch: Batch, logprobs: torch.Tensor, expected: Expected) -> Bounds:
+    """The bounds of a case.
+
+    Args:
+        case: the case.
+        model: its transformers model.
+        batch: the whole batch.
+        logprobs: [B, S] of the model in float32, before training.
+        expected: what training it in float32 reports.
+    """
+    if case.precision == "float32":
+        return Bounds()
+    plain = load_model(model, dtype_of(case.precision, "case.precision"))
+    members = [_member(case, copy.deepcopy(plain), batch, number) for number in range(MEMBERS)]
+    noise: dict[str, float] = {}
+    for found, member in members:
+        for quantity, error in _errors(case, found, member, logprobs, expected).items():
+            if math.isfinite(error):
+                noise[quantity] = max(noise.get(quantity, 0.0), error)
+    floor = _of_one_token([found for found, _ in members], logprobs)
+    # below the bound of float32 is what no rounding in 16 bit has touched
+    return Bounds({name: max(error, floor) if error > BOUND and not name.startswith(WEIGHT) else error for name, error in noise.items()})
+
+
+def _of_one_token(found: Sequence[torch.Tensor], logprobs: torch.Tensor) -> float:
+    """The root mean square error of a log-probability, which eight draws of a single number may miss by chance. Metrics are measured by
+    what such an error makes of them, so that it is a floor for theirs too."""
+    return root_mean_square(torch.stack([token_errors(values, logprobs)[logprobs != 0] for values in found]))
+
+
+def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[torch.Tensor, Expected]:
+    """Log-probabilities and training of the model, which is in 16 bit, with random errors. Trains it in place."""
+    generator = torch.Generator().manual_seed(case.seed + 100 + number)
+    _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
+    logprobs = token_logprobs(model, batch, case.temperature)
+    return logprobs, trained(case, model, batch, LOSS_SCALES[case.precision])
+
+
+class _Noisy(torch.autograd.Function):
+    """A value, and the gradient that comes back to it, times 1 plus a normal error of size ``spread``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+        ctx.spread, ctx.generator = spread, generator
+        return _disturbed(value, spread, generator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _disturbed(gradient, ctx.spread, ctx.generator), None, None
+
+
+def _disturbed(value: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+    return (value.float() * (1 + spread * torch.randn(value.shape, generator=generator))).to(value.dtype)
+
+
+def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generator) -> None:
+    """Disturb what every innermost module gives (projections, norms, embeddings, experts) and what routers get."""
+
+    def noisy(value: torch.Tensor, spread: float) -> torch.Tensor:
+        if not value.is_floating_point():
+            return value
+        disturbed: torch.Tensor = _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
+        return disturbed
+
+    gates = set(gates_of(model))
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda _, given: (noisy(given[0], ROUTER_FACTOR * spread),))
+    for module in model.modules():
+        if module not in gates and not any(True for _ in module.children()):
+            module.register_forward_hook(lambda _, given, answer: noisy(answer, spread) if isinstance(answer, torch.Tensor) else answer)
+
+
+def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.Tensor, expected: Expected) -> dict[str, float]:
+    """Relative errors of a member, by the names that the comparison gives to quantities."""
+    rows = slice(case.logprob_rows)
+    by_token = token_errors(found[rows], logprobs[rows])
+    errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[logprobs[rows] != 0])}
+    for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):
+        what, losses, norms = f"call {call} ", member.losses[call], member.norms[call]
+        for name, value in metrics.items():
+            errors[what + name] = relative_error(member.metrics[call][name], value, scales.get(name, 0.0))
+        for index, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+            errors[f"{what}loss {index}"] = relative_error(loss, expected.losses[call][index], scales["loss"])
+            errors[f"{what}grad_norm of global batch {index}"] = relative_error(norm, expected.norms[call][index])
+        errors[what + "grad_norm"] = relative_error(norms[-1], expected.norms[call][-1])
+    for name, weight in expected.weights.items():
+        errors[WEIGHT + name] = tensor_error(member.weights[name], weight)
+    return errors

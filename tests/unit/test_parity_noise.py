@@ -1,0 +1,97 @@
+"""What 16 bit may differ by: as much as plain transformers in 16 bit does, and not much more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.parity.batches import Batch, token_batch, with_signals
+from megarl.parity.case import Case
+from megarl.parity.errors import root_mean_square, tensor_error, token_errors
+from megarl.parity.lines import parse
+from megarl.parity.models import ModelShelf
+from megarl.parity.noise import BOUND, LOGPROBS, LOSS_SCALES, MEAN_LOGPROBS, Bounds, bounds_of
+from megarl.parity.reference import Expected, load_model, token_logprobs, trained
+
+CASE = parse("seed=3 layers=2 kv=2 group=2 width=5 ffn=11 vocab=23 mbs=2 micro=2 length=9 lr=0.02 loss=pg+kl+is")
+
+
+class Prepared:
+    """A case with its reference in float32 and its bounds."""
+
+    def __init__(self, directory: Path, case: Case) -> None:
+        self.case = case
+        self.model = ModelShelf(directory).complete(case)
+        exact, tokens = load_model(self.model), token_batch(case)
+        self.logprobs = token_logprobs(exact, tokens)
+        self.batch: Batch = with_signals(case, tokens, self.logprobs)
+        self.expected = trained(case, exact, self.batch)
+        self.bounds = bounds_of(case, self.model, self.batch, self.logprobs, self.expected)
+
+    def outside(self, logprobs: torch.Tensor, found: Expected) -> list[str]:
+        """The quantities that are out of bounds."""
+        by_token = token_errors(logprobs, self.logprobs)
+        errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[self.logprobs != 0])}
+        for name, weight in self.expected.weights.items():
+            errors[f"weight {name}"] = tensor_error(found.weights[name], weight)
+        for call, losses in enumerate(self.expected.losses):
+            scale = max(self.expected.scales[call]["loss"], abs(losses[0]))
+            errors[f"call {call} loss 0"] = abs(found.losses[call][0] - losses[0]) / scale
+            norm = self.expected.norms[call][0]
+            errors[f"call {call} grad_norm"] = abs(found.norms[call][0] - norm) / norm
+        return [name for name, error in errors.items() if error > self.bounds.of(name)]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return Prepared(tmp_path_factory.mktemp("models"), replace(CASE, precision=request.param))
+
+
+def test_float32_has_one_bound(tmp_path: Path) -> None:
+    assert Prepared(tmp_path, CASE).bounds == Bounds()
+    assert Bounds().of(LOGPROBS) == BOUND
+
+
+def test_plain_transformers_in_16_bit_is_within_bounds(prepared: Prepared) -> None:
+    model = load_model(prepared.model, getattr(torch, prepared.case.precision))
+    logprobs = token_logprobs(model, prepared.batch)
+    found = trained(prepared.case, model, prepared.batch, LOSS_SCALES[prepared.case.precision])
+    assert prepared.outside(logprobs, found) == []
+
+
+def test_bounds_are_those_of_16_bit_and_no_wider(prepared: Prepared) -> None:
+    unit = torch.finfo(getattr(torch, prepared.case.precision)).eps
+    for name in (LOGPROBS, MEAN_LOGPROBS, "call 0 loss 0", "call 1 loss 0", "call 0 grad_norm", "weight model.norm.weight"):
+        assert 0.1 * unit < prepared.bounds.of(name) < 20 * unit, name
+
+
+def test_what_rounding_does_not_touch_keeps_the_bound_of_float32(prepared: Prepared) -> None:
+    for name in ("lr", "wd", "global_valid_toks", "num_valid_samples", "skipped_steps"):
+        assert prepared.bounds.of(f"call 1 {name}") == BOUND, name
+
+
+def test_small_faults_are_out_of_bounds(prepared: Prepared) -> None:
+    """Faults of a few per cent, in float32, so that nothing but the fault is there."""
+    exact = load_model(prepared.model)
+    fewer = {**prepared.batch, "token_mask": prepared.batch["token_mask"].clone()}
+    fewer["token_mask"][0, 1:] = 0.0
+    assert "call 0 grad_norm" in prepared.outside(prepared.logprobs, trained(prepared.case, exact, fewer))
+    hotter = trained(prepared.case, load_model(prepared.model), prepared.batch)
+    assert MEAN_LOGPROBS in prepared.outside(prepared.logprobs / 1.1, hotter)
+    slower = trained(replace(prepared.case, lr=0.01), load_model(prepared.model), prepared.batch)
+    assert any(name.startswith("weight") for name in prepared.outside(prepared.logprobs, slower))
+
+
+def test_bounds_of_a_case_are_the_same_again(prepared: Prepared) -> None:
+    assert bounds_of(prepared.case, prepared.model, prepared.batch, prepared.logprobs, prepared.expected) == prepared.bounds
+
+
+def test_a_mixture_has_bounds_too(tmp_path: Path) -> None:
+    case = parse(
+        "seed=4 family=mixtral experts=3 topk=2 layers=2 width=16 ffn=9 vocab=23 mbs=2 micro=2 length=7 precision=bfloat16 lr=0.02"
+    )
+    made = Prepared(tmp_path, case)
+    assert made.bounds.of(LOGPROBS) > BOUND and made.bounds.of("call 0 moe_aux_loss") > BOUND
