@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ WEIGHT_DECAY = 0.01
 BETAS = (0.9, 0.95)
 EPSILON = 1e-6
 CLIP = 1.0
+BACKENDS = ("megatron", "dtensor", "fsdp1")
 
 
 def save_model(directory: Path, longest: int = LENGTH) -> Path:
@@ -43,22 +46,20 @@ def save_model(directory: Path, longest: int = LENGTH) -> Path:
     return directory
 
 
-def policy_config(model: Path, *, micro_batch: int, tensor_parallel: int, **changes: Any) -> dict[str, Any]:
-    """A whole policy configuration: float32, Adam, constant learning rate. ``changes`` replace top-level keys."""
-    megatron = {
-        "enabled": True,
-        "tensor_model_parallel_size": tensor_parallel,
-        "optimizer": {
-            "lr": LEARNING_RATE,
-            "min_lr": LEARNING_RATE,
-            "weight_decay": WEIGHT_DECAY,
-            "adam_beta1": BETAS[0],
-            "adam_beta2": BETAS[1],
-            "adam_eps": EPSILON,
-            "clip_grad": CLIP,
-        },
-    }
-    policy = {
+def policy_config(
+    model: Path, *, micro_batch: int, backend: str = "megatron", tensor_parallel: int = 1, ranks: int | None = None, **changes: Any
+) -> dict[str, Any]:
+    """A whole policy configuration: float32, Adam, constant learning rate.
+
+    Args:
+        model: Hugging Face directory.
+        micro_batch: rows.
+        backend: one of ``BACKENDS``.
+        tensor_parallel: ranks that share a layer; FSDP1 has no such thing.
+        ranks: of the whole job; ``tensor_parallel`` when None.
+        changes: replace keys of the policy; those that are dictionaries, as ``megatron_cfg``, are merged.
+    """
+    policy: dict[str, Any] = {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
         "train_global_batch_size": ROWS,
@@ -66,10 +67,42 @@ def policy_config(model: Path, *, micro_batch: int, tensor_parallel: int, **chan
         "max_total_sequence_length": LENGTH,
         "max_grad_norm": CLIP,
         "precision": "float32",
-        "megatron_cfg": megatron,
-        **changes,
+        **_section_of(backend, tensor_parallel),
     }
-    return dict(validate_policy_config(policy, world_size=tensor_parallel))
+    for key, value in changes.items():
+        policy[key] = {**policy.get(key, {}), **value} if isinstance(value, dict) else value
+    return dict(validate_policy_config(policy, world_size=ranks or tensor_parallel))
+
+
+def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
+    """What enables a backend, and the same optimizer for each."""
+    if backend == "megatron":
+        optimizer = {
+            "lr": LEARNING_RATE,
+            "min_lr": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+            "adam_eps": EPSILON,
+            "clip_grad": CLIP,
+        }
+        return {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": tensor_parallel, "optimizer": optimizer}}
+    adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS), "eps": EPSILON}
+    section: dict[str, Any] = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": adam}}
+    if backend == "dtensor":
+        section["dtensor_cfg"] = {"enabled": True, "tensor_parallel_size": tensor_parallel}
+    elif backend != "fsdp1" or tensor_parallel > 1:
+        raise ValueError(f"backend {backend!r} with tensor parallel {tensor_parallel}: choose from {', '.join(BACKENDS)}, fsdp1 with 1")
+    return section
+
+
+def worker_of(config: Mapping[str, Any]) -> Any:
+    """The worker of a configuration's backend on this rank, with an optimizer and without a reference policy."""
+    from megarl.parity.jobs import WORKERS
+
+    backend = next((name for name in BACKENDS if (config.get(f"{name}_cfg") or {}).get("enabled")), "fsdp1")
+    module, name = WORKERS[backend].rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)(config, None, init_reference_model=False)
 
 
 def make_batch(seed: int) -> dict[str, torch.Tensor]:

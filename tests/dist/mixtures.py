@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.dist import reference
+from tests.dist.remembered import remembered
 
 
 def load(model: Path | str) -> torch.nn.Module:
@@ -100,10 +102,14 @@ class Balanced:
         return experts * total
 
 
+@remembered
 def train(
-    model: Path, config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Callable[..., Any], directory: Path
+    model: Path, config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Callable[..., Any]
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Losses without the balancing ones, gradient norms, weights after one step for each batch, and balance figures."""
+    """Losses without the balancing ones, gradient norms, weights after one step for each batch, and balance figures.
+
+    ``config`` is given without its layout, so that all layouts share one answer.
+    """
     trainer = reference.ReferenceTrainer(load(model), config)
     balanced = Balanced(trainer.model, loss_fn, config)
     losses, norms, figures = [], [], []
@@ -111,4 +117,17 @@ def train(
         norms.append(trainer.step(batch, balanced)[1])
         losses.append(balanced.plain)
         figures.append(balanced.figures)
-    return losses, norms, weights_of(trainer.model, directory), figures
+    with tempfile.TemporaryDirectory() as directory:
+        return losses, norms, weights_of(trainer.model, Path(directory)), figures
+
+
+@remembered
+def logprobs(model: Path, batch: Mapping[str, Any], temperature: float) -> torch.Tensor:
+    """As ``reference.logprobs``."""
+    return reference.logprobs(load(model), batch, temperature)
+
+
+@remembered
+def greedy(model: Path, batch: Mapping[str, Any], new_tokens: int) -> list[list[int]]:
+    """As ``reference.greedy``."""
+    return reference.greedy(load(model), batch, new_tokens, [])

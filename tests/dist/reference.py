@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.dist.remembered import remembered
+
 
 def load(model: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
@@ -27,6 +29,20 @@ def logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float
     with torch.no_grad():
         values = torch.nn.functional.pad(next_token_logprobs(model, data, temperature), (1, 0))
     return values * (torch.arange(values.shape[1])[None] < data["input_lengths"][:, None])
+
+
+@remembered
+def logprobs_of(model: Path, batch: Mapping[str, Any], temperature: float) -> torch.Tensor:
+    """:func:`logprobs` of a stored model, which all layouts share."""
+    return logprobs(load(model), batch, temperature)
+
+
+def greedy(model: Any, batch: Mapping[str, Any], new_tokens: int, stop: list[int]) -> list[list[int]]:
+    """Prompt and greedy answer of each row, one row at a time."""
+    return [
+        model.generate(ids[None, :length], max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop or None, pad_token_id=0)[0].tolist()
+        for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
+    ]
 
 
 class ReferenceTrainer:
@@ -62,4 +78,4 @@ class ReferenceTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self.optimizer.step()
         self.calls += 1
-        return float(loss), float(norm)
+        return float(loss.detach()), float(norm)

@@ -45,7 +45,7 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     batch = make_batch(rows=10, length=13, seed=3)
-    expected = reference.logprobs(reference.load(models[family]), batch, temperature=0.7)
+    expected = reference.logprobs_of(models[family], batch, 0.7)
     config = dtensor_config(models[family], batching, temperature=0.7, **changes)
     for result in pool.run(world, dtensor_jobs.run, "logprobs", config, batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)

@@ -25,7 +25,7 @@ WORLDS = {"dp1": 1, "dp2": 2, "dp3": 3}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, world: int, batching: str) -> None:
     batch = make_batch(rows=10, length=13, seed=3)
-    expected = reference.logprobs(reference.load(tiny_models[family]), batch, temperature=0.7)
+    expected = reference.logprobs_of(tiny_models[family], batch, 0.7)
     for result in pool.run(world, fsdp1_jobs.logprobs, fsdp1_config(tiny_models[family], batching, temperature=0.7), batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()

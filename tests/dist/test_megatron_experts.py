@@ -1,7 +1,11 @@
-"""Mixtures of experts on Megatron against one process of plain transformers: every layout, dispatcher and router option."""
+"""Mixtures of experts on Megatron against one process of plain transformers: every layout, dispatcher and router option.
+
+Training meets every pair of layout, kind of micro-batch, dispatcher and balancing loss; ``MEGARL_TEST_SLOW=1`` adds the other combinations.
+"""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,11 @@ import torch
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError
-from tests.dist import jobs, mixtures, reference, worker_jobs
+from tests.choice import newest_megatron, pairs_covered, rest_is_slow
+from tests.dist import jobs, mixtures, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
+from tests.dist.remembered import without_layout
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_layouts import DPO_LOSS
@@ -45,9 +51,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 BATCHING = ["fixed", "dynamic", "packed"]
 DISPATCHERS = ["alltoall", "allgather"]
-TRAINED = [("fixed", "alltoall"), ("dynamic", "allgather"), ("packed", "alltoall"), ("packed", "allgather")]
+BALANCING = ["none", "aux_loss", "seq_aux_loss"]
+EVERYTHING = list(itertools.product(LAYOUTS, BATCHING, DISPATCHERS, BALANCING))
+PAIRS = pairs_covered(LAYOUTS, BATCHING, DISPATCHERS, BALANCING)
 READ = [("fixed", "allgather"), ("dynamic", "alltoall"), ("packed", "allgather")]
-BALANCED = [("aux_loss", "fixed"), ("aux_loss", "packed"), ("seq_aux_loss", "dynamic"), ("seq_aux_loss", "packed")]
+# layouts that together have every group and both pipeline schedules
+NEWEST = ("ep4", "tp2-sp-ep2-etp2", "pp2-vpp2-ep2", "cp2-tp2-sp-ep2")
 BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
 
 
@@ -65,26 +74,28 @@ def family_for(layout: str, otherwise: str) -> str:
     return "qwen3_moe_four" if "vpp" in layout else otherwise
 
 
-@pytest.mark.parametrize(("batching", "dispatcher"), READ)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@newest_megatron(layout=NEWEST)
+@pytest.mark.parametrize(
+    ("layout", "batching", "dispatcher"),
+    rest_is_slow(
+        [(layout, *READ[number % len(READ)]) for number, layout in enumerate(LAYOUTS)], [(layout, *read) for layout in LAYOUTS for read in READ]
+    ),
+)
 def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "mixtral" if batching == "dynamic" else "qwen3_moe_mixed")]
     batch = make_batch(rows=7, length=19, seed=3)
-    expected = reference.logprobs(mixtures.load(model), batch, temperature=0.7)
+    expected = mixtures.logprobs(model, batch, 0.7)
     config = policy_config(model, temperature=0.7, batching=batching, dispatcher=dispatcher, **changes)
     for result in pool.run(world, jobs.logprobs, config, batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()
 
 
-def check_training(
-    pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any, directory: Path, batches: Any = None
-) -> list[dict[str, Any]]:
+def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> list[dict[str, Any]]:
     """Losses, gradient norms, weights and balance figures of three Adam steps."""
-    batches = batches or BATCHES
-    losses, norms, weights, figures = mixtures.train(model, config, batches, loss_fn, directory)
-    results = pool.run(world, jobs.train, config, batches, loss_fn)
+    losses, norms, weights, figures = mixtures.train(model, without_layout(config), BATCHES, loss_fn)
+    results = pool.run(world, jobs.train, config, BATCHES, loss_fn)
     for result in results:
         torch.testing.assert_close([step[0] for step in result["losses"]], losses, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
@@ -100,29 +111,35 @@ def check_training(
     return results
 
 
-@pytest.mark.parametrize(("batching", "dispatcher"), TRAINED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+def cases_of(balancing: list[str]) -> list[Any]:
+    """Parameters of a training test: layout, kind of micro-batch, dispatcher and balancing loss."""
+    return rest_is_slow([row for row in PAIRS if row[-1] in balancing], [row for row in EVERYTHING if row[-1] in balancing])
+
+
+@newest_megatron(layout=NEWEST)
+@pytest.mark.parametrize(("layout", "batching", "dispatcher", "balancing"), cases_of(["none"]))
 def test_three_adam_steps_equal_transformers(
-    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, batching: str, dispatcher: str
+    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str, balancing: str
 ) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "qwen3_moe" if batching == "dynamic" else "mixtral")]
-    config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, **changes)
-    check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS), tmp_path / "reference")
+    config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, balancing=balancing, **changes)
+    check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS))
 
 
-@pytest.mark.parametrize(("kind", "batching"), BALANCED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@newest_megatron(layout=NEWEST)
+@pytest.mark.parametrize(("layout", "batching", "dispatcher", "balancing"), cases_of(["aux_loss", "seq_aux_loss"]))
 def test_balancing_losses_equal_the_literal_formula(
-    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, kind: str, batching: str
+    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str, balancing: str
 ) -> None:
     """Large coefficients, so that a wrong factor cannot hide; the batch has padding, masked tokens and a dropped sample."""
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "qwen3_moe_mixed")]
-    config = policy_config(model, batching=batching, balancing=kind, aux=0.7, z=0.3, clip=0.0, **changes)
-    check_training(pool, world, model, config, NLLLoss(), tmp_path / "reference")
+    config = policy_config(model, batching=batching, dispatcher=dispatcher, balancing=balancing, aux=0.7, z=0.3, clip=0.0, **changes)
+    check_training(pool, world, model, config, NLLLoss())
 
 
+@newest_megatron(layout=NEWEST[1:])
 @pytest.mark.parametrize(
     ("layout", "dispatcher"),
     [*[(layout, "alltoall") for layout in LAYOUTS], *[(layout, "allgather") for layout in ("ep4", "ep2-etp2", "pp2-ep2")]],
@@ -131,17 +148,14 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "mixtral" if dispatcher == "alltoall" else "qwen3_moe_mixed")]
     batch = prompts(rows=8)
-    loaded = mixtures.load(model)
-    expected = [
-        loaded.generate(ids[None, :length], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
-        for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
-    ]
+    expected = mixtures.greedy(model, batch, 8)
     config = policy_config(model, dispatcher=dispatcher, generation={"stop_token_ids": []}, **changes)
     for result in pool.run(world, jobs.generate, config, batch, True):
         assert [row["ids"] for row in result["rows"]] == expected
         check_logprobs(result["rows"])
 
 
+@newest_megatron
 @pytest.mark.parametrize("rows", [1, 3])
 def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models: dict[str, Path], rows: int) -> None:
     """One row for two replicas leaves one of them with none; sampling without seeds of one's own has to stay in step."""
@@ -154,25 +168,28 @@ def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models
     assert drawn[0] == drawn[1]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": True},
+    "plain-optimizer": {"distributed_optimizer": False},
+    "recompute": {"recompute": True, "balancing": "seq_aux_loss", "z": 0.2},
+    "freeze": {"freeze_router": True},
+    "fp64": {"router_dtype": "fp64"},
+    "overlap-freeze-recompute": {"overlap": True, "freeze_router": True, "recompute": True},
+}
+CHANGED = list(itertools.product(["ep2", "tp2-sp-ep2-dp2", "etp2", "pp2-ep2"], OPTIONS))
+
+
+@newest_megatron(layout=["tp2-sp-ep2-dp2"])
+# every other one of every layout: each option in two layouts, each layout with three options
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"overlap": True},
-        {"distributed_optimizer": False},
-        {"recompute": True, "balancing": "seq_aux_loss", "z": 0.2},
-        {"freeze_router": True},
-        {"router_dtype": "fp64"},
-        {"overlap": True, "freeze_router": True, "recompute": True},
-    ],
-    ids=lambda changes: "-".join(changes),
+    ("layout", "option"), rest_is_slow([case for number, case in enumerate(CHANGED) if (number + number // len(OPTIONS)) % 2 == 0], CHANGED)
 )
-@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2-dp2", "etp2", "pp2-ep2"])
-def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
+def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, option: str) -> None:
     """... but what they are about: a frozen router keeps its weights to the bit, and its gradient is in no norm."""
-    world, placed = LAYOUTS[layout]
+    (world, placed), changes = LAYOUTS[layout], OPTIONS[option]
     model = models["qwen3_moe_mixed"]
     config = policy_config(model, **{"batching": "packed", "balancing": "aux_loss", "aux": 0.5, **placed, **changes})
-    results = check_training(pool, world, model, config, NLLLoss(), tmp_path / "reference")
+    results = check_training(pool, world, model, config, NLLLoss())
     if changes.get("freeze_router"):
         before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
         gates = [name for name in before if name.endswith("mlp.gate.weight")]
@@ -183,27 +200,25 @@ def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_p
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_micro_batch_size_changes_no_balancing_loss(
-    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, kind: str, micro_batch: int
-) -> None:
+def test_micro_batch_size_changes_no_balancing_loss(pool: WorkerPool, models: dict[str, Path], kind: str, micro_batch: int) -> None:
     """Also with a filler micro-batch in the interleaved pipeline, which counts nowhere."""
     model = models["qwen3_moe_four"]
     config = policy_config(model, mbs=micro_batch, balancing=kind, aux=0.7, z=0.2, pp=2, vpp=2, ep=2)
-    check_training(pool, 4, model, config, NLLLoss(), tmp_path / "reference")
+    check_training(pool, 4, model, config, NLLLoss())
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_the_models_own_coefficient_is_the_default(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_the_models_own_coefficient_is_the_default(pool: WorkerPool, models: dict[str, Path], kind: str) -> None:
     config = policy_config(models["mixtral"], ep=2, balancing=kind)
-    check_training(pool, 2, models["mixtral"], config, NLLLoss(), tmp_path / "reference")
+    check_training(pool, 2, models["mixtral"], config, NLLLoss())
 
 
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2"])
-def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, batching: str) -> None:
+def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(models["mixtral"], mbs=2, batching=batching, balancing="seq_aux_loss", aux=0.1, **changes)
-    check_training(pool, world, models["mixtral"], config, DPOLossFn(DPO_LOSS), tmp_path / "reference")
+    check_training(pool, world, models["mixtral"], config, DPOLossFn(DPO_LOSS))
 
 
 @pytest.mark.parametrize("batching", BATCHING)
@@ -226,6 +241,7 @@ def export(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
+@newest_megatron(layout=NEWEST)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -267,18 +283,18 @@ def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str,
     return result
 
 
+@newest_megatron
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("changes", [{}, {"pp": 2, **UNEVEN}, {"tp": 2, "sp": True, "ep": 4}], ids=["ep2", "pp2-ep2", "tp2-sp-ep4"])
 def test_replicas_of_unequal_lengths(pool: WorkerPool, models: dict[str, Path], dispatcher: str, changes: dict[str, Any]) -> None:
     """Ranks that share experts bring different numbers of tokens."""
     batches = [make_batch(rows=5, length=length, seed=length) for length in (18, 8)]
-    loaded = mixtures.load(models["mixtral"])
     config = policy_config(models["mixtral"], dispatcher=dispatcher, logprob_batch_size=2, **{"ep": 2, **changes})
     world = 2 * changes.get("pp", 1) * changes.get("tp", 1)
     results = pool.run(world, logprobs_of_unequal_replicas, config, batches)
     for rank, result in enumerate(results):
         replica = (rank // changes.get("tp", 1)) % 2
-        torch.testing.assert_close(result, reference.logprobs(loaded, batches[replica]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(result, mixtures.logprobs(models["mixtral"], batches[replica], 1.0), atol=1e-5, rtol=0)
 
 
 def reference_logprobs(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -296,6 +312,7 @@ def reference_logprobs(config: dict[str, Any], batch: dict[str, torch.Tensor]) -
     return {"before": before, "reference": reference_policy, "after": after, "again": again}
 
 
+@newest_megatron(layout=["tp2-sp-ep2-etp2"])
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2-etp2", "pp2-ep2"])
 def test_reference_policy_and_offload_hold_for_experts(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -320,12 +337,21 @@ CHECKPOINTS = [
 ]
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["router-trained", "router-frozen"])
-@pytest.mark.parametrize(("written", "read"), CHECKPOINTS, ids=["-to-".join(case) for case in CHECKPOINTS])
-def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, frozen: bool) -> None:
+ROUTERS = ["trained", "frozen"]
+
+
+@newest_megatron(written=["tp2-sp-ep2-etp2", "pp2-vpp2-ep2"])
+@pytest.mark.parametrize(
+    ("written", "read", "router"),
+    rest_is_slow(
+        [(*case, ROUTERS[number % 2]) for number, case in enumerate(CHECKPOINTS)],
+        [(*case, router) for case in CHECKPOINTS for router in ROUTERS],
+    ),
+)
+def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, router: str) -> None:
     """A run goes on as the undisturbed one: bit for bit in the same layout, within rounding in another."""
     model = models["qwen3_moe_four" if "vpp" in written else "qwen3_moe_mixed"]
-    options = {"freeze_router": frozen, "balancing": "aux_loss", "aux": 0.1}
+    options = {"freeze_router": router == "frozen", "balancing": "aux_loss", "aux": 0.1}
     (world, changes), (new_world, new_changes) = LAYOUTS[written], LAYOUTS[read]
     undisturbed = pool.run(world, train_and_save, policy_config(model, **options, **changes), tmp_path)[0]
     resumed = pool.run(new_world, load_and_train, policy_config(model, **options, **new_changes), tmp_path, False)[0]
@@ -336,6 +362,7 @@ def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, writt
         assert written != read or torch.equal(resumed["weights"][name], tensor), name
 
 
+@newest_megatron
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
     """The balancing loss is scaled as the main loss is: its share of the first gradient norm is that of float32."""

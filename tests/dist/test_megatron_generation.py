@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.choice import newest_megatron
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
+from tests.dist.remembered import remembered
 from tests.dist.test_megatron_parity import LAYOUTS as DENSE_LAYOUTS
 from tests.models import policy_config
 
@@ -32,14 +34,10 @@ def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, torch.Te
     }
 
 
+@remembered
 def transformers_greedy(model: Path, batch: dict[str, torch.Tensor], new_tokens: int, stop: list[int]) -> list[list[int]]:
     """Prompt and answer of each row, one row at a time."""
-    loaded = reference.load(model)
-    rows = []
-    for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True):
-        output = loaded.generate(ids[None, :length], max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop or None, pad_token_id=0)
-        rows.append(output[0].tolist())
-    return rows
+    return reference.greedy(reference.load(model), batch, new_tokens, stop)
 
 
 def likely_stop(model: Path, batch: dict[str, torch.Tensor]) -> int:
@@ -49,6 +47,7 @@ def likely_stop(model: Path, batch: dict[str, torch.Tensor]) -> int:
     return answer[3]
 
 
+@newest_megatron(family=["qwen3"], layout=["tp2-pp2", "cp2-tp2-sp"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
 def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
@@ -75,6 +74,7 @@ def test_sampling_is_the_same_in_every_layout(pool: WorkerPool, tiny_models: dic
     assert len({tuple(row["ids"][-row["new"] :]) for row in alone["rows"]}) > 1
 
 
+@newest_megatron
 def test_an_interleaved_pipeline_generates(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     """The last stage hands its first chunk's output back to the first stage's second one."""
     model = tiny_models["qwen3-tied-four"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from tests.choice import newest_megatron, pairs_covered, rest_is_slow
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -47,19 +49,24 @@ def family_for(layout: str) -> str:
     return "qwen3-tied-four" if "vpp" in layout else "llama"
 
 
-@pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "batching"),
+    rest_is_slow(
+        [(layout, BATCHING[number % len(BATCHING)]) for number, layout in enumerate(LAYOUTS)], itertools.product(LAYOUTS, BATCHING)
+    ),
+)
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     model = tiny_models[family_for(layout)]
     batch = make_batch(rows=7, length=19, seed=3)
-    expected = reference.logprobs(reference.load(model), batch, temperature=0.7)
+    expected = reference.logprobs_of(model, batch, 0.7)
     config = policy_config(model, temperature=0.7, batching=batching, **changes)
     for result in pool.run(world, jobs.logprobs, config, batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()
 
 
+@newest_megatron(layout=["cp2-tp2-sp", "cp2-pp2", "pp2-vpp2-tp2-sp", "cp3-ring"])
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
@@ -69,15 +76,18 @@ def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict
     check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS))
 
 
-@pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2"])
-@pytest.mark.parametrize("loss", [NLLLoss(), DPOLossFn(DPO_LOSS)], ids=["nll", "dpo"])
-def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str, loss: Any) -> None:
+LOSSES = {"nll": NLLLoss(), "dpo": DPOLossFn(DPO_LOSS)}
+WITH_LOSSES = (["dp2", "cp2", "pp2"], BATCHING, LOSSES)
+
+
+@pytest.mark.parametrize(("layout", "batching", "loss"), rest_is_slow(pairs_covered(*WITH_LOSSES), itertools.product(*WITH_LOSSES)))
+def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str, loss: str) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["llama"], mbs=2, batching=batching, **changes)
-    check_training(pool, world, tiny_models["llama"], config, loss)
+    check_training(pool, world, tiny_models["llama"], config, LOSSES[loss])
 
 
+@newest_megatron(layout=["cp2-dp2"])
 @pytest.mark.parametrize("changes", [{"overlap": True}, {"recompute": True}, {"distributed_optimizer": False}], ids=lambda c: "-".join(c))
 @pytest.mark.parametrize("layout", ["cp2-dp2", "cp3-ring", "pp2-vpp2"])
 def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any]) -> None:
@@ -87,6 +97,7 @@ def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], 
     check_training(pool, world, model, config, NLLLoss())
 
 
+@newest_megatron(micro_batch=[1, 8])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_any_number_of_micro_batches_goes_through_the_interleaved_pipeline(
     pool: WorkerPool, tiny_models: dict[str, Path], micro_batch: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from tests.choice import newest_megatron, rest_is_slow
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
+from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
 
-FAMILIES = ["llama", "qwen2-tied", "qwen3-tied", "qwen2", "qwen3"]
+TRAINED = ["llama", "qwen2-tied", "qwen3-tied"]
+FAMILIES = [*TRAINED, "qwen2", "qwen3"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
     "tp2": (2, {"tp": 2}),
@@ -35,12 +39,17 @@ PG_LOSS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+# in every layout the families that are not trained below, and one of the others
+READ = [(family, layout) for family in FAMILIES[3:] for layout in LAYOUTS]
+READ += [(TRAINED[number % 3], layout) for number, layout in enumerate(LAYOUTS)]
+
+
+@newest_megatron(layout=["tp2-pp2"])
+@pytest.mark.parametrize(("family", "layout"), rest_is_slow(READ, itertools.product(FAMILIES, LAYOUTS)))
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     batch = make_batch(rows=10, length=13, seed=3)
-    expected = reference.logprobs(reference.load(tiny_models[family]), batch, temperature=0.7)
+    expected = reference.logprobs_of(tiny_models[family], batch, 0.7)
     config = policy_config(tiny_models[family], temperature=0.7, **changes)
     for result in pool.run(world, jobs.logprobs, config, batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
@@ -48,13 +57,20 @@ def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
 
 
 def run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
+    """Losses, gradient norms and the weights after one step for each batch, computed once for all layouts."""
+    return _run_reference(model, without_layout(config), batches, loss_fn)
+
+
+@remembered
+def _run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
     trainer = reference.ReferenceTrainer(reference.load(model), config)
     measured = [trainer.step(batch, loss_fn) for batch in batches]
     return [m[0] for m in measured], [m[1] for m in measured], dict(trainer.model.state_dict())
 
 
+@newest_megatron(layout=["tp2-pp2", "tp2-dp2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3-tied"])
+@pytest.mark.parametrize("family", TRAINED)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models[family], mbs=2, clip=0.5, **changes)
@@ -69,6 +85,7 @@ def test_micro_batch_size_changes_nothing(pool: WorkerPool, tiny_models: dict[st
     check_training(pool, world, tiny_models["qwen2-tied"], config, NLLLoss())
 
 
+@newest_megatron
 @pytest.mark.parametrize(
     "changes",
     [

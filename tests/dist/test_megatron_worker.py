@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
+from tests.choice import newest_megatron
 from tests.dist import jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -100,6 +101,7 @@ def test_every_method_of_the_contract_has_its_signature() -> None:
     assert not getattr(Policy, "__abstractmethods__", frozenset())
 
 
+@newest_megatron(layout=["pp2", "dp2-overlap"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -110,12 +112,14 @@ def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path
         assert torch.equal(result["evaluated"]["global_loss"], result["trained"]["global_loss"])
 
 
+@newest_megatron
 def test_evaluation_changes_no_bit_in_half_precision(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     config = policy_config(tiny_models["qwen3"], precision="bfloat16", overlap=True)
     for result in pool.run(2, worker_jobs.evaluate_between, config, make_batch(8, 11, seed=4)):
         assert {name: changed for name, changed in result["changed"].items() if changed} == {}
 
 
+@newest_megatron(recompute=[True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_logprobs_equal_those_inside_the_loss_to_the_bit(
@@ -129,6 +133,7 @@ def test_logprobs_equal_those_inside_the_loss_to_the_bit(
         assert torch.equal(inside, outside)
 
 
+@newest_megatron(precision=["bfloat16"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["dp2-overlap", "pp2"])
 def test_reference_swap_leaves_no_trace(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
@@ -144,6 +149,7 @@ def test_reference_swap_leaves_no_trace(pool: WorkerPool, tiny_models: dict[str,
         ]
 
 
+@newest_megatron
 @pytest.mark.parametrize("masked", ["tokens of one rank", "samples of one rank", "all tokens", "all samples"])
 def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, Path], masked: str) -> None:
     config = policy_config(tiny_models["qwen3"], overlap=True, weight_decay=0.0)
@@ -168,6 +174,7 @@ def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, P
             assert (float(first["global_loss"]), float(first["grad_norm"])) == pytest.approx(alone, rel=1e-5)
 
 
+@newest_megatron
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("world", "changes"), [(2, {"overlap": True}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_half_precision_follows_float32(
@@ -184,6 +191,7 @@ def test_half_precision_follows_float32(
         assert result["norms"] == pytest.approx(exact["norms"], rel=4 * bound)
 
 
+@newest_megatron
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     config = policy_config(tiny_models["qwen3"], precision="float16")
     poisoned = make_batch(8, 12, seed=3)
@@ -196,6 +204,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_mo
         assert result["agree"]
 
 
+@newest_megatron
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_resumes_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
     config = policy_config(tiny_models["qwen3"], precision=precision)
@@ -213,6 +222,7 @@ def sgd_reference(
     return losses, dict(trainer.model.state_dict())
 
 
+@newest_megatron
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd(pool: WorkerPool, tiny_models: dict[str, Path], momentum: float) -> None:
     """Megatron's distributed optimizer knows Adam alone."""
@@ -226,6 +236,7 @@ def test_sgd(pool: WorkerPool, tiny_models: dict[str, Path], momentum: float) ->
             torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
+@newest_megatron(momentum=[0.9])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd_resumes_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, momentum: float, precision: str) -> None:
@@ -250,6 +261,7 @@ def schedule_by_formula(call: int, style: str, warmup: int, decay: int, init: fl
     return low + (peak - low) * share
 
 
+@newest_megatron(warmup=[3])
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
 def test_schedule_follows_the_formulas(pool: WorkerPool, tiny_models: dict[str, Path], style: str, warmup: int) -> None:
@@ -308,6 +320,7 @@ def test_a_vocabulary_shard_of_forbidden_tokens_alone(pool: WorkerPool) -> None:
         assert gradient.isfinite().all()
 
 
+@newest_megatron(precision=["bfloat16"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("world", "changes"), [(2, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})])
 def test_noise_reaches_all_copies_and_the_optimizer(
@@ -322,6 +335,7 @@ def test_noise_reaches_all_copies_and_the_optimizer(
             torch.testing.assert_close(result["trained"][name].float(), tensor.float(), atol=1e-5, rtol=1e-5, msg=name)
 
 
+@newest_megatron
 @pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_small_methods_and_wrong_states(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, changes: dict[str, Any]
@@ -345,6 +359,7 @@ def test_small_methods_and_wrong_states(
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@newest_megatron
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_moving_the_optimizer_leaves_the_model_where_it_is(
@@ -366,6 +381,7 @@ def test_a_loss_may_report_itself(pool: WorkerPool, tiny_models: dict[str, Path]
         assert metrics["twice"] == pytest.approx([2 * value for value in metrics["loss"]], rel=1e-6)
 
 
+@newest_megatron
 def test_a_worker_that_only_reads(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     messages = pool.run(1, worker_jobs.read_only, policy_config(tiny_models["qwen3"]))[0]
     assert len(messages) == 4
@@ -373,6 +389,7 @@ def test_a_worker_that_only_reads(pool: WorkerPool, tiny_models: dict[str, Path]
     assert not Path("/tmp/never-written").exists()
 
 
+@newest_megatron
 def test_a_constructor_that_fails_takes_its_redirection_back(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     for file in tiny_models["qwen3"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -470,6 +487,7 @@ worker.shutdown()
 """
 
 
+@newest_megatron
 def test_torchrun_needs_no_ray(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     import json
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl import env
 from megarl.checkpoint.manifest import verify
+from tests.choice import slow
 from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, make_material, read_rows, write_config
 
 # Five launches in one test: on a machine that does much else they take longer than the limit of other tests.
 pytestmark = pytest.mark.timeout(1800)
-slow = pytest.mark.skipif(not env.flag("MEGARL_TEST_SLOW"), reason="MEGARL_TEST_SLOW=1 runs it")
 Moment = Callable[[Launch], Callable[[], bool]]
 
 

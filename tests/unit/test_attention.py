@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from megarl.models.engine.attention import causal_attention
+from tests.choice import newest_megatron
+
+pytestmark = newest_megatron
 
 
 def by_loops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -19,7 +19,10 @@ from transformers import BertConfig, LlamaConfig
 from converters.architecture import Architecture, read_architecture
 from converters.errors import ConversionError
 from converters.megatron_settings import megatron_settings
+from tests.choice import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, SIZES, tiny_config, tiny_model
+
+pytestmark = newest_megatron
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

@@ -19,7 +19,10 @@ from converters.rule import Kind, Rule
 from converters.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
+from tests.choice import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors, tiny_config
+
+pytestmark = newest_megatron
 
 
 class MemorySource:

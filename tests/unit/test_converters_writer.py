@@ -20,7 +20,10 @@ from converters.rules import all_megatron_names, hf_names, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import HuggingFaceSource, open_source
 from converters.writer import write_hf
+from tests.choice import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
+
+pytestmark = newest_megatron
 
 
 def converted(source: HuggingFaceSource, tp_size: int) -> Iterator[tuple[str, Tensor]]:

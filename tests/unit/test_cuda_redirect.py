@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from megarl.models.megatron import cuda_redirect
+from tests.choice import newest_megatron
+
+pytestmark = newest_megatron
 
 MISSING = object()
 
