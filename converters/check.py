@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -17,7 +19,7 @@ _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 _CHUNK_BYTES = 64 * 2**20
 
 
-def check_source(source: HuggingFaceSource, architecture: Architecture, compare_tied: bool = True) -> None:
+def check_source(source: HuggingFaceSource, architecture: Architecture, compare_tied: bool = True, excused: Sequence[str] = ()) -> None:
     """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes. Reads headers only.
 
     A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because transformers unties the two when they
@@ -27,12 +29,13 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         source: the checkpoint.
         architecture: from its config.
         compare_tied: False leaves that comparison out.
+        excused: patterns (``*`` and ``?``) of tensors that may be missing, or that nothing asks for.
 
     Raises:
         ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
     """
     accounted: set[str] = set()
-    problems = _asked_problems(source, architecture, accounted) + _unasked_problems(source, architecture, accounted)
+    problems = _asked_problems(source, architecture, accounted, excused) + _unasked_problems(source, architecture, accounted, excused)
     if not problems and compare_tied and architecture.tied_embeddings and _HEAD in source and not _equal(source, _EMBEDDING, _HEAD):
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings is true: set it to false to keep both")
     if problems:
@@ -43,12 +46,12 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         )
 
 
-def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str]) -> list[str]:
+def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
     """Problems with tensors of the architecture. Names of the stored tensors that hold them are put into ``accounted``."""
     problems = []
     for tensor in hf_tensors(architecture):
         places = [place for place in tensor.places if place.name in source]
-        if not places:
+        if not places and not _is_excused(tensor.name, excused):
             problems.append(f"missing: {tensor.name} {list(tensor.shape)}")
         if len(places) > 1:
             problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
@@ -60,17 +63,26 @@ def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accou
     return problems
 
 
-def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str]) -> list[str]:
+def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
     """Problems with tensors that the architecture does not ask for."""
     problems = []
     for name in source.names():
-        if name in accounted or _IGNORABLE.fullmatch(name):
+        if name in accounted or _IGNORABLE.fullmatch(name) or _is_excused(name, excused):
             continue
         if name == _HEAD and architecture.tied_embeddings:
             problems += _tensor_problems(source, name, (architecture.vocab_size, architecture.hidden_size))
         else:
             problems.append(f"unknown: {name} {list(source.shape(name))}")
     return problems
+
+
+def stored_twice(source: HuggingFaceSource, architecture: Architecture) -> dict[str, str]:
+    """Names of tensors that say what another tensor says, with the name of that one: the stored output layer of a tied model."""
+    return {_HEAD: _EMBEDDING} if architecture.tied_embeddings and _HEAD in source else {}
+
+
+def _is_excused(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _tensor_problems(source: HuggingFaceSource, name: str, shape: tuple[int, ...]) -> list[str]:

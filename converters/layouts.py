@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from converters.errors import ConversionError
 from converters.rule import Kind, Rule
@@ -46,6 +47,34 @@ class ShardLayout:
     def padding(self) -> int:
         """Indices at the end of the axis that come from no tensor."""
         return self.shape[self.axis] - sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows ``start`` to ``stop`` of part number ``part`` of a rule, which lie from row ``position`` on in the whole parameter."""
+
+    part: int
+    start: int
+    stop: int
+    position: int
+
+
+@lru_cache(maxsize=4096)
+def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Run, ...]:
+    """Where every row of the whole parameter, not cut over any ranks, comes from, in the order of its rows.
+
+    Args:
+        rule: of the parameter.
+        head_dim: width of one attention head; used by ``Kind.QKV`` alone.
+        padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the end is padding.
+    """
+    if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
+        return (Run(0, 0, rule.parts[0].shape[0], 0),)
+    runs, position = [], 0
+    for span in shard_layout(rule, head_dim, 0, 1, padded_vocab).spans:
+        runs.append(Run(span.part, span.start, span.stop, position))
+        position += span.length
+    return tuple(runs)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int, divisible_by: int = 1) -> int:

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from converters.boxes import whole
 from converters.errors import ConversionError
+from converters.safetensors_file import SafetensorsFile
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 # Weights, configs and tokenizers at the top level of a repository; no pickles, no code, no second copies in other formats.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
@@ -70,14 +59,27 @@ def _download(repository: str, revision: str | None) -> Path:
 class HuggingFaceSource:
     """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files it names.
 
-    As in transformers, the single file wins where both exist. Files are mapped into memory when first needed, and stay open.
+    As in transformers, the single file wins where both exist. Files are opened when first needed, and stay open. Safe to be read from
+    several threads.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, SafetensorsFile] = {}
+        self._lock = threading.Lock()
         self._file_of: dict[str, str] = {}
         self._file_of = self._read_layout()
+
+    @property
+    def name(self) -> str:
+        """What to call the checkpoint: of a hub repository its id and commit, otherwise the directory."""
+        snapshot = re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", self.directory.as_posix())
+        return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
+
+    def identity(self) -> list[list[str | int]]:
+        """Changes when the files do: name, size and time of change of each."""
+        files = sorted({self.directory / name for name in self._file_of.values()} | set(self.directory.glob("*.json")))
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -93,7 +95,7 @@ class HuggingFaceSource:
         Raises:
             ConversionError: there is no such tensor, or its file is damaged.
         """
-        return tuple(self._entry(name).get_shape())
+        return self._file(name).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Stored dtype of a tensor, from the header.
@@ -101,10 +103,7 @@ class HuggingFaceSource:
         Raises:
             ConversionError: there is no such tensor, its file is damaged, or torch has no such dtype.
         """
-        stored = self._entry(name).get_dtype()
-        if stored not in _DTYPES:
-            raise ConversionError(f"{name} is stored as {stored}, which is not supported", f"store it as one of {', '.join(_DTYPES)}")
-        return _DTYPES[stored]
+        return self._file(name).dtype(name)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor or a slice of it, touching only the bytes of that slice.
@@ -121,12 +120,12 @@ class HuggingFaceSource:
         """
         shape = self.shape(name)
         if slices is None:
-            # Row 0 of a zero-dimensional tensor does not exist, so that slicing cannot serve here.
-            return self._open(self._file_of[name]).get_tensor(name).clone(memory_format=torch.contiguous_format)
+            return self._file(name).read(name)
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
                 raise ConversionError(f"{name} has shape {list(shape)}; dimension {dimension} has no {part}", "read inside the tensor")
-        return self._entry(name)[slices].clone(memory_format=torch.contiguous_format)
+        asked = tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=False))
+        return self._file(name).read(name, (*asked, *whole(shape[len(asked) :])))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the directory, such as ``config.json``; None where the file does not exist.
@@ -176,26 +175,24 @@ class HuggingFaceSource:
             raise ConversionError(f"{path} names files that cannot be used", "fetch the checkpoint again", problems)
         return {str(name): str(file_name) for name, file_name in weight_map.items()}
 
-    def _entry(self, name: str) -> Any:
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
             raise ConversionError(f"{self.directory} has no tensor {name!r}", "check that the checkpoint is complete and of this family")
-        return self._open(self._file_of[name]).get_slice(name)
+        return self._open(self._file_of[name])
 
-    def _open(self, file_name: str) -> Any:
-        """The mapped file. On first use its header is compared with the index."""
-        if file_name in self._files:
-            return self._files[file_name]
-        path = self.directory / file_name
-        try:
-            opened = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise ConversionError(f"{path} is not a readable safetensors file ({error})", "fetch or write the file again") from error
-        indexed = {name for name, place in self._file_of.items() if place == file_name}
-        absent = sorted(indexed - set(opened.keys()))
-        if absent:
-            raise ConversionError(f"{path} lacks tensors that {_INDEX} says are in it", "fetch the checkpoint again", absent)
-        self._files[file_name] = opened
-        return opened
+    def _open(self, file_name: str) -> SafetensorsFile:
+        """The open file. On first use its header is compared with the index."""
+        with self._lock:
+            if file_name in self._files:
+                return self._files[file_name]
+            path = self.directory / file_name
+            opened = SafetensorsFile(path)
+            indexed = {name for name, place in self._file_of.items() if place == file_name}
+            absent = sorted(indexed - set(opened.keys()))
+            if absent:
+                raise ConversionError(f"{path} lacks tensors that {_INDEX} says are in it", "fetch the checkpoint again", absent)
+            self._files[file_name] = opened
+            return opened
 
 
 def _inside(part: slice, length: int) -> bool:

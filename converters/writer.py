@@ -18,6 +18,7 @@ from torch import Tensor
 
 from converters.errors import ConversionError
 from converters.families import FAMILIES
+from converters.staging import flush_to_disk, put_in_place
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -80,8 +81,8 @@ def write_hf(
             generation_config.to_json_file(partial / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        _flush(partial)
-        _put_in_place(partial, target)
+        flush_to_disk(partial)
+        put_in_place(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -178,35 +179,3 @@ def _write_config(directory: Path, hf_config: Any, dtype: torch.dtype) -> None:
     if not getattr(config, "architectures", None) and family is not None:
         config.architectures = [family.architecture_class]
     config.save_pretrained(directory)
-
-
-def _flush(directory: Path) -> None:
-    """Force every file and the directories themselves to disk."""
-    for root, _, files in os.walk(directory):
-        for path in (*(os.path.join(root, name) for name in files), root):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Rename; an existing target steps aside first and comes back if the rename fails."""
-    aside = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
-    existed = os.path.lexists(target)
-    if existed:
-        os.rename(target, aside)
-    try:
-        os.rename(partial, target)
-    except BaseException:
-        if existed:
-            os.rename(aside, target)
-        raise
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if existed:
-        shutil.rmtree(aside, ignore_errors=True)

@@ -47,7 +47,15 @@ def build_parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw the metrics of a run", usage="megarl plot RUN")
     plot.add_argument("run", metavar="RUN", help="directory of the run")
     add_parity(commands)
+    add_convert(commands)
     return parser
+
+
+def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The sub-command ``convert``, which works without anything else of megarl."""
+    from converters.command import build_parser as add_arguments
+
+    add_arguments(commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron-Core, and verify them"))
 
 
 def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,8 +99,10 @@ def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: b
     if dry_run:
         from rich.console import Console
 
+        from megarl.algorithms.model_check import check_model_on_disk
         from megarl.config.report import WIDTH, print_report
 
+        check_model_on_disk(config["policy"])
         console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
         print_report(config, read_model_facts(config["policy"]["model_name"]), console)
         return 0
@@ -145,6 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return train(arguments.config, overrides, arguments.layers, arguments.dry_run)
         if arguments.command == "parity":
             return parity(arguments)
+        if arguments.command == "convert":
+            from converters.command import run as convert
+
+            return convert(arguments)
         return plot(arguments.run)
     except (MegarlError, ConversionError) as error:
         return report(error)

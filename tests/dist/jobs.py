@@ -37,11 +37,17 @@ def full_weights(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tensor:
     """Log-probabilities of the whole batch, in its order."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
+    values = logprobs_of(worker, batch)
+    worker.backend.close()
+    return values
+
+
+def logprobs_of(worker: MegatronPolicyWorker, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The same of a worker that is there."""
     sharded = dealt(worker, batch, "logprob")
     mine = worker.get_logprobs(data=sharded.shards[worker.backend.groups.data_rank])["logprobs"]
     shares: list[Any] = [None] * worker.backend.groups.data_size
     dist.all_gather_object(shares, mine, group=worker.backend.groups.data)
-    worker.backend.close()
     return sharded.restore(shares)
 
 

@@ -26,6 +26,7 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_lengths import in_step
@@ -56,6 +57,7 @@ class MegatronBackend:
         self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int, with_optimizer: bool = True
     ) -> None:
         self.policy = policy
+        self._model_directory = source.directory
         self.runtime = runtime
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=bool(policy.get("trust_remote_code", False)))
         self.architecture: Architecture = read_architecture(self.hf_config)
@@ -106,6 +108,11 @@ class MegatronBackend:
     def stages(self) -> list[Any]:
         """The bare GPTModel of each chunk of this pipeline stage."""
         return [chunk.module for chunk in self.chunks]
+
+    @property
+    def replicas_in_step(self) -> dist.ProcessGroup | None:
+        """Those that share experts."""
+        return self.experts.replicas
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         if not backward:
@@ -194,7 +201,7 @@ class MegatronBackend:
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
-        checkpoint.save_weights(self.chunks, weights)
+        checkpoint.save_weights(self.chunks, self._model_directory, dtype_of(self.policy["precision"], "policy.precision"), weights)
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
 

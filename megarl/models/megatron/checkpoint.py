@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -21,8 +22,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.checkpoint.collective import appears_whole, random_state_file
+from converters.artifacts import HF_DIRECTORY, copy_artifacts, write_config
+from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
@@ -48,10 +51,18 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     return states[0] if len(states) == 1 else {_entry(index): state for index, state in enumerate(states)}
 
 
-def save_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
-    """Write the weights to ``directory``. A collective over all ranks."""
+def save_weights(chunks: Sequence[DistributedDataParallel], model: Path, dtype: torch.dtype, directory: Path) -> None:
+    """Write the weights to ``directory``. A collective over all ranks.
+
+    Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint can be exported by itself
+    (``megarl convert export``); its config then says ``dtype``.
+    """
     with appears_whole(directory) as staging, cuda_literals():
         _save(_sharded(chunks), staging)
+        with failing_together(f"copying config and tokenizer from {model} to {directory}"):
+            if dist.get_rank() == 0:
+                copy_artifacts(model, staging / HF_DIRECTORY)
+                write_config(staging / HF_DIRECTORY, dtype)
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
@@ -79,9 +90,10 @@ def save_optimizer(
         _initialize_state(optimizer)
         weights = _sharded(chunks)
         _save(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging)
-        if dist.get_rank() == 0 and scheduler is not None:
-            (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
-        save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
+        with failing_together(f"writing schedule and random-number states to {directory}"):
+            if dist.get_rank() == 0 and scheduler is not None:
+                (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
+            save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
 
 
 def load_optimizer(
@@ -123,8 +135,11 @@ def _save(state: dict[str, Any], directory: Path) -> None:
     # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-    # one writer process a rank: more would only make more files
-    dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+    try:
+        # one writer process a rank: more would only make more files
+        dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+    except CheckpointException as error:  # raised on all ranks; not even an Exception
+        raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:

@@ -1,0 +1,13 @@
+"""Import of a Hugging Face model into a Megatron-Core checkpoint: see :mod:`benchmarks.conversion`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import conversion
+from benchmarks.point import Point
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """See :func:`benchmarks.conversion.measure`."""
+    return conversion.measure("import", quick)

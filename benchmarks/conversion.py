@@ -1,0 +1,161 @@
+"""Import and export of a bfloat16 model against a plain copy of its bytes, and against loading and saving it with transformers.
+
+Everything is flushed to disk within its time. Each conversion runs in a process of its own, whose peak memory it reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.point import Metric, Point
+from benchmarks.timing import seconds_of
+
+WIDTH, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 2048, 5632, 32, 4, 64, 32000
+BLOCK = 8 * 2**20
+SHARD_BYTES = 400_000_000
+TRANSFORMERS = """
+import json, os, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+begun = time.monotonic()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", low_cpu_mem_usage=True)
+model.save_pretrained(sys.argv[2], max_shard_size="400MB")
+os.sync()
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(json.dumps({"seconds": time.monotonic() - begun, "peak_memory": peak}))
+"""
+
+
+def measure(direction: str, quick: bool) -> Iterator[Point]:
+    """Models of 0.1, 0.5 and 2 GB, with one worker and with two.
+
+    Args:
+        direction: ``import`` or ``export``.
+        quick: the small one alone, once.
+    """
+    for size in (0.1,) if quick else (0.1, 0.5, 2.0):
+        with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
+            root = Path(temporary)
+            written = save_llama(root / "hf", int(size * 1e9))
+            source = root / "hf"
+            if direction == "export":
+                source = root / "mcore"
+                _convert("import", root / "hf", source, 2)
+            for workers in (1, 2):
+                measured: dict[str, list[dict[str, Any]]] = {"conversion": [], "copy": [], "transformers": []}
+                for _ in range(1 if quick else 3):
+                    measured["copy"].append({"seconds": _copy(source, root / "copy")})
+                    measured["conversion"].append(_convert(direction, source, root / "made", workers))
+                    measured["transformers"].append(_transformers(root / "hf", root / "saved"))
+                yield Point({"gigabytes": round(written / 1e9, 2), "workers": workers}, _metrics(measured, written))
+
+
+def save_llama(directory: Path, size: int) -> int:
+    """A Llama of about ``size`` bytes with random weights, as a downloaded one lies on disk. Returns its bytes."""
+    from transformers import LlamaConfig
+
+    query, key = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
+    layer = {
+        "input_layernorm": (WIDTH,),
+        "self_attn.q_proj": (query, WIDTH),
+        "self_attn.k_proj": (key, WIDTH),
+        "self_attn.v_proj": (key, WIDTH),
+        "self_attn.o_proj": (WIDTH, query),
+        "post_attention_layernorm": (WIDTH,),
+        "mlp.gate_proj": (FFN, WIDTH),
+        "mlp.up_proj": (FFN, WIDTH),
+        "mlp.down_proj": (WIDTH, FFN),
+    }
+    a_layer = sum(2 * torch.Size(shape).numel() for shape in layer.values())
+    vocabulary = min(VOCABULARY, size // (8 * WIDTH))
+    layers = max(1, round((size - 4 * vocabulary * WIDTH) / a_layer))
+    shapes = {"model.embed_tokens.weight": (vocabulary, WIDTH), "lm_head.weight": (vocabulary, WIDTH), "model.norm.weight": (WIDTH,)}
+    shapes |= {f"model.layers.{number}.{name}.weight": shape for number in range(layers) for name, shape in layer.items()}
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=HEAD_DIM,
+        vocab_size=vocabulary,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    total = 0
+    weight_map = {}
+    for name, shape in shapes.items():
+        if sum(tensor.nbytes for tensor in shards[-1].values()) > SHARD_BYTES:
+            _save_shard(directory, len(shards), shards[-1])
+            shards[-1] = {}
+            shards.append({})
+        shards[-1][name] = torch.randn(shape, generator=generator).bfloat16()
+        weight_map[name] = _shard_name(len(shards))
+        total += shards[-1][name].nbytes
+    _save_shard(directory, len(shards), shards[-1])
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return total
+
+
+def _shard_name(number: int) -> str:
+    return f"model-part-{number}.safetensors"
+
+
+def _save_shard(directory: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, directory / _shard_name(number), metadata={"format": "pt"})
+
+
+def _copy(source: Path, target: Path) -> float:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+
+    def copy() -> None:
+        for path in sorted(path for path in source.iterdir() if path.is_file()):
+            with path.open("rb", buffering=0) as reader, (target / path.name).open("wb", buffering=0) as writer:
+                while data := reader.read(BLOCK):
+                    writer.write(data)
+                os.fsync(writer.fileno())
+
+    return seconds_of(copy)
+
+
+def _convert(action: str, source: Path, target: Path, workers: int) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "converters", action, str(source), str(target), "--overwrite", "--json", "--workers", str(workers)]
+    return _json_of(argv)
+
+
+def _transformers(source: Path, target: Path) -> dict[str, Any]:
+    return _json_of([sys.executable, "-c", TRANSFORMERS, str(source), str(target)])
+
+
+def _json_of(argv: list[str]) -> dict[str, Any]:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(argv[:4])} failed with {done.returncode}: {done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def _metrics(measured: dict[str, list[dict[str, Any]]], size: int) -> dict[str, Metric]:
+    seconds = {name: [float(one["seconds"]) for one in runs] for name, runs in measured.items()}
+    metrics = {f"{name}_speed": Metric.of("GB/s", [size / 1e9 / one for one in each]) for name, each in seconds.items()}
+    metrics["against_copy"] = Metric.ratio("the speed of a plain copy", seconds["copy"], seconds["conversion"])
+    metrics["against_transformers"] = Metric.ratio("the speed of transformers", seconds["transformers"], seconds["conversion"])
+    for name in ("conversion", "transformers"):
+        metrics[f"{name}_peak_memory"] = Metric.of("MiB", [one["peak_memory"] / 2**20 for one in measured[name]])
+    return metrics

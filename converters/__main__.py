@@ -1,0 +1,7 @@
+"""``python -m converters``."""
+
+import sys
+
+from converters.command import main
+
+sys.exit(main())

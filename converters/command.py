@@ -1,0 +1,253 @@
+"""The command ``megarl convert``, also ``python -m converters``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from converters.errors import ConversionError
+
+DIFFERENT, INTERRUPTED = 1, 130
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_EPILOG = "Exit codes: 0 done and equal, 1 differences found, 2 wrong arguments or damaged files, 130 interrupted."
+
+
+def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """The parser of the command, or its arguments added to ``parser``."""
+    parser = parser or argparse.ArgumentParser(prog="python -m converters", description="Convert checkpoints.")
+    parser.epilog = _EPILOG
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    into = commands.add_parser("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core", epilog=_EPILOG)
+    into.add_argument("source", help="directory or hub id")
+    into.add_argument("--revision", help="branch, tag or commit of a hub repository")
+    into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
+    out = commands.add_parser("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors", epilog=_EPILOG)
+    out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
+    out.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
+    for command in (into, out):
+        command.add_argument("target", type=Path, help="directory to make")
+        command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all tensors (default: each keeps its own)")
+        command.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2); the bytes do not depend on them")
+        command.add_argument("--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB")
+        command.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+        _add_missing(command)
+    check = commands.add_parser("verify", help="compare two checkpoints bit for bit, or one with its manifest", epilog=_EPILOG)
+    check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format")
+    check.add_argument("--logits", action="store_true", help="compare what transformers computes from both, too")
+    differ = commands.add_parser("diff", help="list in what two models differ", epilog=_EPILOG)
+    differ.add_argument("paths", nargs=2, type=Path, metavar="PATH")
+    look = commands.add_parser("inspect", help="say what a checkpoint is", epilog=_EPILOG)
+    look.add_argument("paths", nargs=1, type=Path, metavar="PATH")
+    dry = commands.add_parser("plan", help="say what a conversion would write, without writing", epilog=_EPILOG)
+    dry.add_argument("paths", nargs=1, type=Path, metavar="SOURCE")
+    dry.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2)")
+    _add_missing(dry)
+    commands.add_parser("families", help="list the model families", epilog=_EPILOG)
+    for name, command in commands.choices.items():
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        if name in ("export", "verify", "diff", "inspect", "plan"):
+            command.add_argument("--hf-config", type=Path, metavar="DIR", help="config and tokenizer of a checkpoint that has none with it")
+    return parser
+
+
+def _add_missing(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--allow-missing",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="names (with * and ?) on either side that need no counterpart on the other; may be given several times",
+    )
+
+
+def read_size(text: str) -> int:
+    """Bytes: ``5000000``, ``5GB``, ``2GiB``, ``512M``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), flags=re.IGNORECASE)
+    if match is None or float(match.group(1)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 2GiB or 5GB")
+    unit = match.group(2).upper()
+    decimal = (match.group(3) or "").upper() == "B"
+    return int(float(match.group(1)) * (1000 ** "_KMGT".index(unit or "_") if decimal else _UNITS[unit]))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the parsed command. Returns its exit code.
+
+    Raises:
+        ConversionError: see the exit codes.
+    """
+    actions: dict[str, Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]]] = {
+        "import": _import,
+        "export": _export,
+        "verify": _verify,
+        "diff": _diff,
+        "inspect": _inspect,
+        "plan": _plan,
+        "families": _families,
+    }
+    code, facts, text = actions[arguments.action](arguments)
+    sys.stdout.write((json.dumps(facts, indent=1, default=str) if arguments.json else text) + "\n")
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m converters``. Returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except ConversionError as error:
+        sys.stderr.write(f"converters: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("converters: interrupted; a second run goes on where this one ended\n")
+        return INTERRUPTED
+
+
+def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.import_plan import plan_import
+    from converters.importing import import_model
+    from converters.source import open_source
+
+    plan = plan_import(
+        open_source(arguments.source, arguments.revision),
+        dtype=_dtype(arguments.dtype),
+        vocab_multiple=arguments.vocab_multiple,
+        allow_missing=tuple(arguments.allow_missing),
+    )
+    return _convert(import_model, plan, arguments)
+
+
+def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.export_plan import plan_export
+    from converters.exporting import export_model
+    from converters.opening import open_megatron
+
+    plan = plan_export(
+        open_megatron(arguments.source, arguments.hf_config),
+        dtype=_dtype(arguments.dtype),
+        max_shard_bytes=arguments.max_shard_size,
+        allow_missing=tuple(arguments.allow_missing),
+    )
+    return _convert(export_model, plan, arguments)
+
+
+def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    begun = time.monotonic()
+    outcome = convert(
+        plan,
+        arguments.target,
+        workers=arguments.workers,
+        max_memory=arguments.max_memory,
+        overwrite=arguments.overwrite,
+        progress=None if arguments.json else sys.stderr,
+    )
+    seconds = time.monotonic() - begun
+    facts = {
+        "target": str(outcome.target),
+        "family": plan.architecture.family,
+        "tensors": outcome.tensors,
+        "bytes": outcome.size,
+        "resumed_bytes": outcome.resumed,
+        "seconds": round(seconds, 3),
+        "workers": outcome.workers,
+        "peak_memory": outcome.peak_memory,
+        **outcome.notes,
+    }
+    speed = (outcome.size - outcome.resumed) / 1e9 / max(seconds, 1e-9)
+    lines = [
+        f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, {_gigabytes(outcome.size)} in {seconds:.1f} s "
+        f"({speed:.2f} GB/s), peak memory {outcome.peak_memory / 2**20:.0f} MiB"
+    ]
+    if outcome.resumed:
+        lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
+    lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]
+    return 0, facts, "\n".join(lines)
+
+
+def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.verify import logits_difference, open_any, tensor_count, verify
+
+    if len(arguments.paths) > 2:
+        raise ConversionError(f"verify takes one or two checkpoints, not {len(arguments.paths)}", "leave the others out")
+    opened = [open_any(path, arguments.hf_config) for path in arguments.paths]
+    found = verify(*opened)
+    facts: dict[str, Any] = {
+        "equal": not found,
+        "tensors": tensor_count(opened[0]),
+        "differences": [{"kind": one.kind, "name": one.name, "text": one.text} for one in found],
+    }
+    said = "as its manifest and its config say" if len(opened) == 1 else "equal bit for bit"
+    if len(opened) == 1 and opened[0].manifest is None:
+        said = "as its config says; it has no manifest to compare its values with"
+    lines = [f"{facts['tensors']} tensors: {said}"] if not found else [f"{len(found)} differences", *(f"  {one}" for one in found)]
+    if arguments.logits and len(opened) == 2 and not any(one.kind in ("keys", "missing", "shape") for one in found):
+        facts["logits_difference"] = logits_difference(opened[0], opened[1])
+        lines.append(f"largest difference of logits: {facts['logits_difference']:.3g}")
+    return (DIFFERENT if found else 0), facts, "\n".join(lines)
+
+
+def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.compare import config_differences, tensor_differences
+    from converters.verify import open_any
+
+    one, other = (open_any(path, arguments.hf_config).model for path in arguments.paths)
+    found = [*config_differences(one.architecture, other.architecture), *tensor_differences(one, other)]
+    facts = {"equal": not found, "differences": [{"kind": each.kind, "name": each.name, "text": each.text} for each in found]}
+    return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
+
+
+def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.describe import describe
+    from converters.verify import open_any
+
+    facts = describe(open_any(arguments.paths[0], arguments.hf_config))
+    lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
+    return 0, facts, "\n".join(lines + ["architecture:"] + [f"  {key}: {value}" for key, value in facts["architecture"].items()])
+
+
+def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.describe import describe_export, describe_import
+    from converters.export_plan import plan_export
+    from converters.import_plan import plan_import
+    from converters.opening import MEGATRON, kind_of, open_megatron
+    from converters.source import open_source
+
+    path, excused = arguments.paths[0], tuple(arguments.allow_missing)
+    if kind_of(path) == MEGATRON:
+        facts = describe_export(plan_export(open_megatron(path, arguments.hf_config), allow_missing=excused), arguments.workers)
+    else:
+        facts = describe_import(plan_import(open_source(path), allow_missing=excused), arguments.workers)
+    width = max(len(tensor["key"]) for tensor in facts["tensors"])
+    lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
+    lines.append(
+        f"{facts['direction']} of {facts['family']}: {len(facts['tensors'])} tensors, {_gigabytes(facts['bytes'])} in "
+        f"{len(facts['files'])} files; peak memory at most {facts['peak_memory'] / 2**20:.0f} MiB with {arguments.workers} workers"
+    )
+    return 0, facts, "\n".join(lines)
+
+
+def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.describe import describe_families
+
+    families = describe_families()
+    return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
+
+
+def _dtype(name: str | None) -> Any:
+    from converters.manifest import dtype_called
+
+    return None if name is None else dtype_called(name)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.2f} MB"

@@ -1,0 +1,109 @@
+"""Two stored models compared tensor by tensor, bit for bit, in bounded memory; whichever formats they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from converters.architecture import Architecture
+from converters.logical import LogicalModel, MegatronModel
+from converters.manifest import Manifest, TensorHashes, dtype_called, dtype_name
+from converters.rule import HuggingFaceTensor, Kind
+from converters.rules import all_rules, hf_tensors
+from converters.work import row_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which two models differ.
+
+    Attributes:
+        kind: ``config``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding`` or ``hash``.
+        name: of the config field or of the tensor.
+        text: both sides, for people.
+    """
+
+    kind: str
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.name}: {self.text}"
+
+
+def config_differences(one: Architecture, other: Architecture) -> Iterator[Difference]:
+    """Fields of the architectures that are not equal."""
+    for field in fields(one):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if left != right:
+            shown = [asdict(value) if hasattr(value, "__dataclass_fields__") else value for value in (left, right)]
+            yield Difference("config", field.name, f"{shown[0]!r} and {shown[1]!r}")
+
+
+def tensor_differences(one: LogicalModel, other: LogicalModel) -> Iterator[Difference]:
+    """Tensors that are not equal: those that only one has, and those of another shape, dtype or content."""
+    left, right = ({tensor.name: tensor for tensor in hf_tensors(model.architecture)} for model in (one, other))
+    for name in [*left, *(name for name in right if name not in left)]:
+        if name not in left or name not in right:
+            yield Difference("missing", name, f"only in the {'first' if name in left else 'second'}")
+        elif left[name].shape != right[name].shape:
+            yield Difference("shape", name, f"{list(left[name].shape)} and {list(right[name].shape)}")
+        else:
+            yield from _content_differences(one, other, left[name], right[name])
+
+
+def _content_differences(one: LogicalModel, other: LogicalModel, left: HuggingFaceTensor, right: HuggingFaceTensor) -> Iterator[Difference]:
+    dtypes = one.dtype(left), other.dtype(right)
+    if dtypes[0] != dtypes[1]:
+        yield Difference("dtype", left.name, f"{dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}")
+    wide = torch.promote_types(*dtypes)
+    count, first, largest = 0, None, 0.0
+    for start, stop in row_ranges(left.shape[0], torch.Size(left.shape[1:]).numel() * wide.itemsize):
+        values = one.read(left, start, stop).to(wide), other.read(right, start, stop).to(wide)
+        unequal = _unequal(*values)
+        if bool(unequal.any()):
+            places = unequal.nonzero()
+            first = first or [start + int(places[0][0]), *places[0][1:].tolist()]
+            count += places.shape[0]
+            distance = (values[0].double() - values[1].double()).abs()[unequal]
+            largest = max(largest, float(distance.nan_to_num(float("inf")).max()))
+    if count:
+        total = torch.Size(left.shape).numel()
+        yield Difference("values", left.name, f"{count} of {total} elements, the first at {first}, by at most {largest:.6g}")
+
+
+def _unequal(one: Tensor, other: Tensor) -> Tensor:
+    """Where the bits differ; also the sign of zero and the payload of a NaN."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return one.view(integers) != other.view(integers)
+
+
+def padding_differences(model: MegatronModel) -> Iterator[Difference]:
+    """Rows behind the vocabulary that are not zero."""
+    for rule in all_rules(model.architecture):
+        if rule.kind is not Kind.VOCAB:
+            continue
+        vocabulary, padded = rule.parts[0].shape[0], model.parameter_shape(rule)[0]
+        rows = model.read_rows(rule, vocabulary, padded)
+        if bool(rows.any()):
+            row = vocabulary + int(rows.reshape(rows.shape[0], -1).any(dim=1).nonzero()[0])
+            yield Difference("padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero")
+
+
+def hash_differences(model: LogicalModel, manifest: Manifest) -> Iterator[Difference]:
+    """Tensors that are not what the manifest says."""
+    tensors = {tensor.name: tensor for tensor in hf_tensors(model.architecture)}
+    for name in [*tensors, *(name for name in manifest.tensors if name not in tensors)]:
+        record = manifest.tensors.get(name)
+        if name not in tensors or record is None:
+            yield Difference("hash", name, "the manifest does not know it" if record is None else "only the manifest knows it")
+            continue
+        hashes, dtype = TensorHashes([name]), dtype_called(record.dtype)
+        shape = tensors[name].shape
+        for start, stop in row_ranges(shape[0], torch.Size(shape[1:]).numel() * dtype.itemsize):
+            hashes.update(name, model.read(tensors[name], start, stop).to(dtype))
+        if hashes.digests()[name] != record.sha256:
+            yield Difference("hash", name, f"the manifest says {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…")

@@ -1,0 +1,260 @@
+"""What an export will write, worked out from the index alone."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.logical import MegatronModel
+from converters.manifest import Manifest, dtype_called, dtype_name
+from converters.opening import MegatronCheckpoint
+from converters.rule import HuggingFaceTensor, Place, Rule
+from converters.rules import all_rules
+from converters.safetensors_file import NAMES
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+_IGNORED_KEYS = ("optimizer.", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensor:
+    """A tensor as it will stand in a safetensors file.
+
+    Attributes:
+        name, shape, dtype: of the stored tensor.
+        parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one part.
+        file: name of the file.
+        offset: of its first byte, from the end of the header.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[HuggingFaceTensor, Place], ...]
+    file: str
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will do.
+
+    Attributes:
+        checkpoint: the source.
+        written: every stored tensor, in the order of the files.
+        left_out: keys of the checkpoint without a counterpart that were excused.
+        dtype: that was asked for.
+    """
+
+    checkpoint: MegatronCheckpoint
+    written: tuple[WrittenTensor, ...]
+    left_out: tuple[str, ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def model(self) -> MegatronModel:
+        """The source's tensors."""
+        return self.checkpoint.model
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the model."""
+        return self.model.architecture
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size for tensor in self.written)
+
+    @functools.cached_property
+    def files(self) -> dict[str, list[WrittenTensor]]:
+        """Tensors by file."""
+        files: dict[str, list[WrittenTensor]] = {}
+        for tensor in self.written:
+            files.setdefault(tensor.file, []).append(tensor)
+        return files
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that most bytes have."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self.written:
+            sizes[tensor.dtype] += tensor.size
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def header(self, file: str) -> bytes:
+        """The header of a file, its length in front."""
+        entries = {
+            tensor.name: {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [tensor.offset, tensor.offset + tensor.size],
+            }
+            for tensor in self.files[file]
+        }
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with whatever changes the bytes that will be written."""
+        facts = [
+            self.checkpoint.identity(),
+            [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written],
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def plan_export(
+    checkpoint: MegatronCheckpoint,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_missing: tuple[str, ...] = (),
+) -> ExportPlan:
+    """Work out an export.
+
+    Args:
+        checkpoint: the Megatron checkpoint.
+        dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor, what it was before.
+        max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its own.
+        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+
+    Raises:
+        ConversionError: the checkpoint does not hold the model that its config describes.
+    """
+    if max_shard_bytes < 1:
+        raise ConversionError(f"max-shard-size = {max_shard_bytes}: at least one byte is needed", "leave it out, or pass 5GB")
+    model = checkpoint.model
+    rules, left_out = account(model, allow_missing)
+    stored = _stored(rules, checkpoint.manifest)
+    written: list[tuple[str, tuple[int, ...], torch.dtype, tuple[tuple[HuggingFaceTensor, Place], ...]]] = []
+    for place, parts in stored:
+        dtypes = {dtype or _dtype(model, checkpoint.manifest, part) for part, _ in parts}
+        if len(dtypes) > 1:
+            raise ConversionError(f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one")
+        written.append((place.name, place.shape, dtypes.pop(), parts))
+    return ExportPlan(checkpoint, tuple(_in_files(written, max_shard_bytes)), left_out, dtype)
+
+
+def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
+    """The parameters that are there, and the excused keys that nothing asks for.
+
+    Raises:
+        ConversionError: with every key that is missing, unknown or of another shape, and not excused.
+    """
+    rules, asked, problems = [], set(), []
+    for rule in all_rules(model.architecture):
+        key = model.place(rule).key
+        asked.add(key)
+        if model.has(rule):
+            rules.append(rule)
+        elif not _is_excused((key, rule.megatron_name, *rule.hf_names), excused):
+            problems.append(f"missing: {key}" + (f" of {rule.megatron_name}" if key in model.checkpoint else ""))
+    left_out = []
+    for key in model.checkpoint:
+        if key in asked or key.startswith(_IGNORED_KEYS):
+            continue
+        if _is_excused((key,), excused):
+            left_out.append(key)
+        else:
+            problems.append(f"unknown: {key} {list(model.checkpoint.shape(key))}")
+    if problems:
+        raise ConversionError(
+            f"{model.checkpoint.directory} does not hold a {model.architecture.family} model as its config describes it",
+            "use the config that belongs to these weights, or --allow-missing PATTERN for keys that need no counterpart",
+            list(dict.fromkeys(problems)),
+        )
+    return rules, tuple(left_out)
+
+
+def _is_excused(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]]:
+    """What is stored: every tensor alone under its name, or where the source of the import had it."""
+    together: dict[str, list[tuple[HuggingFaceTensor, Place]]] = {}
+    for rule in rules:
+        for part in rule.parts:
+            place = Place(part.name, part.shape)
+            described = manifest.places.get(part.name) if manifest is not None else None
+            for other in part.alternatives:
+                if described is not None and other.name == described["name"]:
+                    place = other
+            together.setdefault(place.name, []).append((part, place))
+    return [(Place(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
+
+
+def _repeated(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]]:
+    """Tensors that the source stored a second time under another name."""
+    parts = {part.name: part for rule in rules for part in rule.parts}
+    again: list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]] = []
+    for name, original in (manifest.also_stored if manifest is not None else {}).items():
+        if original in parts and name not in parts:
+            place = Place(name, parts[original].shape)
+            again.append((place, ((parts[original], place),)))
+    return again
+
+
+def _dtype(model: MegatronModel, manifest: Manifest | None, part: HuggingFaceTensor) -> torch.dtype:
+    """What a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
+    stored = model.dtype(part)
+    record = manifest.tensors.get(part.name) if manifest is not None else None
+    if record is not None:
+        before = dtype_called(record.dtype)
+        if before != stored and torch.promote_types(before, stored) == stored:
+            return before
+    return stored
+
+
+def _in_files(
+    tensors: list[tuple[str, tuple[int, ...], torch.dtype, tuple[tuple[HuggingFaceTensor, Place], ...]]], max_bytes: int
+) -> list[WrittenTensor]:
+    """Tensors in order, in as few files as the bound allows, wide dtypes first in each, so that all are aligned."""
+    groups: list[list[int]] = []
+    filled = 0
+    for number, (_, shape, dtype, _) in enumerate(tensors):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not groups or filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += size
+    written = []
+    for index, group in enumerate(groups, start=1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        offset = 0
+        for number in sorted(group, key=lambda number: -tensors[number][2].itemsize):
+            name, shape, dtype, parts = tensors[number]
+            written.append(WrittenTensor(name, shape, dtype, parts, file, offset))
+            offset += written[-1].size
+    return written
+
+
+def index_of(plan: ExportPlan) -> str | None:
+    """The text of ``model.safetensors.index.json``; None for a single file."""
+    if len(plan.files) == 1:
+        return None
+    weight_map = {tensor.name: tensor.file for tensor in sorted(plan.written, key=lambda tensor: tensor.name)}
+    return json.dumps({"metadata": {"total_size": plan.size}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def is_hf_directory(directory: Path) -> bool:
+    """Whether a directory is a Hugging Face model that may be replaced."""
+    return (directory / "config.json").is_file()

@@ -1,0 +1,170 @@
+"""What an import will write, worked out from headers alone."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from converters.architecture import Architecture, read_architecture
+from converters.check import check_source, stored_twice
+from converters.errors import ConversionError
+from converters.layouts import padded_vocab_size
+from converters.logical import HuggingFaceModel, shape_of_parameter
+from converters.manifest import dtype_name
+from converters.rule import Rule
+from converters.rules import all_rules
+from converters.source import HuggingFaceSource
+from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked, stored_place
+from converters.torch_dist.writer import StoredTensor
+
+# the sizes of files follow from the model alone: bytes must not depend on the workers
+_FILES, _SMALLEST_FILE, _LARGEST_FILE = 32, 16 * 2**20, 512 * 2**20
+
+
+@dataclass(frozen=True)
+class ImportPlan:
+    """What an import will do.
+
+    Attributes:
+        model: the source.
+        rules: parameters to write, in order.
+        stacked: whether layers are stacked.
+        padded_vocab: rows of the embedding.
+        dtypes: of each Hugging Face tensor, as it will be kept.
+        also_stored: names of the source that say what another tensor says, with that tensor.
+        left_out: names without a counterpart that were excused.
+    """
+
+    model: HuggingFaceModel
+    rules: tuple[Rule, ...]
+    stacked: bool
+    padded_vocab: int
+    dtypes: Mapping[str, torch.dtype]
+    also_stored: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the model."""
+        return self.model.architecture
+
+    def place(self, rule: Rule) -> StoredPlace:
+        """Of a parameter in the checkpoint."""
+        return stored_place(rule, self.architecture, stacked=self.stacked)
+
+    def shape(self, rule: Rule) -> tuple[int, ...]:
+        """Of a whole parameter."""
+        return shape_of_parameter(rule, self.padded_vocab)
+
+    def dtype(self, rule: Rule) -> torch.dtype:
+        """Of a parameter in the checkpoint."""
+        return self._stored[self.place(rule).key].dtype
+
+    def size(self, rule: Rule) -> int:
+        """Bytes of a parameter in the checkpoint."""
+        return torch.Size(self.shape(rule)).numel() * self.dtype(rule).itemsize
+
+    @property
+    def tensors(self) -> list[StoredTensor]:
+        """Of the checkpoint."""
+        return list(self._stored.values())
+
+    @property
+    def object_names(self) -> list[str]:
+        """Of the modules' states in the checkpoint."""
+        return [name for rule in self.rules for name in extra_state_keys(self.place(rule))]
+
+    @functools.cached_property
+    def files(self) -> list[tuple[str, list[Rule]]]:
+        """Item files: name and parameters."""
+        goal = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(map(self.size, self.rules)) // _FILES))
+        files: list[tuple[str, list[Rule]]] = []
+        filled = goal
+        for rule in self.rules:
+            if filled >= goal:
+                files.append((f"__{len(files)}_0.distcp", []))
+                filled = 0
+            files[-1][1].append(rule)
+            filled += self.size(rule)
+        return files
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with whatever changes the bytes that will be written."""
+        facts = [
+            self.model.source.identity(),
+            [[tensor.key, tensor.shape, dtype_name(tensor.dtype)] for tensor in self.tensors],
+            [[name, [rule.megatron_name for rule in rules]] for name, rules in self.files],
+            {name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    @functools.cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        """By key. All layers of a stacked tensor have one dtype, the narrowest that holds every one's values."""
+        dtypes: dict[str, torch.dtype] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rule in self.rules:
+            place = self.place(rule)
+            shapes[place.key] = (*place.grid, *self.shape(rule))
+            for part in rule.parts:
+                own = self.dtypes[part.name]
+                dtypes[place.key] = torch.promote_types(dtypes.get(place.key, own), own)
+        return {key: StoredTensor(key, shape, dtypes[key]) for key, shape in shapes.items()}
+
+
+def plan_import(
+    source: HuggingFaceSource, *, dtype: torch.dtype | None = None, vocab_multiple: int = 1, allow_missing: tuple[str, ...] = ()
+) -> ImportPlan:
+    """Work out an import.
+
+    Args:
+        source: the Hugging Face checkpoint.
+        dtype: of all tensors; None keeps every tensor's own.
+        vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
+        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+
+    Raises:
+        ConversionError: config and weights do not belong together, or something cannot be carried over.
+    """
+    config = source.read_json("config.json")
+    if config is None:
+        raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
+    if vocab_multiple < 1:
+        raise ConversionError(f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128")
+    architecture = read_architecture(config)
+    check_source(source, architecture, excused=allow_missing)
+    model = HuggingFaceModel(source, architecture)
+    rules = [rule for rule in all_rules(architecture) if _is_whole(rule, source, allow_missing)]
+    dtypes = {part.name: dtype or model.dtype(part) for rule in rules for part in rule.parts}
+    accounted = {place.name for rule in rules for part in rule.parts for place in part.places}
+    also_stored = stored_twice(source, architecture)
+    return ImportPlan(
+        model=model,
+        rules=tuple(rules),
+        stacked=is_stacked(architecture),
+        padded_vocab=padded_vocab_size(architecture.vocab_size, 1, vocab_multiple),
+        dtypes=dtypes,
+        also_stored=also_stored,
+        left_out=tuple(name for name in source.names() if name not in accounted and name not in also_stored),
+    )
+
+
+def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -> bool:
+    """Whether the source has all of a parameter; a parameter that it has none of may be excused, one that it has half of may not."""
+    missing = [part.name for part in rule.parts if not any(place.name in source for place in part.places)]
+    if not missing:
+        return True
+    named = [rule.megatron_name, *missing]
+    if len(missing) < len(rule.parts) or not any(fnmatchcase(name, pattern) for name in named for pattern in excused):
+        raise ConversionError(
+            f"{rule.megatron_name} is made of {', '.join(rule.hf_names)}; missing: {', '.join(missing)}",
+            "use complete weights; --allow-missing can leave out whole parameters, not parts of them",
+        )
+    return False

@@ -1,0 +1,191 @@
+"""Hugging Face checkpoint -> ``torch_dist`` checkpoint of Megatron-Core: model-free, one chunk of a tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from converters.artifacts import HF_DIRECTORY, copy_artifacts
+from converters.errors import ConversionError
+from converters.import_plan import ImportPlan
+from converters.layouts import runs_of
+from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name
+from converters.narrowing import Narrowing
+from converters.places import locate
+from converters.rule import Rule
+from converters.space import require_space
+from converters.staging import Staging, check_apart
+from converters.torch_dist.find import is_checkpoint
+from converters.torch_dist.items import read_item
+from converters.torch_dist.writer import ItemFile, StoredItem, finish_checkpoint
+from converters.work import Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion did.
+
+    Attributes:
+        target: the directory that was made.
+        tensors: how many were written.
+        size: their bytes.
+        resumed: bytes of them that an earlier run had written.
+        workers: threads that worked.
+        peak_memory: largest resident memory, bytes.
+        notes: of the manifest.
+    """
+
+    target: Path
+    tensors: int
+    size: int
+    resumed: int
+    workers: int
+    peak_memory: int
+    notes: dict[str, Any]
+
+
+def import_model(
+    plan: ImportPlan,
+    target: Path,
+    *,
+    workers: int = 2,
+    max_memory: int | None = None,
+    overwrite: bool = False,
+    progress: TextIO | None = None,
+) -> Outcome:
+    """Write the checkpoint that a plan describes. A run that was killed goes on where it ended.
+
+    Args:
+        plan: from :func:`converters.import_plan.plan_import`.
+        target: directory to make.
+        workers: threads; the bytes do not depend on them.
+        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
+        overwrite: replace an existing checkpoint.
+        progress: where to say how far it is; None says nothing.
+
+    Raises:
+        ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
+    """
+    check_apart(plan.model.source.directory, target)
+    workers = workers_within(workers, max_memory)
+    staging = Staging(target, plan.fingerprint, overwrite=overwrite, is_ours=is_checkpoint)
+    try:
+        total = sum(map(plan.size, plan.rules))
+        shown = Progress(total, f"import {target.name}", progress)
+        finished, narrowing = _finished_files(plan, staging), Narrowing(asked=True)
+        resumed = sum(plan.size(rule) for name, rules in plan.files if name in finished for rule in rules)
+        require_space(staging.directory, total - resumed)
+        shown.skip(resumed)
+        pieces = [
+            Piece(sum(map(plan.size, rules)), functools.partial(_write_file, plan, staging, name, rules, narrowing, finished))
+            for name, rules in plan.files
+            if name not in finished
+        ]
+        run_pieces(pieces, workers, shown)
+        shown.finish()
+        notes = {**narrowing.summary(), **({"left_out": list(plan.left_out)} if plan.left_out else {})}
+        items = [item for name, _ in plan.files for item in finished[name].items]
+        finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
+        copy_artifacts(plan.model.source.directory, staging.directory / HF_DIRECTORY)
+        manifest(plan, {name: digest for file in finished.values() for name, digest in file.digests.items()}, notes).write(
+            staging.directory
+        )
+        staging.finish()
+    except BaseException:
+        staging.close()
+        raise
+    return Outcome(target, len(plan.rules), total, resumed, workers, peak_memory(), notes)
+
+
+@dataclass(frozen=True)
+class _FinishedFile:
+    items: list[StoredItem]
+    digests: dict[str, str]
+
+
+def manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) -> Manifest:
+    """What the checkpoint will say of itself."""
+    tensors, places = {}, {}
+    for rule in plan.rules:
+        for part in rule.parts:
+            tensors[part.name] = TensorRecord(dtype_name(plan.dtypes[part.name]), part.shape, digests[part.name])
+            place = locate(part, plan.model.source)
+            if place.name != part.name:
+                places[part.name] = dataclasses.asdict(place)
+    source = plan.model.source
+    return Manifest(source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes)
+
+
+def _write_file(
+    plan: ImportPlan, staging: Staging, name: str, rules: list[Rule], narrowing: Narrowing, finished: dict[str, _FinishedFile]
+) -> None:
+    """One item file, and what it holds into ``finished`` and the journal."""
+    hashes = TensorHashes([part for rule in rules for part in rule.hf_names])
+    file = ItemFile(staging.directory / name)
+    try:
+        for rule in rules:
+            place = plan.place(rule)
+            for start, chunk in _chunks(plan, rule, hashes, narrowing):
+                file.add(place.key, (*place.index, start, *[0] * (chunk.dim() - 1)), chunk.reshape(*[1] * len(place.index), *chunk.shape))
+    finally:
+        file.close()
+    done = _FinishedFile(file.items, hashes.digests())
+    finished[name] = done
+    record = {"file": name, "items": [dataclasses.astuple(item) for item in done.items], "digests": done.digests}
+    staging.record(record, staging.directory / name)
+
+
+def _chunks(plan: ImportPlan, rule: Rule, hashes: TensorHashes, narrowing: Narrowing) -> Iterator[tuple[int, Tensor]]:
+    """The whole parameter in ranges of rows, put together from the source; its tensors' rows go into the hashes on the way."""
+    shape, dtype = plan.shape(rule), plan.dtype(rule)
+    runs = runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
+    for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+        chunk = torch.zeros(stop - start, *shape[1:], dtype=dtype)
+        for run in runs:
+            low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
+            if low < high:
+                part = rule.parts[run.part]
+                first = run.start + low - run.position
+                rows = narrowing.cast(part.name, plan.model.read(part, first, first + high - low), plan.dtypes[part.name])
+                hashes.update(part.name, rows)
+                chunk[low - start : high - start] = rows
+        yield start, chunk
+
+
+def _finished_files(plan: ImportPlan, staging: Staging) -> dict[str, _FinishedFile]:
+    """What an earlier run wrote and what still is as it was written."""
+    rules_of = dict(plan.files)
+    finished = {}
+    for record in staging.records:
+        items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
+        try:
+            if _digests_of(plan, staging.directory, rules_of[record["file"]], items) == record["digests"]:
+                finished[record["file"]] = _FinishedFile(items, record["digests"])
+        except ConversionError:  # damaged meanwhile: written again
+            continue
+    return finished
+
+
+def _digests_of(plan: ImportPlan, directory: Path, rules: list[Rule], items: list[StoredItem]) -> dict[str, str]:
+    """Hashes of the tensors in a written file."""
+    hashes = TensorHashes([part for rule in rules for part in rule.hf_names])
+    remaining = iter(items)
+    for rule in rules:
+        shape, leading = plan.shape(rule), len(plan.place(rule).index)
+        runs = runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
+        for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+            item = next(remaining)
+            chunk = read_item(directory / item.file, item.begin, item.length, item.key).reshape(item.sizes[leading:])
+            for run in runs:
+                low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
+                if low < high:
+                    name = rule.parts[run.part].name
+                    hashes.update(name, chunk[low - start : high - start].to(plan.dtypes[name]))
+    return hashes.digests()

@@ -1,0 +1,149 @@
+"""What a conversion says of itself, in the directory that it made: where the tensors come from, and the hash of each.
+
+The hashes are of Hugging Face tensors, in the dtype that the manifest gives for them, so that either format can be checked against the
+manifest of the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.boxes import bytes_of
+from converters.errors import ConversionError
+
+MANIFEST_FILE = "conversion.json"
+TOOL = "megarl convert"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Dtype, shape and SHA-256 of the bytes (little endian, in order of rows) of one Hugging Face tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a conversion did.
+
+    Attributes:
+        source: directory or hub id that was read, with its revision where there is one.
+        family: ``model_type``.
+        tensors: by Hugging Face name.
+        also_stored: names that the Hugging Face checkpoint stored although another tensor says the same (the output layer of a tied
+            model), with the name of that tensor.
+        places: of tensors that the Hugging Face checkpoint stored elsewhere than under their own names, where: name and shape of the stored
+            tensor, index and first row in it.
+        notes: further facts, for people: dtypes that were changed, with the largest error; names that were left out.
+    """
+
+    source: str
+    family: str
+    tensors: dict[str, TensorRecord]
+    also_stored: dict[str, str] = field(default_factory=dict)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest's file."""
+        content = {
+            "format": FORMAT,
+            "tool": TOOL,
+            "version": tool_version(),
+            "source": self.source,
+            "family": self.family,
+            "also_stored": self.also_stored,
+            "places": self.places,
+            "notes": self.notes,
+            "tensors": {
+                name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": record.sha256} for name, record in self.tensors.items()
+            },
+        }
+        (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def tool_version() -> str:
+    """Version of the installed package; ``unknown`` where these files are used without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("megarl")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a directory; None where there is none.
+
+    Raises:
+        ConversionError: it is damaged, or of a format that is not known here.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ConversionError(f"{path} has format {content['format']!r}, known is {FORMAT}", "use a newer megarl, or convert again")
+        tensors = {
+            str(name): TensorRecord(str(record["dtype"]), tuple(int(size) for size in record["shape"]), _hash(record["sha256"]))
+            for name, record in content["tensors"].items()
+        }
+        places = {str(name): dict(place) for name, place in content["places"].items()}
+        return Manifest(
+            str(content["source"]), str(content["family"]), tensors, dict(content["also_stored"]), places, dict(content["notes"])
+        )
+    except FileNotFoundError:
+        return None
+    except ConversionError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{path} is damaged ({type(error).__name__}: {error})", "remove it, or convert again") from error
+
+
+def _hash(value: Any) -> str:
+    if not isinstance(value, str) or re.fullmatch(r"[0-9a-f]{64}", value) is None:
+        raise ValueError(f"{value!r} is no SHA-256")
+    return value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_called(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`.
+
+    Raises:
+        ConversionError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConversionError(f"{name!r} is no dtype", "write float32, bfloat16 or float16")
+    return dtype
+
+
+class TensorHashes:
+    """Hashes of several tensors whose rows come one after another, each tensor's in order."""
+
+    def __init__(self, names: Mapping[str, Any] | list[str] | tuple[str, ...]) -> None:
+        self._hashes = {name: hashlib.sha256() for name in names}
+
+    def update(self, name: str, rows: Tensor) -> None:
+        """Take further rows of a tensor into its hash."""
+        self._hashes[name].update(bytes_of(rows.contiguous()))
+
+    def digests(self) -> dict[str, str]:
+        """Hexadecimal, by name."""
+        return {name: state.hexdigest() for name, state in self._hashes.items()}

@@ -1,0 +1,56 @@
+"""Changes of dtype that were asked for, with the largest error they made."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from converters.errors import ConversionError
+from converters.manifest import dtype_name
+
+
+class Narrowing:
+    """Casts tensors and keeps account. Safe to be used from several threads.
+
+    Args:
+        asked: whether values may change. False for the way back from a dtype that a tensor was widened to, which has to be exact.
+    """
+
+    def __init__(self, asked: bool) -> None:
+        self._asked = asked
+        self._errors: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor in ``dtype``; the tensor itself when it has it.
+
+        Raises:
+            ConversionError: a finite value becomes infinite, or a value changes though nobody asked for another dtype.
+        """
+        if tensor.dtype == dtype:
+            return tensor
+        result = tensor.to(dtype)
+        if torch.promote_types(tensor.dtype, dtype) == dtype:
+            return result  # exact
+        error = (tensor.double() - result.double()).abs()
+        if bool((result.isinf() & tensor.isfinite()).any()):
+            raise ConversionError(
+                f"{name}: {float(tensor.abs().max()):.6g} is too large for {dtype_name(dtype)}", "choose bfloat16 or a wider dtype"
+            )
+        if not self._asked and bool((error > 0).any()):
+            raise ConversionError(
+                f"{name} was {dtype_name(dtype)} before it was imported, and now holds values that need {dtype_name(tensor.dtype)}",
+                f"pass --dtype {dtype_name(tensor.dtype)} to keep them, or --dtype {dtype_name(dtype)} to round them",
+            )
+        with self._lock:
+            self._errors[name] = max(self._errors.get(name, 0.0), float(error.nan_to_num(0.0).max()) if error.numel() else 0.0)
+        return result
+
+    def summary(self) -> dict[str, float | int | str]:
+        """How many tensors were narrowed, and the largest absolute error with the tensor it is of; empty when none was."""
+        if not self._errors:
+            return {}
+        worst = max(self._errors, key=lambda name: self._errors[name])
+        return {"narrowed_tensors": len(self._errors), "largest_error": self._errors[worst], "largest_error_in": worst}

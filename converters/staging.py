@@ -1,0 +1,180 @@
+"""A directory that appears whole or not at all, and whose unfinished work can be taken up again.
+
+Work is done in ``.NAME.partial`` beside the target, with a journal of what is finished; at the end the directory is renamed. One process at
+a time may work on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from converters.errors import ConversionError
+
+_JOURNAL, _LOCK = "journal.jsonl", "journal.lock"
+# what a kill may cost: records wait so long for the data that they vouch for to be on disk
+_SECONDS_BETWEEN_RECORDS = 2.0
+
+
+class Staging:
+    """The unfinished directory.
+
+    Args:
+        target: the directory to be.
+        plan: a fingerprint of the work; a journal of other work is thrown away with its files.
+        overwrite: replace an existing target, at the end.
+        is_ours: says of an existing directory whether it is of the kind that may be replaced.
+
+    Raises:
+        ConversionError: the target exists, cannot be made, or another process is at work on it.
+    """
+
+    def __init__(self, target: Path, plan: str, *, overwrite: bool = False, is_ours: Any = None) -> None:
+        self.target = target
+        _check_target(target, overwrite, is_ours)
+        self.directory = target.parent / f".{target.name}.partial"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock_file = (self.directory / _LOCK).open("w")
+        except OSError as error:
+            raise ConversionError(f"{self.directory} cannot be made ({error})", "choose a directory that you may write to") from error
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConversionError(f"another process is writing {target}", "wait for it, or choose another directory") from error
+        self._records = self._take_up(plan)
+        self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
+        if not self._records:
+            self._append({"plan": plan})
+        self._waiting: list[tuple[dict[str, Any], Path]] = []
+        self._recorded_at = time.monotonic()
+        self._mutex = threading.Lock()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What an earlier run finished, as it was given to :meth:`record`."""
+        return self._records[1:]
+
+    def record(self, finished: dict[str, Any], file: Path) -> None:
+        """Note that a piece of work in ``file`` is done. The journal says so once the file is on disk."""
+        with self._mutex:
+            self._waiting.append((finished, file))
+            if time.monotonic() - self._recorded_at > _SECONDS_BETWEEN_RECORDS:
+                self._flush()
+
+    def finish(self) -> None:
+        """Force everything to disk and give the directory its name."""
+        with self._mutex:
+            self._flush()
+        self._journal.close()
+        for name in (_JOURNAL, _LOCK):
+            (self.directory / name).unlink()
+        flush_to_disk(self.directory)
+        put_in_place(self.directory, self.target)
+        self._lock_file.close()
+
+    def close(self) -> None:
+        """Leave the work as it is, to be taken up again."""
+        with self._mutex:
+            if not self._journal.closed:
+                self._flush()
+                self._journal.close()
+        self._lock_file.close()
+
+    def discard(self) -> None:
+        """Throw the work away."""
+        self._journal.close()
+        self._lock_file.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _flush(self) -> None:
+        for path in {file for _, file in self._waiting}:
+            _sync(path)
+        for finished, _ in self._waiting:
+            self._append(finished)
+        self._waiting = []
+        os.fsync(self._journal.fileno())
+        self._recorded_at = time.monotonic()
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(entry) + "\n")
+        self._journal.flush()
+
+    def _take_up(self, plan: str) -> list[dict[str, Any]]:
+        path = self.directory / _JOURNAL
+        records = []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    records.append(json.loads(line))
+                except ValueError:  # the line that was being written when the run ended
+                    break
+        if records and records[0].get("plan") == plan:
+            # without the torn line that may be at the end
+            path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            return records
+        for entry in self.directory.iterdir():
+            if entry.name != _LOCK:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        return []
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse to write into what is being read.
+
+    Raises:
+        ConversionError: one directory is, or lies in, the other.
+    """
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise ConversionError(f"{target} and {source} overlap", "write to a directory outside the source")
+
+
+def _check_target(target: Path, overwrite: bool, is_ours: Any) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise ConversionError(f"{target} exists", "choose another directory, or pass --overwrite")
+    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or (is_ours is not None and is_ours(target)))
+    if not ours:
+        raise ConversionError(f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory")
+
+
+def flush_to_disk(directory: Path) -> None:
+    """Force every file below a directory, and the directories themselves, to disk."""
+    for root, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Rename; an existing target steps aside first and comes back if the rename fails."""
+    aside = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
+    existed = os.path.lexists(target)
+    if existed:
+        os.rename(target, aside)
+    try:
+        os.rename(partial, target)
+    except BaseException:
+        if existed:
+            os.rename(aside, target)
+        raise
+    _sync(target.parent)
+    if existed:
+        shutil.rmtree(aside, ignore_errors=True)

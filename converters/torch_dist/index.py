@@ -1,0 +1,40 @@
+"""The index of a distributed checkpoint, ``.metadata``: a pickle, read so that it cannot run code, and written."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import IO
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from converters.errors import ConversionError
+from converters.restricted import DAMAGED, index_name, unpickle
+
+INDEX_FILE = ".metadata"
+
+
+def read_index(directory: Path) -> Metadata:
+    """The index of a checkpoint.
+
+    Raises:
+        ConversionError: there is none, it is damaged, or it names a class that an index does not consist of.
+    """
+    path = directory / INDEX_FILE
+    try:
+        with path.open("rb") as file:
+            index = unpickle(file, index_name, str(path))
+    except FileNotFoundError as error:
+        raise ConversionError(f"{path} does not exist", "give the directory of a distributed checkpoint") from error
+    except ConversionError:
+        raise
+    except (OSError, *DAMAGED) as error:
+        raise ConversionError(f"{path} cannot be read ({type(error).__name__}: {error})", "fetch or write the checkpoint again") from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ConversionError(f"{path} is not the index of a checkpoint", "fetch or write the checkpoint again")
+    return index
+
+
+def write_index(index: Metadata, file: IO[bytes]) -> None:
+    """Write an index as ``torch.distributed.checkpoint`` does."""
+    pickle.dump(index, file)

@@ -1,0 +1,212 @@
+"""Where the bytes of a tensor lie that ``torch.save`` wrote into the middle of a file.
+
+Each tensor of a ``*.distcp`` file is a zip archive of its own: a small pickle that says dtype, shape and strides, and the raw bytes, not
+compressed. Reading them in place touches only the rows that are asked for, and runs no code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.boxes import Box, part, read_box, whole
+from converters.errors import ConversionError
+from converters.restricted import DAMAGED, unpickle
+
+_LOCAL_HEADER = 30
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """Elements of a tensor in a file.
+
+    Attributes:
+        offset: of the first byte, from the beginning of the file.
+        dtype, shape: of the tensor.
+        strides: in elements.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one behind the other in order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def span(self) -> int:
+        """Elements from the first one to the last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTensor:
+    """The bytes of a serialised tensor.
+
+    Args:
+        descriptor: of the file, open for reading; its position is neither used nor moved.
+        offset, length: of the archive in the file, bytes.
+        what: to call it by in errors.
+
+    Raises:
+        ConversionError: there is no such archive, or it holds something else than one plain tensor.
+    """
+    window = _Window(descriptor, offset, length)
+    try:
+        archive = zipfile.ZipFile(window)
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
+        order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
+        if not isinstance(described, _Described):
+            raise TypeError(f"a {type(described).__name__} where a tensor should be")
+        storage = entries[f"data/{described.key}"]
+        start = _start_of(window, storage)
+    except ConversionError:
+        raise
+    except (zipfile.BadZipFile, OSError, struct.error, *DAMAGED) as error:
+        raise ConversionError(
+            f"{what}: no serialised tensor at byte {offset} ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
+        ) from error
+    first = described.first * described.dtype.itemsize
+    raw = RawTensor(offset + start + first, described.dtype, described.shape, described.strides)
+    if storage.compress_type != zipfile.ZIP_STORED or order != sys.byteorder:
+        raise ConversionError(f"{what} is stored compressed or in another byte order", "save the checkpoint again")
+    needed = first + raw.span * raw.dtype.itemsize
+    if storage.file_size < needed:
+        raise ConversionError(f"{what}: {storage.file_size} bytes are stored, {needed} needed", "fetch or write the checkpoint again")
+    return raw
+
+
+def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
+    """A whole serialised tensor.
+
+    Raises:
+        ConversionError: there is none, or it is damaged.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read ({error})", "fetch or write the checkpoint again") from error
+    try:
+        return read_raw(descriptor, find_tensor(descriptor, offset, length, what), None, what)
+    finally:
+        os.close(descriptor)
+
+
+def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Tensor:
+    """A box of a tensor in a file, or all of it, as a fresh contiguous tensor."""
+    box = whole(raw.shape) if box is None else box
+    if raw.contiguous:
+        return read_box(descriptor, raw.offset, raw.dtype, raw.shape, box, what)
+    everything = read_box(descriptor, raw.offset, raw.dtype, (raw.span,), whole((raw.span,)), what)
+    return part(everything.as_strided(raw.shape, raw.strides), box).contiguous()
+
+
+def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
+    """Where the content of an entry begins: behind its own header, whose padding the archive's directory does not know."""
+    window.seek(entry.header_offset)
+    header = window.read(_LOCAL_HEADER)
+    name, extra = struct.unpack("<HH", header[26:30])
+    return entry.header_offset + _LOCAL_HEADER + name + extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What the pickle says of the tensor."""
+
+    key: str
+    dtype: torch.dtype
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _describe(storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *unused: Any) -> _Described:
+    key, dtype = storage
+    return _Described(key, dtype, first, tuple(shape), tuple(strides))
+
+
+def _describe_typed(
+    storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *unused: Any
+) -> _Described:
+    """As :func:`_describe`, of the dtypes that have no storage class of their own: the fifth argument behind is the dtype."""
+    dtype = next((value for value in unused if isinstance(value, torch.dtype)), storage[1])
+    return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
+
+
+def _known(module: str, name: str) -> Any:
+    """What a name in the description of a plain tensor stands for; None for what no plain tensor needs."""
+    special = {
+        ("torch._utils", "_rebuild_tensor_v2"): _describe,
+        ("torch._utils", "_rebuild_tensor_v3"): _describe_typed,
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+        ("collections", "OrderedDict"): dict,
+    }
+    if module == "torch":
+        dtype = getattr(torch, name, None)
+        return _STORAGES.get(name, dtype if isinstance(dtype, torch.dtype) else None)
+    return special.get((module, name))
+
+
+def _storage(identifier: Any) -> tuple[str, torch.dtype]:
+    kind, dtype, key, *_ = identifier
+    if kind != "storage" or not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{kind!r} is no storage")
+    return str(key), dtype
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        rest = max(0, self._length - self._position)
+        data = os.pread(self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position)
+        self._position += len(data)
+        return data

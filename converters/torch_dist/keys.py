@@ -1,0 +1,82 @@
+"""Under which key, and where inside its tensor, a ``torch_dist`` checkpoint keeps a parameter.
+
+Keys are those of ``ShardedTensor.key``. They do not depend on how the model was divided when it was saved. Where all layers are alike their
+parameters are stacked into one tensor with a leading axis of layers; otherwise every layer has keys of its own. Experts of a layer are
+always stacked. The portable and the Transformer Engine layer spec share the keys: those of Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from converters.architecture import Architecture
+from converters.rule import Rule
+
+_LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(0|[1-9]\d*)\.(.+)")
+_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_INSIDE_ATTENTION, _INSIDE_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+_WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlace:
+    """Where a parameter stands.
+
+    Attributes:
+        key: of the stored tensor.
+        index: position along its leading axes, of layers and of experts; empty where it has none.
+        grid: the sizes of these axes.
+    """
+
+    key: str
+    index: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
+
+
+def is_stacked(architecture: Architecture) -> bool:
+    """Whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or without."""
+    return architecture.mixture is None or all(architecture.mixture.sparse_layers)
+
+
+def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> StoredPlace:
+    """The place of a parameter in a checkpoint whose layers are stacked or not."""
+    match = _LAYER.fullmatch(rule.megatron_name)
+    if match is None:
+        return StoredPlace(rule.megatron_name)
+    layer, suffix = int(match.group(1)), match.group(2)
+    index, grid = ((layer,), (architecture.num_layers,)) if stacked else ((), ())
+    prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
+    expert = _EXPERT.fullmatch(suffix)
+    if expert is not None:
+        assert architecture.mixture is not None
+        suffix = f"mlp.experts.experts.{expert.group(2)}"
+        return StoredPlace(prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts))
+    if suffix == _NORM_BEFORE_ATTENTION:
+        suffix = _INSIDE_ATTENTION
+    elif suffix == _NORM_BEFORE_MLP and not architecture.is_sparse(layer):
+        suffix = _INSIDE_MLP
+    return StoredPlace(prefix + suffix, index, grid)
+
+
+def extra_state_keys(place: StoredPlace) -> Iterator[str]:
+    """Names of the objects beside a parameter that a model asks a checkpoint for: the state of a module's fp8 recipe, empty without fp8.
+
+    Which modules ask depends on the layer spec; these are all that any may ask for, since one that is missing fails a load and one too many
+    does not.
+    """
+    if place.key.startswith(_WITHOUT_EXTRA_STATE) or not place.key.endswith(".weight"):
+        return
+    module = place.key.removesuffix(".weight")
+    index, grid = (place.index, place.grid) if place.index else ((0,), (1,))
+    modules = [module]
+    if module.endswith("self_attention.linear_proj"):
+        modules.append(f"{module.removesuffix('linear_proj')}core_attention")
+    for name in modules:
+        yield f"{name}._extra_state/shard_{_dotted(index)}_{_dotted(grid)}"
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in numbers)

@@ -1,0 +1,197 @@
+"""Reads the tensors of a ``torch_dist`` checkpoint in parts, whoever wrote it and however it was divided."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from converters.boxes import Box, intersection, part, relative, shape_of
+from converters.errors import ConversionError
+from converters.torch_dist.index import read_index
+from converters.torch_dist.items import RawTensor, find_tensor, read_raw
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One stored box of a tensor: which, and where its archive lies."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One stored tensor. ``chunks`` go by their position on the leading axes on which all of them have size 1."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leading: int
+    chunks: Mapping[tuple[int, ...], tuple[_Chunk, ...]]
+
+
+class TorchDistCheckpoint:
+    """The tensors of one checkpoint directory, by key. Safe to be read from several threads.
+
+    Args:
+        directory: with ``.metadata``.
+
+    Raises:
+        ConversionError: the index is missing or damaged, or names files outside the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        index = read_index(directory)
+        self._tensors = {
+            key: _stored(key, entry, index.storage_data)
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = tuple(key for key in index.state_dict_metadata if key not in self._tensors)
+        self._check_files({chunk.file for stored in self._tensors.values() for chunks in stored.chunks.values() for chunk in chunks})
+        self._descriptors: dict[str, int] = {}
+        self._found: dict[tuple[str, int], RawTensor] = {}
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys of all tensors, sorted."""
+        return iter(sorted(self._tensors))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a stored tensor, with its leading axes of layers and experts."""
+        return self._entry(key).shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of a stored tensor."""
+        return self._entry(key).dtype
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """A box of a stored tensor, put together from whatever pieces it was saved in.
+
+        Returns:
+            A fresh contiguous CPU tensor of the stored dtype.
+
+        Raises:
+            ConversionError: there is no such tensor, part of the box was never saved, or a file is damaged.
+        """
+        stored = self._entry(key)
+        if len(box) != len(stored.shape) or any(
+            not 0 <= start <= stop <= size for (start, stop), size in zip(box, stored.shape, strict=True)
+        ):
+            raise ConversionError(f"{key} has shape {list(stored.shape)}; there is no {box} in it", "read inside the tensor")
+        pieces = self._pieces(stored, box)
+        missing = _missing(box, pieces)
+        if missing:
+            raise ConversionError(
+                f"{self.directory}: {missing} elements of {key} {list(stored.shape)} were "
+                + ("never saved" if missing > 0 else "saved more than once"),
+                "the checkpoint is incomplete; save it again",
+            )
+        if len(pieces) == 1:
+            return self._read_piece(key, stored, *pieces[0])
+        out = torch.empty(shape_of(box), dtype=stored.dtype)
+        origin = [start for start, _ in box]
+        for common, chunk in pieces:
+            part(out, relative(common, origin)).copy_(self._read_piece(key, stored, common, chunk))
+        return out
+
+    def is_saved(self, key: str, box: Box) -> bool:
+        """Whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
+        return _missing(box, self._pieces(self._entry(key), box)) == 0
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
+        return [(common, chunk) for chunk in self._candidates(stored, box) if (common := intersection(box, chunk.box)) is not None]
+
+    def _candidates(self, stored: _Stored, box: Box) -> list[_Chunk]:
+        leading = box[: stored.leading]
+        if all(stop - start == 1 for start, stop in leading):
+            return list(stored.chunks.get(tuple(start for start, _ in leading), ()))
+        return [chunk for chunks in stored.chunks.values() for chunk in chunks]
+
+    def _read_piece(self, key: str, stored: _Stored, box: Box, chunk: _Chunk) -> Tensor:
+        raw, descriptor = self._locate(key, stored, chunk)
+        inside = relative(box, [start for start, _ in chunk.box])
+        return read_raw(descriptor, raw, inside, key)
+
+    def _locate(self, key: str, stored: _Stored, chunk: _Chunk) -> tuple[RawTensor, int]:
+        place = (chunk.file, chunk.offset)
+        with self._lock:
+            if chunk.file not in self._descriptors:
+                self._descriptors[chunk.file] = os.open(self.directory / chunk.file, os.O_RDONLY)
+            descriptor, raw = self._descriptors[chunk.file], self._found.get(place)
+        if raw is None:
+            raw = find_tensor(descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}")
+            if raw.shape != shape_of(chunk.box) or raw.dtype != stored.dtype:
+                raise ConversionError(
+                    f"{key}: the index says {stored.dtype} {list(shape_of(chunk.box))}, {chunk.file} has {raw.dtype} {list(raw.shape)}",
+                    "index and files do not belong together; fetch or write the checkpoint again",
+                )
+            with self._lock:
+                self._found[place] = raw
+        return raw, descriptor
+
+    def _entry(self, key: str) -> _Stored:
+        if key not in self._tensors:
+            raise ConversionError(f"{self.directory} has no tensor {key!r}", "check that the checkpoint is complete and of this family")
+        return self._tensors[key]
+
+    def _check_files(self, names: set[str]) -> None:
+        problems = []
+        for name in sorted(names):
+            plain = PurePosixPath(name).name == name and "\\" not in name
+            if not plain:
+                problems.append(f"{name!r} is not the plain name of a file in the directory")
+            elif not (self.directory / name).is_file():
+                problems.append(f"{name} does not exist")
+        if problems:
+            raise ConversionError(f"the index of {self.directory} names files that cannot be used", "fetch the checkpoint again", problems)
+
+
+def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:
+    """Elements of a box that are in none of its pieces; below zero when some are in several."""
+    return math.prod(shape_of(box)) - sum(math.prod(shape_of(common)) for common, _ in pieces)
+
+
+def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -> _Stored:
+    shape = tuple(entry.size)
+    chunks = []
+    for number, described in enumerate(entry.chunks):
+        # an index that names the chunk by its number as well is equal to one that does not
+        place = places.get(MetadataIndex(key, described.offsets)) or places.get(MetadataIndex(key, described.offsets, number))
+        if place is None:
+            raise ConversionError(
+                f"the index says of no file that it holds {key} at {list(described.offsets)}", "write the checkpoint again"
+            )
+        if getattr(place, "transform_descriptors", None):
+            raise ConversionError(f"{key} is stored with {place.transform_descriptors}", "save the checkpoint without compression")
+        box = tuple((first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True))
+        chunks.append(_Chunk(box, str(place.relative_path), place.offset, place.length))
+    leading = 0
+    while leading < len(shape) - 1 and all(chunk.box[leading][1] - chunk.box[leading][0] == 1 for chunk in chunks):
+        leading += 1
+    by_place: defaultdict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        by_place[tuple(start for start, _ in chunk.box[:leading])].append(chunk)
+    return _Stored(shape, entry.properties.dtype, leading, {place: tuple(group) for place, group in by_place.items()})

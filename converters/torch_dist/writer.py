@@ -1,0 +1,116 @@
+"""Writes a ``torch_dist`` checkpoint tensor by tensor, as ``torch.distributed.checkpoint`` and Megatron-Core do, without process groups."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from converters.torch_dist.index import INDEX_FILE, write_index
+
+CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+OBJECTS_FILE = "__objects.distcp"
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the checkpoint: its key, full shape and dtype."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """A written piece of a tensor.
+
+    Attributes:
+        key: of the tensor.
+        offsets, sizes: where in the tensor, one a dimension.
+        file: its name.
+        begin, length: in the file, bytes.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class ItemFile:
+    """A file of serialised tensors that is being written.
+
+    Args:
+        path: of the file; an existing one is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self._file = path.open("wb")
+        self.items: list[StoredItem] = []
+
+    def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
+        """Append a piece of the tensor ``key`` at ``offsets``; ``tensor`` has all of its dimensions."""
+        begin = self._file.tell()
+        torch.save(tensor, self._file)
+        self.items.append(StoredItem(key, offsets, tuple(tensor.shape), self._name, begin, self._file.tell() - begin))
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+
+def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: Iterable[StoredItem], object_names: Iterable[str]) -> None:
+    """Write what makes item files a checkpoint: the index, the empty objects, ``metadata.json`` and ``common.pt``.
+
+    Args:
+        directory: with the item files.
+        tensors: all of them, in the order the index is to have.
+        items: all pieces of all tensors.
+        object_names: names of the modules' states (:func:`converters.torch_dist.keys.extra_state_keys`). All are equal and share bytes.
+    """
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for item in items:
+        # one object for equal names: pickle writes a name that it has met as a reference to it
+        key, file_name = sys.intern(item.key), sys.intern(item.file)
+        chunks.setdefault(key, []).append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+        places[MetadataIndex(key, torch.Size(item.offsets))] = _StorageInfo(file_name, item.begin, item.length)
+    entries: dict[str, Any] = {
+        sys.intern(tensor.key): TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks[tensor.key])
+        for tensor in tensors
+    }
+    with (directory / OBJECTS_FILE).open("wb") as file:
+        torch.save([None], file)
+        length = file.tell()
+    for name in object_names:
+        entries[name] = BytesStorageMetadata()
+        places[MetadataIndex(name)] = _StorageInfo(OBJECTS_FILE, 0, length)
+    with (directory / INDEX_FILE).open("wb") as file:
+        write_index(Metadata(state_dict_metadata=entries, storage_data=places), file)
+    write_common(directory, {})
+    (directory / CONFIG_FILE).write_text(json.dumps(_BACKEND), encoding="utf-8")
+
+
+def write_common(directory: Path, state: Mapping[str, Any]) -> None:
+    """Write what is no tensor; plain values only, so that it can be read safely."""
+    torch.save(dict(state), directory / COMMON_FILE)

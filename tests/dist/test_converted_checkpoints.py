@@ -1,0 +1,72 @@
+"""Converters against Megatron-Core itself: its loader reads what ``import`` writes, in any layout, and ``export`` reads what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.export_plan import plan_export
+from converters.exporting import export_model
+from converters.import_plan import plan_import
+from converters.importing import import_model
+from converters.opening import open_megatron
+from converters.source import open_source
+from converters.verify import open_any, verify
+from tests.choice import newest_megatron
+from tests.dist import jobs, mixtures, reference
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.models import make_tiny, policy_config
+
+pytestmark = newest_megatron
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_mixed")
+UNEVEN = {"first": 1, "last": 2}
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 2, {"tp": 2}),
+    ("llama", 2, {"pp": 2, **UNEVEN}),
+    ("mistral_window", 1, {}),
+    ("qwen2", 4, {"tp": 2, "pp": 2, **UNEVEN}),
+    ("qwen2-tied", 4, {"tp": 2, "pp": 2, **UNEVEN}),
+    ("qwen3-tied-four", 2, {"pp": 2, "vpp": 2}),
+    ("mixtral", 2, {"ep": 2}),
+    ("mixtral", 4, {"ep": 2, "etp": 2}),
+    ("qwen3_moe", 4, {"pp": 2, "ep": 2, **UNEVEN}),
+    ("qwen3_moe_mixed", 4, {"tp": 2, "sp": True, "ep": 2, "multiple": 2}),
+    ("qwen3_moe_mixed", 2, {"pp": 2, **UNEVEN}),
+]
+
+
+def load_compute_and_save(config: Mapping[str, Any], weights: str, batch: Mapping[str, Any], target: str) -> torch.Tensor:
+    """Log-probabilities of a worker that was built from other weights and then read ``weights``; it saves them again to ``target``."""
+    worker = jobs.build(config, init_reference_model=False)
+    worker.load_checkpoint(weights, None)
+    values = jobs.logprobs_of(worker, batch)
+    worker.save_checkpoint(target, None)
+    worker.backend.close()
+    return values
+
+
+def tiny(directory: Path, name: str, seed: int) -> Path:
+    family, *options = name.split("-")
+    return make_tiny(directory, family, tied="tied" in options, seed=seed, **({"layers": 4} if "four" in options else {}))
+
+
+@pytest.mark.parametrize(("name", "world", "layout"), CASES, ids=lambda value: str(value).replace("'", ""))
+def test_megatron_core_loads_and_saves_what_is_converted(
+    pool: WorkerPool, tmp_path: Path, name: str, world: int, layout: dict[str, Any]
+) -> None:
+    wanted, other = tiny(tmp_path / "wanted", name, 1), tiny(tmp_path / "other", name, 2)
+    import_model(plan_import(open_source(wanted), vocab_multiple=4), tmp_path / "imported")
+    batch = make_batch(rows=7, length=13, seed=3)
+    expected = reference.logprobs((mixtures if name in MIXTURES else reference).load(wanted), batch)
+    config = policy_config(other, **layout)
+    results = pool.run(world, load_compute_and_save, config, str(tmp_path / "imported"), batch, str(tmp_path / "saved"))
+    for values in results:
+        torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+    export_model(plan_export(open_megatron(tmp_path / "saved")), tmp_path / "exported")
+    assert verify(open_any(wanted), open_any(tmp_path / "exported")) == []
+    assert (tmp_path / "exported" / "config.json").read_bytes() == (other / "config.json").read_bytes()
