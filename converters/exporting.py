@@ -93,7 +93,9 @@ class _Writer:
         for position, chunk in self._chunks(tensor, hashes):
             write_bytes(self._descriptors[tensor.file], self._begin(tensor) + position, chunk)
         self.finished[tensor.name] = hashes.digests()
-        self._staging.record({"tensor": tensor.name, "digests": self.finished[tensor.name]}, self._staging.directory / tensor.file)
+        digests = self.finished[tensor.name]
+        record = {"tensor": tensor.name, "digests": digests, "errors": self.narrowing.error_of(digests)}
+        self._staging.record(record, self._staging.directory / tensor.file)
 
     def close(self) -> None:
         """Close the files."""
@@ -130,6 +132,7 @@ class _Writer:
                     hashes.update(part.name, read_box(descriptor, begin + start * row_bytes, tensor.dtype, shape, box, tensor.name))
             if hashes.digests() == record["digests"]:
                 good[tensor.name] = record["digests"]
+                self.narrowing.recall(record["errors"])
         return good
 
 

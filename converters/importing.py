@@ -19,7 +19,7 @@ from converters.layouts import runs_of
 from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name
 from converters.narrowing import Narrowing
 from converters.places import locate
-from converters.rule import Rule
+from converters.rule import HuggingFaceTensor, Rule
 from converters.space import require_space
 from converters.staging import Staging, check_apart
 from converters.torch_dist.find import is_checkpoint
@@ -79,7 +79,8 @@ def import_model(
     try:
         total = sum(map(plan.size, plan.rules))
         shown = Progress(total, f"import {target.name}", progress)
-        finished, narrowing = _finished_files(plan, staging), Narrowing(asked=True)
+        narrowing = Narrowing(asked=True)
+        finished = _finished_files(plan, staging, narrowing)
         resumed = sum(plan.size(rule) for name, rules in plan.files if name in finished for rule in rules)
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
@@ -139,27 +140,45 @@ def _write_file(
     done = _FinishedFile(file.items, hashes.digests())
     finished[name] = done
     record = {"file": name, "items": [dataclasses.astuple(item) for item in done.items], "digests": done.digests}
-    staging.record(record, staging.directory / name)
+    staging.record({**record, "errors": narrowing.error_of(done.digests)}, staging.directory / name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a part of a parameter: from row ``first`` on of the part, at ``place`` in the chunk."""
+
+    part: HuggingFaceTensor
+    first: int
+    place: slice
+
+
+def _layout(plan: ImportPlan, rule: Rule) -> Iterator[tuple[int, int, list[_Rows]]]:
+    """The chunks of a parameter, as ranges of its rows, with what each is put together from; what that leaves is padding."""
+    shape = plan.shape(rule)
+    runs = runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
+    for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+        rows = []
+        for run in runs:
+            low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
+            if low < high:
+                rows.append(_Rows(rule.parts[run.part], run.start + low - run.position, slice(low - start, high - start)))
+        yield start, stop, rows
 
 
 def _chunks(plan: ImportPlan, rule: Rule, hashes: TensorHashes, narrowing: Narrowing) -> Iterator[tuple[int, Tensor]]:
     """The whole parameter in ranges of rows, put together from the source; its tensors' rows go into the hashes on the way."""
     shape, dtype = plan.shape(rule), plan.dtype(rule)
-    runs = runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
-    for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+    for start, stop, wanted in _layout(plan, rule):
         chunk = torch.zeros(stop - start, *shape[1:], dtype=dtype)
-        for run in runs:
-            low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
-            if low < high:
-                part = rule.parts[run.part]
-                first = run.start + low - run.position
-                rows = narrowing.cast(part.name, plan.model.read(part, first, first + high - low), plan.dtypes[part.name])
-                hashes.update(part.name, rows)
-                chunk[low - start : high - start] = rows
+        for one in wanted:
+            last = one.first + one.place.stop - one.place.start
+            rows = narrowing.cast(one.part.name, plan.model.read(one.part, one.first, last), plan.dtypes[one.part.name])
+            hashes.update(one.part.name, rows)
+            chunk[one.place] = rows
         yield start, chunk
 
 
-def _finished_files(plan: ImportPlan, staging: Staging) -> dict[str, _FinishedFile]:
+def _finished_files(plan: ImportPlan, staging: Staging, narrowing: Narrowing) -> dict[str, _FinishedFile]:
     """What an earlier run wrote and what still is as it was written."""
     rules_of = dict(plan.files)
     finished = {}
@@ -168,6 +187,7 @@ def _finished_files(plan: ImportPlan, staging: Staging) -> dict[str, _FinishedFi
         try:
             if _digests_of(plan, staging.directory, rules_of[record["file"]], items) == record["digests"]:
                 finished[record["file"]] = _FinishedFile(items, record["digests"])
+                narrowing.recall(record["errors"])
         except ConversionError:  # damaged meanwhile: written again
             continue
     return finished
@@ -178,14 +198,10 @@ def _digests_of(plan: ImportPlan, directory: Path, rules: list[Rule], items: lis
     hashes = TensorHashes([part for rule in rules for part in rule.hf_names])
     remaining = iter(items)
     for rule in rules:
-        shape, leading = plan.shape(rule), len(plan.place(rule).index)
-        runs = runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
-        for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+        leading = len(plan.place(rule).index)
+        for _, _, wanted in _layout(plan, rule):
             item = next(remaining)
             chunk = read_item(directory / item.file, item.begin, item.length, item.key).reshape(item.sizes[leading:])
-            for run in runs:
-                low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
-                if low < high:
-                    name = rule.parts[run.part].name
-                    hashes.update(name, chunk[low - start : high - start].to(plan.dtypes[name]))
+            for one in wanted:
+                hashes.update(one.part.name, chunk[one.place].to(plan.dtypes[one.part.name]))
     return hashes.digests()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -48,9 +49,19 @@ class Narrowing:
             self._errors[name] = max(self._errors.get(name, 0.0), float(error.nan_to_num(0.0).max()) if error.numel() else 0.0)
         return result
 
+    def error_of(self, names: Iterable[str]) -> dict[str, float]:
+        """The largest error of each of these tensors that was narrowed."""
+        with self._lock:
+            return {name: self._errors[name] for name in names if name in self._errors}
+
+    def recall(self, errors: Mapping[str, float]) -> None:
+        """Take in the errors of an earlier run."""
+        with self._lock:
+            self._errors.update(errors)
+
     def summary(self) -> dict[str, float | int | str]:
         """How many tensors were narrowed, and the largest absolute error with the tensor it is of; empty when none was."""
         if not self._errors:
             return {}
-        worst = max(self._errors, key=lambda name: self._errors[name])
+        worst = max(sorted(self._errors), key=lambda name: self._errors[name])
         return {"narrowed_tensors": len(self._errors), "largest_error": self._errors[worst], "largest_error_in": worst}

@@ -225,17 +225,9 @@ def test_megatron_rotates_like_transformers(rope: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(angles[:, 0, 0].sin() * scale, sine[0], rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({**LLAMA3, "low_freq_factor": 2.0, "rope_theta": 1e4}, "low_freq_factor = 2.0"),
-        ({**LLAMA3, "original_max_position_embeddings": 4096, "rope_theta": 1e4}, "original_max_position_embeddings = 4096"),
-        ({**YARN, "attention_factor": 1.5, "rope_theta": 1e4}, "attention_factor = 1.5"),
-    ],
-)
-def test_rope_settings_that_megatron_fixes_are_refused(rope: dict[str, Any], message: str) -> None:
-    architecture = read_architecture(tiny_config("llama", rope_parameters=rope))
-    with pytest.raises(ConversionError, match=message):
+def test_a_rope_setting_that_megatron_fixes_is_refused() -> None:
+    architecture = read_architecture(tiny_config("llama", rope_parameters={**YARN, "attention_factor": 1.5, "rope_theta": 1e4}))
+    with pytest.raises(ConversionError, match=r"attention_factor = 1\.5"):
         megatron_settings(architecture)
 
 
