@@ -97,6 +97,7 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
     Softmax over all logits and division of the chosen probabilities by their sum is the same function as softmax over the chosen logits,
     which is what Megatron-Core does without ``moe_router_pre_softmax``; with it, it does not divide.
     """
+    shared = {"moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size, "moe_shared_expert_gate": True}
     return {
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.experts_per_token,
@@ -106,6 +107,7 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": not mixture.normalized or _has_constant_weight(mixture),
         "moe_router_enable_expert_bias": False,
+        **(shared if mixture.shared_ffn_hidden_size else {}),
     }
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 class MixtureOfExperts:
     """Routed experts in place of the MLP, in some layers or in all.
 
-    The router takes a softmax over all experts, keeps the ``experts_per_token`` largest probabilities and weighs the experts by them.
+    The router takes a softmax over all experts, keeps the ``experts_per_token`` largest probabilities and weighs the experts by them. Where
+    there is a shared expert, every token goes through it as well, and its output is weighed by the sigmoid of a gate of one logit.
 
     Attributes:
         num_experts: experts of one layer.
@@ -20,6 +21,7 @@ class MixtureOfExperts:
         normalized: the probabilities of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
         auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would do; not part of the logits.
+        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one.
     """
 
     num_experts: int
@@ -28,10 +30,17 @@ class MixtureOfExperts:
     normalized: bool
     sparse_layers: tuple[bool, ...]
     auxiliary_loss_coefficient: float
+    shared_ffn_hidden_size: int = 0
 
 
 def read_mixture(
-    config: Mapping[str, object], problems: list[str], *, width_key: str, normalized: bool, sparse_layers: tuple[bool, ...]
+    config: Mapping[str, object],
+    problems: list[str],
+    *,
+    width_key: str,
+    normalized: bool,
+    sparse_layers: tuple[bool, ...],
+    shared_width_key: str | None = None,
 ) -> MixtureOfExperts | None:
     """The mixture that a config describes.
 
@@ -41,6 +50,7 @@ def read_mixture(
         width_key: config key of the width of an expert.
         normalized: see :class:`MixtureOfExperts`.
         sparse_layers: for each layer, whether it may have experts.
+        shared_width_key: config key of the width of the shared expert; None for a family without one.
 
     Returns:
         None for a model without experts: no layer has them, or there are none.
@@ -60,6 +70,7 @@ def read_mixture(
         normalized=normalized,
         sparse_layers=sparse_layers,
         auxiliary_loss_coefficient=_coefficient(config, problems),
+        shared_ffn_hidden_size=_whole(config, shared_width_key, problems) if shared_width_key is not None else 0,
     )
 
 

@@ -13,7 +13,7 @@ LAYERS = 3
 
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window")
-SPARSE_FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe_mixed")
+SPARSE_FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen2_moe_mixed")
 WINDOW = 7
 
 
@@ -21,9 +21,10 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
     """A transformers config of one of the families above.
 
     ``mistral_window`` has a sliding window of ``WINDOW`` tokens. The mixtures have 8 experts, of which a token goes through 3 (Mixtral)
-    or 5; the middle layer of ``qwen3_moe_mixed`` is dense, and its probabilities are not normalised.
+    or 5; the middle layer of ``qwen3_moe_mixed`` is dense, and its probabilities are not normalised. Those of Qwen2-MoE have a shared
+    expert beside them, and a token goes through 3; the first layer of ``qwen2_moe_mixed`` is dense, and its probabilities are normalised.
     """
-    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
     sizes = dict(
         vocab_size=VOCABULARY,
@@ -61,6 +62,11 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
         mixed = family == "qwen3_moe_mixed"
         experts = {"num_experts": 8, "num_experts_per_tok": 5, "moe_intermediate_size": 28, "norm_topk_prob": not mixed}
         return Qwen3MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope, mlp_only_layers=[1] if mixed else [])
+    if family in {"qwen2_moe", "qwen2_moe_mixed"}:
+        mixed = family == "qwen2_moe_mixed"
+        experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": mixed}
+        experts |= {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0] if mixed else []}
+        return Qwen2MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope)
     if family == "qwen3":
         return Qwen3Config(**sizes, head_dim=10, rope_parameters=rope)
     raise ValueError(f"no tiny model of family {family!r}")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from converters.errors import ConversionError
-from converters.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from converters.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from converters.families.base import Family
 
-_FAMILIES = (llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+_FAMILIES = (llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen2_moe.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in _FAMILIES})
 
 

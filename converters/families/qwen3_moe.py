@@ -8,7 +8,7 @@ from functools import partial
 from converters.families.base import Family
 from converters.families.dense import model_rules
 from converters.families.qwen3 import read_features
-from converters.families.sparse import MixtureNames, layer_rules
+from converters.families.sparse import MixtureNames, layer_rules, read_sparse_layers
 from converters.mixture import MixtureOfExperts, read_mixture
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
@@ -20,20 +20,8 @@ def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[
         problems,
         width_key="moe_intermediate_size",
         normalized=bool(config.get("norm_topk_prob")),
-        sparse_layers=_sparse_layers(config, num_layers, problems),
+        sparse_layers=read_sparse_layers(config, num_layers, problems),
     )
-
-
-def _sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """Every ``decoder_sparse_step``-th layer, counted from one, unless ``mlp_only_layers`` (counted from zero) names it."""
-    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        problems.append(f"decoder_sparse_step = {step!r}: a positive whole number is needed")
-        step = 1
-    if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
-        problems.append(f"mlp_only_layers = {dense!r}: a list of layer indices is needed")
-        dense = []
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 FAMILY = Family(

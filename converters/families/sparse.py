@@ -6,7 +6,7 @@ were stored. Both forms are read, under both names that the block has had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,29 @@ class MixtureNames:
     Attributes:
         blocks: names that the block below a layer may have; it is written under the first.
         gate, up, down: the matrices of one expert.
+        shared: the shared expert below the block, and with ``_gate`` behind it its gate.
     """
 
     blocks: tuple[str, ...]
     gate: str
     up: str
     down: str
+    shared: str = "shared_expert"
+
+
+def read_sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+    """For each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to ``problems``.
+
+    Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero) names it.
+    """
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        problems.append(f"decoder_sparse_step = {step!r}: a positive whole number is needed")
+        step = 1
+    if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
+        problems.append(f"mlp_only_layers = {dense!r}: a list of layer indices is needed")
+        dense = []
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 def layer_rules(architecture: Architecture, layer: int, names: MixtureNames) -> tuple[Rule, ...]:
@@ -43,6 +60,7 @@ def layer_rules(architecture: Architecture, layer: int, names: MixtureNames) -> 
         dense.mlp_norm_rule(architecture, layer),
         _router_rule(architecture, mixture, layer, names),
         *_expert_rules(architecture, mixture, layer, names),
+        *(_shared_expert_rules(architecture, mixture, layer, names) if mixture.shared_ffn_hidden_size else ()),
     )
 
 
@@ -66,6 +84,16 @@ def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: 
         yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, parts)
         part = _expert_tensor(blocks, names.down, (hidden, width), Place("down_proj", down, expert))
         yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (part,))
+
+
+def _shared_expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+    """Of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense MLP, not as it cuts routed experts."""
+    hidden, width = architecture.hidden_size, mixture.shared_ffn_hidden_size
+    megatron, prefix = f"decoder.layers.{layer}.mlp.shared_experts.", f"model.layers.{layer}.{names.blocks[0]}.{names.shared}"
+    gated = tuple(HuggingFaceTensor(f"{prefix}.{name}.weight", (width, hidden)) for name in (names.gate, names.up))
+    yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, gated)
+    yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (HuggingFaceTensor(f"{prefix}.{names.down}.weight", (hidden, width)),))
+    yield Rule(f"{megatron}gate_weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),))
 
 
 def _expert_tensor(blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: Place) -> HuggingFaceTensor:

@@ -66,15 +66,17 @@ def attention_parameters(facts: ModelFacts, tensor: int) -> int:
 
 
 def sparse_layer_parameters(facts: ModelFacts, tensor: int) -> int:
-    """Parameters of one layer with experts on one tensor-parallel rank, without the experts: attention, norms, router.
+    """Parameters of one layer with experts on one tensor-parallel rank: attention, norms, router, shared expert, but no routed ones.
 
-    Source: the shape of Megatron-Core's ``TopKRouter``, which is on every rank.
+    Source: the shapes of Megatron-Core's ``TopKRouter``, which every rank has, and of its ``SharedExpertMLP``, whose gate every rank has.
     """
-    return attention_parameters(facts, tensor) + facts.hidden_size * facts.num_experts
+    shared = facts.shared_expert_ffn_hidden_size
+    whole = facts.hidden_size * (facts.num_experts + (shared > 0))
+    return attention_parameters(facts, tensor) + 3 * facts.hidden_size * shared // tensor + whole
 
 
 def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
-    """Parameters of the experts of one layer on one rank.
+    """Parameters of the routed experts of one layer on one rank.
 
     Args:
         facts: sizes of the model.
@@ -92,7 +94,7 @@ def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int,
 
 
 def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
-    """Parameters on one tensor-parallel rank of one pipeline stage, without experts.
+    """Parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
 
     The first stage holds the embedding, the last one the final norm and the output layer; when both are tied and there are several stages,
     the last one holds a copy of the embedding. The vocabulary is padded to a multiple of ``tensor``.
@@ -142,14 +144,16 @@ def sparse_layer_activation_bytes(
     """Bytes one layer with experts keeps of one micro-batch for the backward pass, without recomputation, when the router spreads the
     tokens evenly.
 
-    All of a dense layer but its MLP, and for each token of this rank (divided over tensor ranks with sequence parallelism) float32 scores
-    of all experts before and after softmax, and for each of its chosen experts: input and output (whole on each of the expert's tensor
-    ranks), gate, up, activated gate and their product.
+    All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over tensor ranks with sequence
+    parallelism) float32 scores of all experts before and after softmax, the output of the shared expert and its weight, and for each of its
+    chosen experts: input and output (whole on each of the expert's tensor ranks), gate, up, activated gate and their product.
     """
-    dense = replace(facts, ffn_hidden_size=0)
+    shared = facts.shared_expert_ffn_hidden_size
+    dense = replace(facts, ffn_hidden_size=shared)
     own = tokens // tensor if sequence_parallel else tokens
     chosen = 2 * facts.hidden_size * expert_tensor + 4 * facts.expert_ffn_hidden_size
-    experts = own * (facts.experts_per_token * chosen * element + 8 * facts.num_experts)
+    weighed = facts.hidden_size + 1 if shared else 0
+    experts = own * ((facts.experts_per_token * chosen + weighed) * element + 8 * facts.num_experts)
     return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element) + experts
 
 

@@ -35,6 +35,7 @@ class ModelFacts:
         experts_per_token: experts that each token goes through; 0 for a dense model.
         expert_ffn_hidden_size: width of the gated MLP of one expert; 0 for a dense model.
         dense_layers: of a mixture of experts, the layers without experts, counted from 0.
+        shared_expert_ffn_hidden_size: width of the gated MLP of the expert that every token goes through; 0 without one.
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     dense_layers: frozenset[int] = frozenset()
+    shared_expert_ffn_hidden_size: int = 0
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of that index has experts instead of a dense MLP."""
@@ -141,13 +143,14 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         tied=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
         max_position=_max_position(text),
         num_experts=num_experts,
-        qkv_bias=attention_bias or model_type in {"qwen2", "qwen2_moe"},
+        qkv_bias=attention_bias or model_type == "qwen2" or (model_type == "qwen2_moe" and bool(text.get("qkv_bias", True))),
         attention_output_bias=attention_bias and model_type not in {"qwen2", "qwen2_moe"},
         mlp_bias=bool(text.get("mlp_bias", False)),
         qk_norm=model_type in {"qwen3", "qwen3_moe", "gemma3_text", "gemma3"},
         experts_per_token=int(text.get("num_experts_per_tok") or 0) if num_experts else 0,
         expert_ffn_hidden_size=int(text.get("moe_intermediate_size") or text["intermediate_size"]) if num_experts else 0,
         dense_layers=dense_layers if num_experts else frozenset(),
+        shared_expert_ffn_hidden_size=int(text["shared_expert_intermediate_size"]) if num_experts and model_type == "qwen2_moe" else 0,
     )
 
 
@@ -155,8 +158,8 @@ def _num_experts(text: dict[str, Any], model_type: str) -> int:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if text.get(key) is not None:
             return int(text[key])
-    if model_type in {"mixtral", "qwen3_moe"}:
-        raise KeyError("num_experts" if model_type == "qwen3_moe" else "num_local_experts")
+    if model_type in {"mixtral", "qwen2_moe", "qwen3_moe"}:
+        raise KeyError("num_local_experts" if model_type == "mixtral" else "num_experts")
     return 0
 
 

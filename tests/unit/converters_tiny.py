@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -33,6 +34,12 @@ SIZES: dict[str, Any] = {
 
 MIXTRAL: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 4, "sliding_window": None}
 QWEN3_MOE: dict[str, Any] = {"num_experts": 7, "num_experts_per_tok": 4, "moe_intermediate_size": 22, "norm_topk_prob": True}
+QWEN2_MOE: dict[str, Any] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 32,
+}
 
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -45,6 +52,11 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mixtral_window_tied": (MixtralConfig, {**MIXTRAL, "sliding_window": 9, "tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, {}),
     "qwen2_tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2_moe": (Qwen2MoeConfig, QWEN2_MOE),
+    "qwen2_moe_mixed_tied": (
+        Qwen2MoeConfig,
+        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
     "qwen3": (Qwen3Config, {"num_key_value_heads": 6}),
     "qwen3_tied": (Qwen3Config, {"tie_word_embeddings": True}),
     "qwen3_moe": (Qwen3MoeConfig, QWEN3_MOE),

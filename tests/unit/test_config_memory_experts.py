@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
@@ -20,6 +20,7 @@ from megarl.config.memory import (
     layer_activation_bytes,
     layer_parameters,
     sparse_layer_activation_bytes,
+    sparse_layer_parameters,
     stage_layers,
     stage_parameters,
 )
@@ -40,6 +41,12 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {}),
     "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "qwen2_moe": (Qwen2MoeConfig, {**EXPERTS, "shared_expert_intermediate_size": 36}),
+    "qwen2_moe-mixed": (
+        Qwen2MoeConfig,
+        {**EXPERTS, "shared_expert_intermediate_size": 36, "mlp_only_layers": [3], "qkv_bias": False, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe-without": (Qwen2MoeConfig, {**EXPERTS, "num_experts": 0}),
     "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
     "qwen3_moe-mixed": (Qwen3MoeConfig, {**EXPERTS, "mlp_only_layers": [0, 5], "decoder_sparse_step": 2, "tie_word_embeddings": True}),
     "qwen3_moe-dense": (Qwen3MoeConfig, {**EXPERTS, "decoder_sparse_step": 7}),
@@ -71,7 +78,7 @@ def test_ranks_and_stages_hold_each_parameter_once(
             inside += parameter.numel()
             continue
         count = padded * facts.hidden_size if "embed_tokens" in key or "lm_head" in key else parameter.numel()
-        outside += count * (tensor if "norm" in key or ".gate.weight" in key else 1)
+        outside += count * (tensor if "norm" in key or key.endswith("gate.weight") else 1)
     if facts.tied and len(stages) > 1:
         outside += padded * facts.hidden_size
     assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
@@ -96,7 +103,7 @@ def test_facts_of_experts() -> None:
     assert (dense.num_experts, dense.experts_per_token, dense.expert_ffn_hidden_size, dense.dense_layers) == (0, 0, 0, frozenset())
 
 
-@pytest.mark.parametrize(("family", "key"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+@pytest.mark.parametrize(("family", "key"), [("mixtral", "num_local_experts"), ("qwen2_moe", "num_experts"), ("qwen3_moe", "num_experts")])
 def test_a_mixture_that_does_not_say_how_many_experts_is_refused(family: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": family}))
     with pytest.raises(ConfigError, match=f"lacks the key '{key}'"):
@@ -116,6 +123,29 @@ def test_activations_by_listing_the_tensors() -> None:
     scores = [own * FACTS.num_experts] * 2
     expected = attention + sum(listed) * element + sum(scores) * 4
     assert sparse_layer_activation_bytes(FACTS, tokens, tensor, True, expert_tensor, element) == expected
+
+
+SHARED = facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": 36})
+
+
+def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
+    """Its gate and the scores that it weighs are each rank's own."""
+    without = dataclasses.replace(SHARED, shared_expert_ffn_hidden_size=0)
+    assert (SHARED.shared_expert_ffn_hidden_size, SHARED.qkv_bias, SHARED.attention_output_bias, SHARED.qk_norm) == (36, True, False, False)
+    assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).shared_expert_ffn_hidden_size == 0
+    assert sparse_layer_parameters(SHARED, 3) - sparse_layer_parameters(without, 3) == 3 * 36 // 3 * 48 + 48
+    tokens, tensor, element = 24, 2, 2
+    listed = [tokens * 36 // tensor] * 4 + [tokens // tensor * 48, tokens // tensor]
+    difference = sparse_layer_activation_bytes(SHARED, tokens, tensor, True, 1, element) - sparse_layer_activation_bytes(
+        without, tokens, tensor, True, 1, element
+    )
+    assert difference == sum(listed) * element
+
+
+def test_a_shared_expert_without_a_width_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": "qwen2_moe", **EXPERTS}))
+    with pytest.raises(ConfigError, match="lacks the key 'shared_expert_intermediate_size'"):
+        read_model_facts(str(tmp_path))
 
 
 def memory(expert: int, expert_tensor: int, facts: ModelFacts = FACTS, **changes: Any) -> Any:

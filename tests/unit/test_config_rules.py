@@ -88,6 +88,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"m.num_layers_in_last_pipeline_stage"},
     ),
     ("widths_divide", {"m.tensor_model_parallel_size": 8}, {"num_key_value_heads": 3}, {"m.tensor_model_parallel_size"}),
+    ("widths_divide", {"m.sequence_parallel": True}, {**MIXTURE, "shared_expert_ffn_hidden_size": 33}, {"m.tensor_model_parallel_size"}),
     ("widths_divide", {**ON_DTENSOR, "d.tensor_parallel_size": 8}, {}, {"d.tensor_parallel_size"}),
     ("hidden_divides", {}, {"num_key_value_heads": 5}, {"policy.model_name"}),
     ("experts_divide", {"m.expert_model_parallel_size": 3}, {"num_experts": 8}, {"m.expert_model_parallel_size", "m.sequence_parallel"}),

@@ -50,7 +50,7 @@ def test_every_size_lands_in_its_field(name: str) -> None:
     assert architecture.tied_embeddings == name.endswith("tied")
     assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe"})
     assert architecture.sliding_window == (9 if "window" in name else None)
-    assert architecture.qkv_bias == (config.model_type == "qwen2" or name == "llama_all_biases")
+    assert architecture.qkv_bias == (config.model_type in {"qwen2", "qwen2_moe"} or name == "llama_all_biases")
     assert architecture.attention_output_bias == architecture.mlp_bias == (name == "llama_all_biases")
 
 
@@ -109,6 +109,9 @@ REFUSED = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "2 layers of 'sliding_attention'"),
     ("qwen2", {"attention_bias": True}, "attention_bias = True"),
     ("qwen2", {"head_dim": 3}, "head_dim = 3"),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "1 layers of 'sliding_attention'"),
+    ("qwen2_moe", {"attention_bias": True}, "attention_bias = True"),
+    ("qwen2_moe", {"num_local_experts": 7}, "num_local_experts = 7: unknown key"),
     ("qwen3", {"mlp_bias": True}, "mlp_bias = True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True}, "use_sliding_window"),
 ]
@@ -131,6 +134,9 @@ def test_all_reasons_are_reported_at_once() -> None:
 
 def test_windows_that_are_switched_off_are_no_reason_to_refuse() -> None:
     assert read_architecture(tiny_config("qwen2", use_sliding_window=False, sliding_window=8)).family == "qwen2"
+    assert (
+        read_architecture(tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=8, max_window_layers=0)).sliding_window is None
+    )
     assert read_architecture(tiny_config("qwen3", use_sliding_window=True, max_window_layers=3)).family == "qwen3"
 
 
@@ -141,7 +147,7 @@ def test_unknown_keys_pass_when_off_or_named_by_the_caller() -> None:
 
 @pytest.mark.parametrize("config", [BertConfig(), {"hidden_size": 3}, {"model_type": ["llama"]}, {"model_type": "gpt2"}])
 def test_unknown_families_are_refused(config: Any) -> None:
-    with pytest.raises(ConversionError, match=r"known families are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ConversionError, match=r"known families are llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
         read_architecture(config)
 
 

@@ -30,7 +30,7 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron
 
-SPARSE = ["mixtral", "mixtral_window_tied", "qwen3_moe", "qwen3_moe_mixed"]
+SPARSE = ["mixtral", "mixtral_window_tied", "qwen2_moe", "qwen2_moe_mixed_tied", "qwen3_moe", "qwen3_moe_mixed"]
 SEQUENTIAL = "decoder.layers.1.mlp.experts.local_experts.4.linear_fc1.weight"
 GROUPED = "decoder.layers.1.mlp.experts.linear_fc1.weight4"
 
@@ -241,16 +241,21 @@ def mixture_of(config: Any) -> MixtureOfExperts:
     return mixture
 
 
-def test_facts_of_both_families() -> None:
+def test_facts_of_every_family() -> None:
     assert mixture_of(tiny_config("mixtral", router_aux_loss_coef=0.02)) == MixtureOfExperts(5, 4, 52, True, (True,) * 3, 0.02)
     assert mixture_of(tiny_config("qwen3_moe")) == MixtureOfExperts(7, 4, 22, True, (True,) * 3, 0.001)
     assert mixture_of(tiny_config("qwen3_moe_mixed")) == MixtureOfExperts(7, 4, 22, False, (True, False, True), 0.001)
+    assert mixture_of(tiny_config("qwen2_moe")) == MixtureOfExperts(7, 3, 22, False, (True,) * 3, 0.001, 32)
+    assert mixture_of(tiny_config("qwen2_moe_mixed_tied")) == MixtureOfExperts(7, 3, 22, True, (True, False, True), 0.001, 32)
     # What the published config.json files hold, less the sizes.
     older = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_window_layers": 48}
     older |= {"sliding_window": None, "use_sliding_window": False, "rope_theta": 1e6, "moe_intermediate_size": 768, "head_dim": 128}
     assert mixture_of(older) == MixtureOfExperts(128, 8, 768, True, (True,) * 24, 0.001)
     assert mixture_of({"model_type": "mixtral", "num_hidden_layers": 2}) == MixtureOfExperts(8, 2, 14336, True, (True, True), 0.001)
-    for name in ("mixtral", "qwen3_moe_mixed"):
+    published = {"model_type": "qwen2_moe", "num_hidden_layers": 24, "max_window_layers": 21, "sliding_window": 32768, "num_experts": 60}
+    published |= {"use_sliding_window": False, "decoder_sparse_step": 1, "norm_topk_prob": False, "shared_expert_intermediate_size": 5632}
+    assert mixture_of(published) == MixtureOfExperts(60, 4, 1408, False, (True,) * 24, 0.001, 5632)
+    for name in ("mixtral", "qwen2_moe_mixed_tied", "qwen3_moe_mixed"):
         config = tiny_config(name)
         assert read_architecture(config.to_dict()) == read_architecture(config) == read_architecture(config.to_diff_dict())
     assert {read_architecture(tiny_config("mixtral")): 1}
@@ -259,8 +264,9 @@ def test_facts_of_both_families() -> None:
 @pytest.mark.parametrize("layers", [3, 7])
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
 @pytest.mark.parametrize("dense", [[], [1], [0, 2, 5, 40, -1]])
-def test_layers_with_experts_are_those_of_transformers(layers: int, step: int, dense: list[int]) -> None:
-    config = tiny_config("qwen3_moe", num_hidden_layers=layers, decoder_sparse_step=step, mlp_only_layers=dense)
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_layers_with_experts_are_those_of_transformers(name: str, layers: int, step: int, dense: list[int]) -> None:
+    config = tiny_config(name, num_hidden_layers=layers, decoder_sparse_step=step, mlp_only_layers=dense)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     architecture = read_architecture(config)
@@ -272,6 +278,7 @@ def test_layers_with_experts_are_those_of_transformers(layers: int, step: int, d
 
 def test_a_model_without_experts_is_dense() -> None:
     assert read_architecture(tiny_config("qwen3_moe", num_experts=0)).mixture is None
+    assert read_architecture(tiny_config("qwen2_moe", num_experts=0)).mixture is None
     assert not any("moe" in key for key in megatron_settings(read_architecture(tiny_config("qwen3"))).transformer)
 
 
@@ -286,6 +293,8 @@ REFUSED = [
     ("mistral", {"sliding_window": -3}, "sliding_window = -3"),
     ("mistral", {"attention_bias": True}, "attention_bias = True: unknown key"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0: a positive whole number is needed"),
+    ("qwen2_moe", {"decoder_sparse_step": -1}, "decoder_sparse_step = -1"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size = 0"),
     ("qwen3_moe", {"num_experts": -7}, "= -7: a positive whole number is needed"),
@@ -320,11 +329,16 @@ CHANGED_BY_NAME: dict[str, dict[str, Any]] = {
     "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     "sliding_window": {"sliding_window": 7, "use_sliding_window": True},
     "use_sliding_window": {"sliding_window": 7, "use_sliding_window": True},
+    "max_window_layers": {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+    "layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 }
+REFUSED_KEYS = {"hidden_act", "attention_dropout", "router_jitter_noise"}
+# of a family whose window is not that of all layers
+WINDOW_KEYS = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 INERT = {"use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits"}
 
 
-@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_no_key_of_a_family_goes_unread(name: str) -> None:
     """Whatever the config class declares changes the architecture when it changes, or is refused, or is listed above."""
     base = tiny_config(name)
@@ -338,4 +352,4 @@ def test_no_key_of_a_family_goes_unread(name: str) -> None:
         try:
             assert read_architecture(tiny_config(name, **changes)) != read_architecture(base), key
         except ConversionError as refusal:
-            assert key in {"hidden_act", "attention_dropout", "router_jitter_noise"}, refusal
+            assert key in REFUSED_KEYS | (WINDOW_KEYS if name == "qwen2_moe" else set()), refusal

@@ -119,6 +119,7 @@ def test_any_shape_equals_the_reference_and_comes_back(data: st.DataObject) -> N
             architecture.mixture,
             num_experts=data.draw(st.integers(1, 4), "experts"),
             ffn_hidden_size=5 * expert_tp_size,
+            shared_ffn_hidden_size=4 * tp_size if architecture.mixture.shared_ffn_hidden_size else 0,
             sparse_layers=(data.draw(st.booleans(), "first layer sparse"), True),
         )
         architecture = dataclasses.replace(architecture, mixture=mixture)

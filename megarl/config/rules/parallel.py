@@ -144,7 +144,7 @@ def chunks_need_stages(view: View) -> Iterator[Violation]:
 
 
 def widths_divide(view: View) -> Iterator[Violation]:
-    """Heads, and the widths of the MLPs of dense layers, divide over the tensor-parallel ranks."""
+    """Heads, and the widths of the MLPs of dense layers and of shared experts, divide over the tensor-parallel ranks."""
     key = tensor_key(view)
     view.require(key != "")
     tensor, facts = view[key], view.facts
@@ -152,6 +152,8 @@ def widths_divide(view: View) -> Iterator[Violation]:
     widths = {"attention heads": facts.num_attention_heads, "key-value heads": facts.num_key_value_heads}
     if facts.has_dense_layers:
         widths["MLP columns"] = facts.ffn_hidden_size
+    if facts.shared_expert_ffn_hidden_size:
+        widths["columns of the shared expert"] = facts.shared_expert_ffn_hidden_size
     for name, width in widths.items():
         if width % tensor:
             yield Violation(key, tensor, f"it must divide the model's {width} {name}", f"write a divisor of {width}")

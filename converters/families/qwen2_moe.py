@@ -1,0 +1,58 @@
+"""Qwen1.5-MoE and Qwen2-MoE: attention as in Qwen2, and in the layers that the config picks routed experts beside a shared, gated one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters.families.base import Family, Features
+from converters.families.dense import model_rules
+from converters.families.sparse import MixtureNames, layer_rules, read_sparse_layers
+from converters.mixture import MixtureOfExperts, read_mixture
+
+_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def _read_features(config: Mapping[str, object]) -> Features:
+    return Features(qkv_bias=bool(config.get("qkv_bias")), attention_output_bias=False, mlp_bias=False, qk_norm=False)
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    return read_mixture(
+        config,
+        problems,
+        width_key="moe_intermediate_size",
+        normalized=bool(config.get("norm_topk_prob")),
+        sparse_layers=read_sparse_layers(config, num_layers, problems),
+        shared_width_key="shared_expert_intermediate_size",
+    )
+
+
+FAMILY = Family(
+    model_type="qwen2_moe",
+    architecture_class="Qwen2MoeForCausalLM",
+    # layer_types, which transformers makes of the three keys of the window, alone decides on it.
+    # output_router_logits and router_aux_loss_coef are about the loss that it computes from labels.
+    config_keys=frozenset(
+        {
+            "decoder_sparse_step",
+            "layer_types",
+            "max_window_layers",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "output_router_logits",
+            "qkv_bias",
+            "router_aux_loss_coef",
+            "shared_expert_intermediate_size",
+            "sliding_window",
+            "use_sliding_window",
+        }
+    ),
+    read_features=_read_features,
+    model_rules=model_rules,
+    layer_rules=partial(layer_rules, names=_NAMES),
+    read_mixture=_read_mixture,
+)
