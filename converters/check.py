@@ -35,6 +35,7 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
     """
     accounted: set[str] = set()
+    source.check_files()
     problems = _asked_problems(source, architecture, accounted, excused) + _unasked_problems(source, architecture, accounted, excused)
     if not problems and compare_tied and architecture.tied_embeddings and _HEAD in source and not _equal(source, _EMBEDDING, _HEAD):
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings is true: set it to false to keep both")

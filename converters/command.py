@@ -108,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConversionError as error:
         sys.stderr.write(f"converters: {error}\n")
         return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"converters: {error}. Fix: check path, permissions and free space\n")
+        return ConversionError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("converters: interrupted; a second run goes on where this one ended\n")
         return INTERRUPTED

@@ -15,7 +15,7 @@ import torch
 from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.logical import MegatronModel
-from converters.manifest import Manifest, dtype_called, dtype_name
+from converters.manifest import MANIFEST_FILE, Manifest, dtype_called, dtype_name
 from converters.opening import MegatronCheckpoint
 from converters.rule import HuggingFaceTensor, Place, Rule
 from converters.rules import all_rules
@@ -257,4 +257,6 @@ def index_of(plan: ExportPlan) -> str | None:
 
 def is_hf_directory(directory: Path) -> bool:
     """Whether a directory is a Hugging Face model that may be replaced."""
-    return (directory / "config.json").is_file()
+    names = {path.name for path in directory.iterdir() if not path.is_dir()}
+    holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
+    return "config.json" in names and holds_weights and not any(path.is_dir() for path in directory.iterdir())

@@ -16,7 +16,7 @@ from converters.boxes import read_box, write_bytes
 from converters.errors import ConversionError
 from converters.export_plan import ExportPlan, WrittenTensor, index_of, is_hf_directory
 from converters.importing import Outcome
-from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name
+from converters.manifest import MANIFEST_FILE, Manifest, TensorHashes, TensorRecord, dtype_name
 from converters.narrowing import Narrowing
 from converters.rule import Place
 from converters.space import require_space
@@ -62,6 +62,7 @@ def export_model(
         )
         writer.close()
         shown.finish()
+        _refuse_changed(plan, writer.finished)
         notes = {**writer.narrowing.summary(), **({"left_out": list(plan.left_out)} if plan.left_out else {})}
         _write_rest(plan, staging.directory, writer.finished, notes)
         staging.finish()
@@ -139,6 +140,25 @@ class _Writer:
 def _row_of(place: Place) -> int:
     """The first row of a part in its stored tensor, counted over the axis of experts too."""
     return place.start if place.index is None else place.index * place.shape[1] + place.start
+
+
+def _refuse_changed(plan: ExportPlan, digests: dict[str, dict[str, str]]) -> None:
+    """A checkpoint that has a manifest still is what that says; what training saves has none."""
+    records = plan.checkpoint.manifest.tensors if plan.checkpoint.manifest is not None else {}
+    changed = [
+        part.name
+        for tensor in plan.written
+        for part, _ in tensor.parts
+        if part.name in records
+        and records[part.name].dtype == dtype_name(tensor.dtype)
+        and records[part.name].sha256 != digests[tensor.name][part.name]
+    ]
+    if changed:
+        raise ConversionError(
+            f"{plan.checkpoint.directory} is not what its {MANIFEST_FILE} says",
+            f"import again; or remove {MANIFEST_FILE} if the weights were changed on purpose",
+            changed,
+        )
 
 
 def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, dict[str, str]], notes: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from converters.errors import ConversionError
 from converters.manifest import dtype_name
 
+_SLICE = 2**20
+
 
 class Narrowing:
     """Casts tensors and keeps account. Safe to be used from several threads.
@@ -35,19 +37,26 @@ class Narrowing:
         result = tensor.to(dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             return result  # exact
-        error = (tensor.double() - result.double()).abs()
-        if bool((result.isinf() & tensor.isfinite()).any()):
-            raise ConversionError(
-                f"{name}: {float(tensor.abs().max()):.6g} is too large for {dtype_name(dtype)}", "choose bfloat16 or a wider dtype"
-            )
-        if not self._asked and bool((error > 0).any()):
+        largest = max(
+            (self._error(name, *pair) for pair in zip(*(each.reshape(-1).split(_SLICE) for each in (tensor, result)), strict=True)),
+            default=0.0,
+        )
+        if not self._asked and largest > 0:
             raise ConversionError(
                 f"{name} was {dtype_name(dtype)} before it was imported, and now holds values that need {dtype_name(tensor.dtype)}",
                 f"pass --dtype {dtype_name(tensor.dtype)} to keep them, or --dtype {dtype_name(dtype)} to round them",
             )
         with self._lock:
-            self._errors[name] = max(self._errors.get(name, 0.0), float(error.nan_to_num(0.0).max()) if error.numel() else 0.0)
+            self._errors[name] = max(self._errors.get(name, 0.0), largest)
         return result
+
+    @staticmethod
+    def _error(name: str, before: Tensor, after: Tensor) -> float:
+        """The largest error of a slice; in slices, since float64 takes several times the memory of what is measured."""
+        if bool((after.isinf() & before.isfinite()).any()):
+            worst, dtype = float(before[before.isfinite()].abs().max()), dtype_name(after.dtype)
+            raise ConversionError(f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype")
+        return float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
 
     def error_of(self, names: Iterable[str]) -> dict[str, float]:
         """The largest error of each of these tensors that was narrowed."""

@@ -89,6 +89,18 @@ class HuggingFaceSource:
         """Whether there is a tensor of that name."""
         return name in self._file_of
 
+    def check_files(self) -> None:
+        """Open every file.
+
+        Raises:
+            ConversionError: one is damaged, or holds other tensors than the index says.
+        """
+        for file_name in sorted(set(self._file_of.values())):
+            unknown = sorted(name for name in set(self._open(file_name).keys()) if self._file_of.get(name) != file_name)
+            if unknown:
+                what = f"{self.directory / file_name} holds tensors that {_INDEX} does not say are in it"
+                raise ConversionError(what, "fetch the checkpoint again", unknown)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header.
 

@@ -14,11 +14,11 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from converters.errors import ConversionError
 
-_JOURNAL, _LOCK = "journal.jsonl", "journal.lock"
+_JOURNAL = "journal.jsonl"
 # what a kill may cost: records wait so long for the data that they vouch for to be on disk
 _SECONDS_BETWEEN_RECORDS = 2.0
 
@@ -40,15 +40,21 @@ class Staging:
         self.target = target
         _check_target(target, overwrite, is_ours)
         self.directory = target.parent / f".{target.name}.partial"
+        self._lock_path = target.parent / f".{target.name}.lock"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock_file = (self.directory / _LOCK).open("w")
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self._lock_file = _lock(self._lock_path)
+            self.directory.mkdir(exist_ok=True)
+        except BlockingIOError as error:
+            raise ConversionError(f"another process is writing {target}", "wait for it, or choose another directory") from error
         except OSError as error:
             raise ConversionError(f"{self.directory} cannot be made ({error})", "choose a directory that you may write to") from error
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConversionError(f"another process is writing {target}", "wait for it, or choose another directory") from error
+            # another run may have made the target while this one waited for nothing but its turn
+            _check_target(target, overwrite, is_ours)
+        except ConversionError:
+            self._unlock()
+            raise
         self._records = self._take_up(plan)
         self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
         if not self._records:
@@ -74,11 +80,10 @@ class Staging:
         with self._mutex:
             self._flush()
         self._journal.close()
-        for name in (_JOURNAL, _LOCK):
-            (self.directory / name).unlink()
+        (self.directory / _JOURNAL).unlink()
         flush_to_disk(self.directory)
         put_in_place(self.directory, self.target)
-        self._lock_file.close()
+        self._unlock()
 
     def close(self) -> None:
         """Leave the work as it is, to be taken up again."""
@@ -86,13 +91,11 @@ class Staging:
             if not self._journal.closed:
                 self._flush()
                 self._journal.close()
-        self._lock_file.close()
+        self._unlock()
 
-    def discard(self) -> None:
-        """Throw the work away."""
-        self._journal.close()
+    def _unlock(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
         self._lock_file.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _flush(self) -> None:
         for path in {file for _, file in self._waiting}:
@@ -121,9 +124,26 @@ class Staging:
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
             return records
         for entry in self.directory.iterdir():
-            if entry.name != _LOCK:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
+
+
+def _lock(path: Path) -> IO[str]:
+    """The locked file, which has to stay open.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # who had it before removed it: what is locked is no longer what others will meet
 
 
 def check_apart(source: Path, target: Path) -> None:

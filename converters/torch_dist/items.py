@@ -23,6 +23,7 @@ from converters.errors import ConversionError
 from converters.restricted import DAMAGED, unpickle
 
 _LOCAL_HEADER = 30
+_LARGEST_DESCRIPTION = 2**16
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -85,6 +86,9 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
     try:
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        for name in ("data.pkl", "byteorder"):
+            if name in entries and (entries[name].file_size > _LARGEST_DESCRIPTION or entries[name].compress_type != zipfile.ZIP_STORED):
+                raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if not isinstance(described, _Described):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from converters.boxes import Box, intersection, part, relative, shape_of
+from converters.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
 from converters.torch_dist.index import read_index
 from converters.torch_dist.items import RawTensor, find_tensor, read_raw
@@ -194,4 +195,18 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
     by_place: defaultdict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
     for chunk in chunks:
         by_place[tuple(start for start, _ in chunk.box[:leading])].append(chunk)
+    for group in by_place.values():
+        _check_apart(key, shape, [chunk.box for chunk in group])
     return _Stored(shape, entry.properties.dtype, leading, {place: tuple(group) for place, group in by_place.items()})
+
+
+def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Chunks lie inside their tensor and do not overlap, so that as many elements as a box has are all of them."""
+    outside = [box for box in boxes if intersection(box, whole(shape)) != box and 0 not in shape_of(box)]
+    overlapping = [(one, other) for one, other in itertools.combinations(boxes, 2) if intersection(one, other) is not None]
+    if outside or overlapping:
+        raise ConversionError(
+            f"the index gives {key} {list(shape)} pieces that "
+            + (f"overlap: {overlapping[0]}" if overlapping else f"leave it: {outside[0]}"),
+            "the index is damaged; fetch or write the checkpoint again",
+        )

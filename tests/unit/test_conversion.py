@@ -270,3 +270,76 @@ def test_a_model_of_another_depth_and_vocabulary_needs_no_reference(tmp_path: Pa
     shutil.rmtree(tmp_path / "hf")
     bring_out(tmp_path / "mcore", tmp_path / "back")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in stored_tensors(tmp_path / "back").items())
+
+
+def test_a_second_run_waits_neither_nor_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started while the first is at the very end of its work."""
+    save_tiny(tmp_path / "hf", "llama")
+    from converters import staging
+
+    original, refused = staging.put_in_place, []
+
+    def meanwhile(partial: Path, target: Path) -> None:
+        with pytest.raises(ConversionError, match="another process is writing") as error:
+            bring_in(tmp_path / "hf", tmp_path / "mcore")
+        refused.append(str(error.value))
+        original(partial, target)
+
+    monkeypatch.setattr(staging, "put_in_place", meanwhile)
+    bring_in(tmp_path / "hf", tmp_path / "mcore")
+    assert refused and verify(open_any(tmp_path / "hf"), open_any(tmp_path / "mcore")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore"]
+
+
+def test_an_index_with_a_hole_as_large_as_an_overlap(tmp_path: Path) -> None:
+    from converters.torch_dist.index import read_index, write_index
+
+    save_tiny(tmp_path / "hf", "llama")
+    bring_in(tmp_path / "hf", tmp_path / "mcore")
+    index = read_index(tmp_path / "mcore")
+    chunks = index.state_dict_metadata["embedding.word_embeddings.weight"].chunks
+    first, second = chunks[0], chunks[1]
+    place = index.storage_data
+    moved = next(key for key in place if key.fqn == "embedding.word_embeddings.weight" and key.offset == second.offsets)
+    shifted = torch.Size([second.offsets[0] - 1, second.offsets[1]])
+    place[type(moved)(moved.fqn, shifted)] = place[moved]
+    chunks[1] = type(second)(shifted, second.sizes)
+    assert first.sizes[0] > 1
+    with (tmp_path / "mcore" / ".metadata").open("wb") as file:
+        write_index(index, file)
+    with pytest.raises(ConversionError, match="overlap"):
+        bring_out(tmp_path / "mcore", tmp_path / "back")
+
+
+def test_export_refuses_a_checkpoint_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "hf", "llama")
+    bring_in(tmp_path / "hf", tmp_path / "mcore")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    needle = tensors["model.layers.1.self_attn.o_proj.weight"].numpy().tobytes()[:64]
+    (file,) = (path for path in (tmp_path / "mcore").glob("*.distcp") if needle in path.read_bytes())
+    data = bytearray(file.read_bytes())
+    data[data.index(needle) + 8] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ConversionError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight"):
+        bring_out(tmp_path / "mcore", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_manifest_knows_the_dtype(tmp_path: Path) -> None:
+    """Widened, and one element then moved by less than the narrow dtype can tell."""
+    save_tiny(tmp_path / "hf", "llama", torch.bfloat16)
+    bring_in(tmp_path / "hf", tmp_path / "mcore")
+    bring_out(tmp_path / "mcore", tmp_path / "back")
+    tensors = {name: tensor.float() for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "back" / "model.safetensors", metadata={"format": "pt"})
+    found = verify(open_any(tmp_path / "back"))
+    assert {difference.name for difference in found} == tensors.keys() and {difference.kind for difference in found} == {"dtype"}
+
+
+def test_a_file_holds_what_the_index_says_and_nothing_else(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "hf", "llama", max_shard_size="50KB")
+    file = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    save_file({**tensors, "model.norm.weight.again": torch.zeros(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight\.again"):
+        bring_in(tmp_path / "hf", tmp_path / "mcore")
