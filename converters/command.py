@@ -95,7 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
         "plan": _plan,
         "families": _families,
     }
-    code, facts, text = actions[arguments.action](arguments)
+    try:
+        code, facts, text = actions[arguments.action](arguments)
+    except OSError as error:
+        raise ConversionError(str(error), "check path, permissions and free space") from error
     sys.stdout.write((json.dumps(facts, indent=1, default=str) if arguments.json else text) + "\n")
     return code
 
@@ -108,9 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConversionError as error:
         sys.stderr.write(f"converters: {error}\n")
         return error.exit_code
-    except OSError as error:
-        sys.stderr.write(f"converters: {error}. Fix: check path, permissions and free space\n")
-        return ConversionError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("converters: interrupted; a second run goes on where this one ended\n")
         return INTERRUPTED
