@@ -271,7 +271,7 @@ def different_numbers_of_micro_batches(config: dict[str, Any], batch: dict[str, 
 def test_replicas_out_of_step_are_refused(pool: WorkerPool, models: dict[str, Path]) -> None:
     config = policy_config(models["mixtral"], ep=2, logprob_batch_size=3)
     for message in pool.run(2, different_numbers_of_micro_batches, config, BATCHES[0]):
-        assert "that share experts have [1, 2] micro-batches" in message
+        assert "data-parallel replicas have [1, 2] micro-batches" in message
 
 
 def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
