@@ -52,7 +52,7 @@ def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accou
     problems = []
     for tensor in hf_tensors(architecture):
         places = [place for place in tensor.places if place.name in source]
-        if not places and not _is_excused(tensor.name, excused):
+        if not places and not is_excused([tensor.name], excused):
             problems.append(f"missing: {tensor.name} {list(tensor.shape)}")
         if len(places) > 1:
             problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
@@ -68,7 +68,7 @@ def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, acc
     """Problems with tensors that the architecture does not ask for."""
     problems = []
     for name in source.names():
-        if name in accounted or _IGNORABLE.fullmatch(name) or _is_excused(name, excused):
+        if name in accounted or _IGNORABLE.fullmatch(name) or is_excused([name], excused):
             continue
         if name == _HEAD and architecture.tied_embeddings:
             problems += _tensor_problems(source, name, (architecture.vocab_size, architecture.hidden_size))
@@ -82,8 +82,9 @@ def stored_twice(source: HuggingFaceSource, architecture: Architecture) -> dict[
     return {_HEAD: _EMBEDDING} if architecture.tied_embeddings and _HEAD in source else {}
 
 
-def _is_excused(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether one of the names matches one of the patterns (``*`` and ``?``)."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _tensor_problems(source: HuggingFaceSource, name: str, shape: tuple[int, ...]) -> list[str]:

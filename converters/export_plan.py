@@ -7,12 +7,12 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
 from converters.architecture import Architecture
+from converters.check import is_excused
 from converters.errors import ConversionError
 from converters.logical import MegatronModel
 from converters.manifest import MANIFEST_FILE, Manifest, dtype_called, dtype_name
@@ -164,13 +164,13 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
         asked.add(key)
         if model.has(rule):
             rules.append(rule)
-        elif not _is_excused((key, rule.megatron_name, *rule.hf_names), excused):
+        elif not is_excused((key, rule.megatron_name, *rule.hf_names), excused):
             problems.append(f"missing: {key}" + (f" of {rule.megatron_name}" if key in model.checkpoint else ""))
     left_out = []
     for key in model.checkpoint:
         if key in asked or key.startswith(_IGNORED_KEYS):
             continue
-        if _is_excused((key,), excused):
+        if is_excused((key,), excused):
             left_out.append(key)
         else:
             problems.append(f"unknown: {key} {list(model.checkpoint.shape(key))}")
@@ -181,10 +181,6 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
             list(dict.fromkeys(problems)),
         )
     return rules, tuple(left_out)
-
-
-def _is_excused(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]]:

@@ -15,13 +15,12 @@ from converters.artifacts import copy_artifacts, write_config
 from converters.boxes import read_box, write_bytes
 from converters.errors import ConversionError
 from converters.export_plan import ExportPlan, WrittenTensor, index_of, is_hf_directory
-from converters.importing import Outcome
 from converters.manifest import MANIFEST_FILE, Manifest, TensorHashes, TensorRecord, dtype_name
 from converters.narrowing import Narrowing
 from converters.rule import Place
 from converters.space import require_space
 from converters.staging import Staging, check_apart
-from converters.work import Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
+from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
 
 
 def export_model(
@@ -47,6 +46,8 @@ def export_model(
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
     """
     check_apart(plan.checkpoint.directory, target)
+    if plan.checkpoint.hf_directory == plan.checkpoint.directory:
+        raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
     workers = workers_within(workers, max_memory)
     staging = Staging(target, plan.fingerprint, overwrite=overwrite, is_ours=is_hf_directory)
     try:
@@ -55,12 +56,11 @@ def export_model(
         require_space(staging.directory, plan.size - resumed)
         shown = Progress(plan.size, f"export {target.name}", progress)
         shown.skip(resumed)
-        run_pieces(
-            [Piece(tensor.size, functools.partial(writer.write, tensor)) for tensor in plan.written if tensor.name not in writer.finished],
-            workers,
-            shown,
-        )
-        writer.close()
+        waiting = [tensor for tensor in plan.written if tensor.name not in writer.finished]
+        try:
+            run_pieces([Piece(tensor.size, functools.partial(writer.write, tensor)) for tensor in waiting], workers, shown)
+        finally:
+            writer.close()
         shown.finish()
         _refuse_changed(plan, writer.finished)
         notes = {**writer.narrowing.summary(), **({"left_out": list(plan.left_out)} if plan.left_out else {})}
@@ -93,8 +93,7 @@ class _Writer:
         hashes = TensorHashes([part.name for part, _ in tensor.parts])
         for position, chunk in self._chunks(tensor, hashes):
             write_bytes(self._descriptors[tensor.file], self._begin(tensor) + position, chunk)
-        self.finished[tensor.name] = hashes.digests()
-        digests = self.finished[tensor.name]
+        digests = self.finished[tensor.name] = hashes.digests()
         record = {"tensor": tensor.name, "digests": digests, "errors": self.narrowing.error_of(digests)}
         self._staging.record(record, self._staging.directory / tensor.file)
 
@@ -166,8 +165,6 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, dict[str, 
     index = index_of(plan)
     if index is not None:
         (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    if plan.checkpoint.hf_directory == plan.checkpoint.directory:
-        raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
     copy_artifacts(plan.checkpoint.hf_directory, directory)
     write_config(directory, plan.main_dtype)
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}

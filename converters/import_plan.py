@@ -7,12 +7,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 
 from converters.architecture import Architecture, read_architecture
-from converters.check import check_source, stored_twice
+from converters.check import check_source, is_excused, stored_twice
 from converters.errors import ConversionError
 from converters.layouts import padded_vocab_size
 from converters.logical import HuggingFaceModel, shape_of_parameter
@@ -162,7 +161,7 @@ def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -
     if not missing:
         return True
     named = [rule.megatron_name, *missing]
-    if len(missing) < len(rule.parts) or not any(fnmatchcase(name, pattern) for name in named for pattern in excused):
+    if len(missing) < len(rule.parts) or not is_excused(named, excused):
         raise ConversionError(
             f"{rule.megatron_name} is made of {', '.join(rule.hf_names)}; missing: {', '.join(missing)}",
             "use complete weights; --allow-missing can leave out whole parameters, not parts of them",

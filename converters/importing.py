@@ -25,30 +25,7 @@ from converters.staging import Staging, check_apart
 from converters.torch_dist.find import is_checkpoint
 from converters.torch_dist.items import read_item
 from converters.torch_dist.writer import ItemFile, StoredItem, finish_checkpoint
-from converters.work import Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a conversion did.
-
-    Attributes:
-        target: the directory that was made.
-        tensors: how many were written.
-        size: their bytes.
-        resumed: bytes of them that an earlier run had written.
-        workers: threads that worked.
-        peak_memory: largest resident memory, bytes.
-        notes: of the manifest.
-    """
-
-    target: Path
-    tensors: int
-    size: int
-    resumed: int
-    workers: int
-    peak_memory: int
-    notes: dict[str, Any]
+from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
 
 
 def import_model(
@@ -95,7 +72,7 @@ def import_model(
         items = [item for name, _ in plan.files for item in finished[name].items]
         finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
         copy_artifacts(plan.model.source.directory, staging.directory / HF_DIRECTORY)
-        manifest(plan, {name: digest for file in finished.values() for name, digest in file.digests.items()}, notes).write(
+        _manifest(plan, {name: digest for file in finished.values() for name, digest in file.digests.items()}, notes).write(
             staging.directory
         )
         staging.finish()
@@ -111,7 +88,7 @@ class _FinishedFile:
     digests: dict[str, str]
 
 
-def manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) -> Manifest:
+def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) -> Manifest:
     """What the checkpoint will say of itself."""
     tensors, places = {}, {}
     for rule in plan.rules:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from converters.errors import ConversionError
 
@@ -26,6 +27,29 @@ class Piece:
 
     size: int
     run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion did.
+
+    Attributes:
+        target: the directory that was made.
+        tensors: how many were written.
+        size: their bytes.
+        resumed: bytes of them that an earlier run had written.
+        workers: threads that worked.
+        peak_memory: largest resident memory, bytes.
+        notes: of the manifest.
+    """
+
+    target: Path
+    tensors: int
+    size: int
+    resumed: int
+    workers: int
+    peak_memory: int
+    notes: dict[str, Any]
 
 
 def peak_memory() -> int:

@@ -16,11 +16,12 @@ from converters.errors import ConversionError
 from converters.export_plan import plan_export
 from converters.exporting import export_model
 from converters.import_plan import plan_import
-from converters.importing import Outcome, import_model
+from converters.importing import import_model
 from converters.opening import open_megatron
 from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
+from converters.work import Outcome
 from tests.choice import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
 
