@@ -60,7 +60,7 @@ class Results:
 
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
-        worst: the largest error of each kind of quantity, and the case that had it.
+        worst: the largest error of each kind of quantity, in float32 and in 16 bit, and the case that had it.
         coverage: of the cases that passed.
     """
 
@@ -74,8 +74,9 @@ class Results:
         self.passed += 1
         self.coverage.add(outcome.case)
         for found in outcome.differences:
-            if found.error > self.worst.get(found.kind, (-1.0, ""))[0]:
-                self.worst[found.kind] = (found.error, str(outcome.case))
+            kind = found.kind if outcome.case.precision == "float32" else f"{found.kind} in 16 bit"
+            if found.error > self.worst.get(kind, (-1.0, ""))[0]:
+                self.worst[kind] = (found.error, str(outcome.case))
 
 
 def run(options: Options, console: Console | None = None) -> int:

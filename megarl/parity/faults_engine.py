@@ -89,6 +89,14 @@ def _own_gradient_only(original: Any) -> Any:
     return staticmethod(backward)
 
 
+def _last_part_alone(original: Any) -> Any:
+    def join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_sum: torch.Tensor) -> None:
+        output.copy_(part)
+        logsumexp.copy_(part_sum)
+
+    return join
+
+
 def _targets_not_shifted(original: Any) -> Any:
     def lay_out(*arguments: Any) -> Any:
         laid = original(*arguments)
@@ -174,7 +182,12 @@ FAULTS: dict[str, Mutation] = {
         _scale_gradient(lambda case: 1 / case.micro),
         "micro=2 batching=fixed",
     ),
-    "gradients-pile-up": Mutation("gradients of the step before are not cleared", sees_tokens, after_building(_gradients_pile_up)),
+    "gradients-pile-up": Mutation(
+        "gradients of the step before are not cleared",
+        # those of float16 were divided by the loss scale in place: beside the next ones they are nothing
+        lambda case: sees_tokens(case) and case.precision != "float16",
+        after_building(_gradients_pile_up),
+    ),
     "schedule-stands-still": Mutation(
         "the learning-rate schedule does not advance",
         lambda case: case.warmup and not case.together,
@@ -235,9 +248,15 @@ FAULTS: dict[str, Mutation] = {
     ),
     "key-value-gradients-local": Mutation(
         "gradients of keys and values stay on the context-parallel rank that used them",
-        lambda case: case.cp > 1 and many_tokens(case),
+        lambda case: case.cp > 1 and case.comm == "all_gather" and many_tokens(case),
         replacing(f"{ENGINE}.context:_GatherShared", "backward", _own_gradient_only),
-        "cp=2",
+        "cp=2 comm=all_gather",
+    ),
+    "ring-forgets": Mutation(
+        "of the keys and values that go round the context-parallel ranks the last ones alone count",
+        lambda case: case.cp > 1 and case.comm == "p2p" and many_tokens(case),
+        replacing(f"{ENGINE}.ring_attention", "_join", _last_part_alone),
+        "cp=2 comm=p2p",
     ),
     "temperature-only-in-training": Mutation(
         "log-probabilities ignore the temperature",

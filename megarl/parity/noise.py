@@ -26,6 +26,8 @@ from megarl.parity.reference import Expected, load_model, token_logprobs, traine
 from megarl.parity.routers import gates_of
 
 MEMBERS = 8
+MEMBERS_TO_CONFIRM = 48
+"""What fails is judged once more by so many."""
 # A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those are larger by the root of
 # two, as the added errors make them.
 FACTOR = 4.0
@@ -56,7 +58,7 @@ class Bounds:
         return max(BOUND, FACTOR * self.noise.get(quantity, 0.0))
 
 
-def bounds_of(case: Case, model: Path, batch: Batch, logprobs: torch.Tensor, expected: Expected) -> Bounds:
+def bounds_of(case: Case, model: Path, batch: Batch, logprobs: torch.Tensor, expected: Expected, *, members: int = MEMBERS) -> Bounds:
     """The bounds of a case.
 
     Args:
@@ -65,17 +67,18 @@ def bounds_of(case: Case, model: Path, batch: Batch, logprobs: torch.Tensor, exp
         batch: the whole batch.
         logprobs: [B, S] of the model in float32, before training.
         expected: what training it in float32 reports.
+        members: runs in 16 bit; the first of them are the same whatever their number.
     """
     if case.precision == "float32":
         return Bounds()
     plain = load_model(model, dtype_of(case.precision, "case.precision"))
-    members = [_member(case, copy.deepcopy(plain), batch, number) for number in range(MEMBERS)]
+    runs = [_member(case, copy.deepcopy(plain), batch, number) for number in range(members)]
     noise: dict[str, float] = {}
-    for found, member in members:
+    for found, member in runs:
         for quantity, error in _errors(case, found, member, logprobs, expected).items():
             if math.isfinite(error):
                 noise[quantity] = max(noise.get(quantity, 0.0), error)
-    floor = _of_one_token([found for found, _ in members], logprobs)
+    floor = _of_one_token([found for found, _ in runs], logprobs)
     # below the bound of float32 is what no rounding in 16 bit has touched
     return Bounds({name: max(error, floor) if error > BOUND and not name.startswith(WEIGHT) else error for name, error in noise.items()})
 

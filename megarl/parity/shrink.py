@@ -58,7 +58,9 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
     if name == "loss":
         yield from (replace(case, loss=loss) for loss in _simpler_losses(case))
     elif isinstance(value, int) and not isinstance(value, bool):
-        yield from (_changed(case, name, smaller) for smaller in _smaller(value, default))
+        # rotary embeddings turn pairs
+        possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
+        yield from (_changed(case, name, smaller) for smaller in possible)
     else:
         yield _changed(case, name, default)
 

@@ -95,3 +95,10 @@ def test_a_mixture_has_bounds_too(tmp_path: Path) -> None:
     )
     made = Prepared(tmp_path, case)
     assert made.bounds.of(LOGPROBS) > BOUND and made.bounds.of("call 0 moe_aux_loss") > BOUND
+
+
+def test_more_members_only_widen_what_they_find_more_of(prepared: Prepared) -> None:
+    wider = bounds_of(prepared.case, prepared.model, prepared.batch, prepared.logprobs, prepared.expected, members=12)
+    weights = [name for name in prepared.bounds.noise if name.startswith("weight")]
+    assert all(wider.of(name) >= prepared.bounds.of(name) for name in weights)
+    assert any(wider.of(name) > prepared.bounds.of(name) for name in weights)

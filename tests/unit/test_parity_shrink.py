@@ -78,3 +78,9 @@ def test_a_mixture_becomes_dense_in_one_step_and_keeps_two_experts_otherwise() -
     candidates = list(simpler(case))
     assert any(candidate.family == "llama" and candidate.experts == 0 and candidate.ep == 1 for candidate in candidates)
     assert all(candidate.experts >= 2 for candidate in candidates if candidate.family == "qwen3_moe")
+
+
+def test_heads_stay_even_which_rotary_embeddings_need() -> None:
+    for head in range(6, 20, 2):
+        assert all(candidate.head % 2 == 0 for candidate in simpler(replace(Case(), head=head)))
+    assert {candidate.head for candidate in simpler(replace(Case(), head=12))} == {4, 6}
