@@ -84,6 +84,10 @@ class GenerationError(MegarlError, RuntimeError):
     """A model gave logits that no token can be drawn from."""
 
 
+class RefitError(MegarlError, RuntimeError):
+    """Weights could not be handed to the engine that generates, or what arrived is not what was announced. No part of them is served."""
+
+
 class WorkerError(MegarlError, RuntimeError):
     """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1 host]``."""
 

@@ -1,0 +1,209 @@
+"""VllmGeneration: the driver's view of vLLM engines. It deals prompts out, collects answers, and lets no engine answer with old weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from megarl.errors import BatchError, ConfigError, RefitError
+from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+
+if TYPE_CHECKING:
+    import ray
+
+logger = logging.getLogger(__name__)
+
+WORKER = "megarl.models.generation.vllm.worker.VllmGenerationWorker"
+REQUIRED = ("input_ids", "input_lengths")
+
+
+class VllmGeneration(GenerationInterface):
+    """Engines of vLLM on the places of a cluster.
+
+    Args:
+        cluster: gives the places; an engine takes as many neighbouring ones as its tensor parallelism.
+        config: the generation configuration with ``vllm_cfg``, completed by ``configure_generation_config``.
+        name_prefix: opens the workers' names.
+        workers_per_node: not used; the contract has it.
+        model: directory or hub id of the model; ``config["model_name"]`` by default.
+        longest: most tokens of prompt and answer together.
+        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
+        seed: where a batch brings no sampling seeds.
+        init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
+
+    Attributes:
+        version: of the weights that all engines have; None when they have none, or not the same.
+
+    Raises:
+        ConfigError: the places do not make whole engines.
+        MegarlError: an engine could not be made; none is left behind.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: Mapping[str, Any],
+        name_prefix: str = "vllm_policy",
+        workers_per_node: int | list[int] | None = None,
+        *,
+        model: str | None = None,
+        longest: int | None = None,
+        dtype: str | None = None,
+        seed: int = 0,
+        init_timeout_s: float = 900.0,
+        call_timeout_s: float = 3600.0,
+    ) -> None:
+        settings = config["vllm_cfg"]
+        ranks = int(settings["tensor_parallel_size"])
+        on_cpu = not cluster.use_gpus
+        places = cluster.world_size()
+        if places % ranks:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size = {ranks}: it does not divide the {places} places of the engines. "
+                "Fix: write a divisor, or give another number of places"
+            )
+        self.cfg = config
+        self.version: int | None = None
+        self._engines, self._ranks = places // ranks, ranks
+        self._names: list[str] = []
+        self._weights: list[list[Any]] = []
+        self._seed, self._calls = seed, 0
+        self._coming: int | None = None
+        self._colocated = bool(config["colocated"]["enabled"])
+        builder = RayWorkerBuilder(
+            WORKER,
+            dict(config),
+            model or config["model_name"],
+            longest or settings["max_model_len"],
+            dtype or settings["precision"],
+            seed,
+        )
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            builder,
+            name_prefix=name_prefix,
+            bundle_indices_list=[(0, [engine * ranks]) for engine in range(self._engines)],
+            sharding_annotations=NamedSharding(np.arange(self._engines), ["data_parallel"]),
+            env_vars={
+                "MEGARL_DEVICE": "cpu" if on_cpu else "cuda",
+                # an engine of one rank runs in the worker itself: one process less, and no engine outlives it
+                **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and ranks == 1 else {}),
+                **{str(key): str(value) for key, value in settings["env_vars"].items()},
+            },
+            init_timeout_s=init_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
+
+    # refit
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its devices are ready afterwards."""
+        self._weights = [[name, list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()]
+        self.version = None
+        if self._colocated:
+            self._all("connect", weights=self._weights, address=None)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
+        """Join the policy's group; see :meth:`GenerationInterface.init_collective`.
+
+        Raises:
+            RefitError: :meth:`prepare_refit_info` was not called, or ``world_size`` is not that of the engines and one.
+        """
+        if not self._weights:
+            raise RefitError("init_collective(): the engines do not know the weights yet; call prepare_refit_info() first")
+        right = self._engines * self._ranks + 1
+        if world_size != right:
+            raise RefitError(f"world_size = {world_size}: {self._engines} engines of {self._ranks} ranks and the policy make {right}")
+        addresses = [[ip, port, world_size, 1 + engine * self._ranks] for engine in range(self._engines)]
+        return self.worker_group.run_all_workers_multiple_data("connect", address=addresses, common_kwargs={"weights": self._weights})
+
+    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
+        """Load one group of weights into all engines.
+
+        Returns:
+            True. What fails raises.
+
+        Raises:
+            RefitError, WorkerError: an engine could not take them; none answers until a whole refit.
+        """
+        self.version = None
+        self._agree(self._all("update_from_handles", handles=ipc_handles))
+        return True
+
+    def update_weights_from_collective(self, version: int | None = None) -> list[ray.ObjectRef[Any]]:
+        """Take all weights from the policy's group; await the futures with the policy's, then call :meth:`loaded` with their results.
+
+        Args:
+            version: of the weights that come; one more than the last by default.
+        """
+        self._coming = version if version is not None else (-1 if self.version is None else self.version) + 1
+        self.version = None
+        return self.worker_group.run_all_workers_single_data("update_from_broadcast", version=self._coming)
+
+    def loaded(self, versions: list[int | None]) -> None:
+        """What the futures of :meth:`update_weights_from_collective` gave."""
+        self._agree(versions)
+
+    def _agree(self, versions: list[int | None]) -> None:
+        """All engines have all of one version, or none counts."""
+        self.version = versions[0] if len(set(versions)) == 1 else None
+
+    # generation
+
+    def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the contract's keys.
+
+        Raises:
+            BatchError: the prompts cannot be used.
+            RefitError: the engines do not all have the last version of the weights.
+        """
+        if not isinstance(data, BatchedDataDict):
+            raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
+        missing = [key for key in REQUIRED if key not in data]
+        if missing:
+            raise BatchError(f"generate() needs {' and '.join(REQUIRED)}; {missing[0]} is missing: add it")
+        if self.version is None:
+            raise RefitError("the engines have no whole weights: refit them before they answer")
+        names = [name for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data]
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in names})
+        if "sampling_seeds" not in needed:
+            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._calls))
+            needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
+        self._calls += 1
+        future = self.worker_group.run_all_workers_sharded_data(
+            "generate",
+            data=needed.shard_by_batch_size(self._engines, batch_size=None, allow_uneven_shards=True),
+            in_sharded_axes=["data_parallel"],
+            common_kwargs={"greedy": greedy, "version": self.version},
+        )
+        results = self.worker_group.get_all_worker_results(future)
+        return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Take device memory again; ``tags`` says which: ``["weights"]`` before a refit, ``["kv_cache"]`` after it."""
+        self._all("prepare_for_generation", tags=kwargs.get("tags"))
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Give the devices back to the policy. On a GPU that is shared the weights go too, and only a refit brings them back."""
+        self._all("finish_generation")
+        return True
+
+    def shutdown(self) -> bool:
+        """End the engines; True when all ended cleanly. May be called more than once."""
+        try:
+            return self.worker_group.shutdown(cleanup_method="shutdown")
+        except Exception:
+            logger.exception("shutting vLLM's workers down failed")
+            return False
+
+    def _all(self, method: str, **options: Any) -> list[Any]:
+        return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))

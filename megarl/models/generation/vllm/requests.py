@@ -1,0 +1,108 @@
+"""A batch of prompts as vLLM wants them, and its answers as the contract wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.generation.stopping import stop_strings_of_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt.
+
+    Attributes:
+        row: in the batch.
+        prompt: its tokens.
+        options: arguments of vLLM's ``SamplingParams``.
+    """
+
+    row: int
+    prompt: list[int]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What vLLM gave for one prompt: tokens, their log-probabilities, and whether a length limit ended it."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    truncated: bool
+
+
+NO_ROOM = Answer((), (), truncated=True)
+
+
+def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int, *, greedy: bool) -> list[Request]:
+    """The prompts that have room for an answer.
+
+    Args:
+        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` and ``sampling_seeds`` [B].
+        config: the generation configuration.
+        longest: most tokens of prompt and answer together.
+        greedy: take the most likely token instead of sampling.
+
+    Raises:
+        BatchError: a stop string is empty.
+    """
+    lengths = data["input_lengths"].tolist()
+    stops = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
+    seeds = data["sampling_seeds"].tolist() if "sampling_seeds" in data else [None] * len(lengths)
+    found = []
+    for row, (length, stop, seed) in enumerate(zip(lengths, stops, seeds, strict=True)):
+        room = min(config["max_new_tokens"], longest - length)
+        if room <= 0:
+            continue
+        options = {
+            "temperature": 0.0 if greedy else float(config.get("temperature", 1.0)),
+            "max_tokens": room,
+            # of the drawn token alone
+            "logprobs": 0,
+            "seed": None if seed is None else seed % 2**63,
+            "stop": list(stop) or None,
+            "stop_token_ids": list(config.get("stop_token_ids") or []),
+            # the configured stop tokens alone end an answer
+            "ignore_eos": True,
+            "detokenize": bool(stop),
+            "skip_special_tokens": False,
+            "include_stop_str_in_output": True,
+        }
+        found.append(Request(row, data["input_ids"][row, :length].tolist(), options))
+    return found
+
+
+def answer_of(completion: Any) -> Answer:
+    """The answer in one of vLLM's ``CompletionOutput``."""
+    tokens = list(completion.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs or (), strict=True)]
+    return Answer(tokens, logprobs, completion.finish_reason == "length")
+
+
+def assembled(data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int) -> BatchedDataDict[Any]:
+    """The contract's output of all rows; those without an answer had no room for one."""
+    lengths = data["input_lengths"].tolist()
+    given = [answers.get(row, NO_ROOM) for row in range(len(lengths))]
+    width = max((length + len(answer.tokens) for length, answer in zip(lengths, given, strict=True)), default=0)
+    ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
+    logprobs = torch.zeros(len(lengths), width)
+    for row, (length, answer) in enumerate(zip(lengths, given, strict=True)):
+        end = length + len(answer.tokens)
+        ids[row, :length] = data["input_ids"][row, :length]
+        ids[row, length:end] = torch.tensor(answer.tokens, dtype=torch.int64)
+        logprobs[row, length:end] = torch.tensor(answer.logprobs)
+    new = torch.tensor([len(answer.tokens) for answer in given], dtype=torch.int64)
+    return BatchedDataDict(
+        {
+            "output_ids": ids,
+            "logprobs": logprobs,
+            "generation_lengths": new,
+            "unpadded_sequence_lengths": new + torch.tensor(lengths, dtype=torch.int64),
+            "truncated": torch.tensor([answer.truncated for answer in given]),
+        }
+    )

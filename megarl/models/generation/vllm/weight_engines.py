@@ -1,0 +1,158 @@
+"""Weight transfer inside vLLM's workers: each rank of an engine takes full weights from the policy and keeps its own part of them.
+
+Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps what came before until then;
+so every weight is copied once out of the transfer buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megarl.errors import RefitError
+from megarl.weight_sync.broadcast import WeightListener
+from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.receiver import WeightReceiver, payload_for
+from megarl.weight_sync.transfer_group import TransferGroup
+
+
+@dataclass
+class Connection(WeightTransferInitInfo):
+    """What an engine learns once.
+
+    Attributes:
+        weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
+        address: ``[ip, port, world_size, rank of this engine's first rank]`` of a transfer group; None for shared memory.
+    """
+
+    weights: list[list[Any]]
+    address: list[Any] | None = None
+
+
+@dataclass
+class Transfer(WeightTransferUpdateInfo):
+    """What arrives: handles by device for shared memory, nothing for a broadcast."""
+
+    handles: dict[str, Any] | None = None
+
+
+class _Reloading(WeightTransferEngine[Connection, Transfer]):
+    """What both have in common: the reload, whole or given up."""
+
+    init_info_cls = Connection
+    update_info_cls = Transfer
+    supports_draft_weight_update = False
+
+    def start_weight_update(self) -> None:
+        """Begin a reload; one that was given up is cleared away first, so that nothing of it is counted."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._loaded: set[str] = set()
+        initialize_layerwise_reload(self.model)
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Hand weights to vLLM's model."""
+        self._loaded |= set(self.model.load_weights([(name, tensor.clone()) for name, tensor in weights]) or ())
+
+    def finish_weight_update(self) -> None:
+        """End a reload.
+
+        Raises:
+            RefitError: not all of the weights came, or the model has parameters that none of them filled.
+        """
+        missing = sorted(self._expected - self._loaded)
+        version = self.version()
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_shared_weights(self.model)
+        if version is None:
+            raise RefitError("the refit ended before all weights had come: refit anew")
+        if missing:
+            raise RefitError(
+                f"no weight of the policy fills {missing[0]} and {len(missing) - 1} more of vLLM's parameters: give both one model"
+            )
+
+    def version(self) -> int | None:
+        """Of the weights that are whole."""
+        raise NotImplementedError
+
+    @staticmethod
+    def manifest(connection: Connection) -> Manifest:
+        """What the policy sends."""
+        return Manifest.from_description({name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights})
+
+
+def _repack_shared_weights(model: torch.nn.Module) -> None:
+    """Let layers follow that share another one's weight, such as a tied output layer.
+
+    The reload repacks the layers that weights are loaded into. What the other one made of the weight when it was built, on a CPU a packed
+    copy, would stay as it was, and vLLM would go on answering with it.
+    """
+    sharing: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel():
+            sharing.setdefault(weight.data_ptr(), []).append(module)
+    for modules in sharing.values():
+        for module in modules if len(modules) > 1 else ():
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(module)
+
+
+class SharedMemoryEngine(_Reloading):
+    """On the policy's devices: weights lie in the policy's buffer."""
+
+    _receiver: WeightReceiver | None = None
+
+    def init_transfer_engine(self, init_info: Connection) -> None:
+        """Learn the manifest."""
+        self.shutdown()
+        self._receiver = WeightReceiver(self.manifest(init_info), self.device)
+
+    def receive_weights(self, update_info: Transfer) -> None:
+        """Load one group."""
+        assert self._receiver is not None, "vLLM initialises an engine before it uses it"
+        with self._receiver.group(payload_for(update_info.handles or {}, self._identity())) as weights:
+            self.load(weights)
+
+    def _identity(self) -> str:
+        from megarl.distributed.device import DeviceRuntime
+
+        return DeviceRuntime(self.device, "nccl" if self.device.type == "cuda" else "gloo").identity()
+
+    def version(self) -> int | None:
+        return self._receiver.version if self._receiver is not None else None
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+class BroadcastEngine(_Reloading):
+    """Apart from the policy: weights come over a transfer group."""
+
+    _listener: WeightListener | None = None
+
+    def init_transfer_engine(self, init_info: Connection) -> None:
+        """Join the policy."""
+        assert init_info.address is not None, "the driver gives the address"
+        ip, port, world_size, first_rank = init_info.address
+        manifest, rank = self.manifest(init_info), first_rank + self.parallel_config.rank
+        group = TransferGroup(ip, port, world_size, rank, digest=manifest.digest, device=self.device)
+        self._listener = WeightListener(group, manifest)
+
+    def receive_weights(self, update_info: Transfer) -> None:
+        """Load all weights."""
+        assert self._listener is not None, "vLLM initialises an engine before it uses it"
+        self._listener.receive(self.load)
+
+    def version(self) -> int | None:
+        return self._listener.version if self._listener is not None else None
+
+    def shutdown(self) -> None:
+        self._listener = None

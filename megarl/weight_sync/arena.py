@@ -1,0 +1,165 @@
+"""The buffer that weights are handed over in: made once, shared once by handle, and written anew at every refit.
+
+It has two slots, so that one group of weights is gathered while the engine reads the other. Beside them lies a page of bookkeeping that
+both sides see: what each slot holds, and which reader has read what. A slot is written again only after every living reader has
+acknowledged what was in it, and a reader that was overtaken all the same (after a refit was given up) finds out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megarl.errors import RefitError
+from megarl.weight_sync.shared_memory import SharedBlock
+
+SLOTS = 2
+READERS = 62
+PAGE = 4096
+# int64 words: a slot's (round, group), then a reader's (process, round, group) each
+_WORDS = 4
+
+
+class Arena:
+    """The policy's side.
+
+    Args:
+        slot_bytes: of one slot.
+        device: where the weights are; on a GPU the slots are there too.
+
+    Raises:
+        RefitError: there is not as much memory.
+    """
+
+    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+        self.slot_bytes = -(-slot_bytes // PAGE) * PAGE
+        on_gpu = device.type == "cuda"
+        self._block = SharedBlock.create(PAGE + (0 if on_gpu else SLOTS * self.slot_bytes))
+        self._words = self._block.bytes[:PAGE].view(torch.int64).view(-1, _WORDS)
+        self._words[:SLOTS, :2] = -1
+        try:
+            self._data = torch.empty(SLOTS * self.slot_bytes, dtype=torch.uint8, device=device) if on_gpu else self._block.bytes[PAGE:]
+        except torch.OutOfMemoryError as error:
+            self._block.close()
+            raise RefitError(
+                f"no {SLOTS * self.slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: "
+                "set a smaller policy.refit_buffer_size_gb"
+            ) from error
+        self._on_gpu = on_gpu
+
+    def handle(self) -> dict[str, Any]:
+        """What :class:`ArenaReader` needs; on a GPU it holds PyTorch's own handle of the device memory."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        device = reduce_tensor(self._data)[1] if self._on_gpu else None
+        return {"memory": self._block.handle(), "slot_bytes": self.slot_bytes, "device": device}
+
+    def claim(self, slot: int, round_: int) -> torch.Tensor:
+        """uint8 [slot_bytes] to write group after group into; nobody reads it any more.
+
+        Raises:
+            RefitError: a living reader has not acknowledged what this round put there before.
+        """
+        written_round, group = self._words[slot, :2].tolist()
+        late = [reader for reader in self._readers() if written_round == round_ and not _has_read(reader, round_, group)]
+        if late:
+            processes = ", ".join(str(reader[0]) for reader in late)
+            raise RefitError(
+                f"group {group} of refit {round_} was not acknowledged by process {processes}, so that its buffer cannot be used again: "
+                "start a new refit"
+            )
+        self._words[slot, 0] = -1
+        return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def publish(self, slot: int, round_: int, group: int) -> None:
+        """What was written into ``slot`` may be read."""
+        self._words[slot, 1] = group
+        self._words[slot, 0] = round_
+
+    def _readers(self) -> list[list[int]]:
+        """Registered readers whose processes live."""
+        table = self._words[SLOTS : SLOTS + READERS].tolist()
+        return [reader for reader in table if reader[0] and os.path.exists(f"/proc/{reader[0]}")]
+
+    def close(self) -> None:
+        """Let go of it. Readers keep what they have until they let go too."""
+        self._block.close()
+
+
+def _has_read(reader: list[int], round_: int, group: int) -> bool:
+    _, last_round, last_group, _ = reader
+    return last_round == round_ and last_group >= group
+
+
+class ArenaReader:
+    """The engine's side of an :class:`Arena`.
+
+    Raises:
+        RefitError: the arena is gone, or too many engines read it.
+    """
+
+    def __init__(self, handle: Mapping[str, Any], device: torch.device) -> None:
+        self._block = SharedBlock.attach(handle["memory"])
+        self.slot_bytes = int(handle["slot_bytes"])
+        self._words = self._block.bytes[:PAGE].view(torch.int64).view(-1, _WORDS)
+        self._data = self._block.bytes[PAGE:] if handle["device"] is None else _device_memory(handle["device"], device)
+        self._entry = self._register()
+
+    def _register(self) -> torch.Tensor:
+        """This reader's line of the table; those of dead processes are free."""
+        fcntl.lockf(self._block.descriptor, fcntl.LOCK_EX)
+        try:
+            for entry in self._words[SLOTS : SLOTS + READERS]:
+                process = int(entry[0])
+                if process == 0 or not os.path.exists(f"/proc/{process}"):
+                    entry.copy_(torch.tensor([os.getpid(), -1, -1, 0]))
+                    return entry
+        finally:
+            fcntl.lockf(self._block.descriptor, fcntl.LOCK_UN)
+        raise RefitError(f"more than {READERS} processes read the weights of one policy rank: spread the engine over more ranks or hosts")
+
+    def read(self, slot: int, round_: int, group: int) -> torch.Tensor:
+        """uint8 [slot_bytes] of what was published.
+
+        Raises:
+            RefitError: the slot holds something else: the handle is an old one.
+        """
+        self.check(slot, round_, group)
+        return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def check(self, slot: int, round_: int, group: int) -> None:
+        """That the slot still holds what was published.
+
+        Raises:
+            RefitError: it does not.
+        """
+        found = self._words[slot, :2].tolist()
+        if found != [round_, group]:
+            raise RefitError(
+                f"the handle is of group {group} of refit {round_}, but its buffer holds group {found[1]} of refit {found[0]} by now: "
+                "an old handle was used again, or the refit was given up; start a new refit"
+            )
+
+    def acknowledge(self, round_: int, group: int) -> None:
+        """The slot of ``group`` is not needed any more."""
+        self._entry[2] = group
+        self._entry[1] = round_
+
+    def close(self) -> None:
+        """Let go of the arena; the policy waits for this reader no longer."""
+        if self._block.descriptor >= 0:
+            self._entry[0] = 0
+            self._block.close()
+
+
+def _device_memory(arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """Device memory of another process. The device's number may differ between the two; the seventh argument is it."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    values = list(arguments)
+    values[6] = device.index
+    return rebuild_cuda_tensor(*values)

@@ -1,0 +1,188 @@
+"""What a policy sends at every refit: the names, shapes and dtypes of its weights in one order, and where they lie in a buffer.
+
+Both sides know the manifest from before the first transfer, so that a transfer itself carries no name and no shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megarl.errors import RefitError
+
+# what the kernels of CUDA want of a tensor's beginning, and more than any dtype wants
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One weight: its Hugging Face name, its full shape and the dtype it is sent in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring weights that are sent together.
+
+    Attributes:
+        first: index of the first one in the manifest.
+        offsets: where each begins in the buffer, in bytes, multiples of ``ALIGNMENT``.
+        nbytes: of the buffer, padding included.
+    """
+
+    first: int
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """Index after the last weight."""
+        return self.first + len(self.offsets)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All weights, in the order in which they are sent."""
+
+    tensors: tuple[TensorInfo, ...]
+
+    @classmethod
+    def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        """What a stream of names and tensors gives."""
+        return cls._checked(TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stream)
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> Manifest:
+        """The reverse of :meth:`description`.
+
+        Raises:
+            RefitError: it is none.
+        """
+        try:
+            infos = [TensorInfo(str(name), tuple(int(size) for size in shape), dtype) for name, (shape, dtype) in description.items()]
+            return cls._checked(infos)
+        except (AttributeError, TypeError, ValueError) as error:
+            message = f"the refit info is not {{name: (shape, dtype)}}: {error}; pass on what prepare_refit_info() returned"
+            raise RefitError(message) from error
+
+    @classmethod
+    def _checked(cls, tensors: Iterable[TensorInfo]) -> Manifest:
+        manifest = cls(tuple(tensors))
+        if len(manifest._index) < len(manifest.tensors):
+            twice = next(name for name in manifest._names if manifest._names.count(name) > 1)
+            raise RefitError(f"{twice} is sent twice: every weight has to have one name; report the model, this is a fault of its rules")
+        for tensor in manifest.tensors:
+            if not isinstance(tensor.dtype, torch.dtype):
+                raise TypeError(f"{tensor.name} has dtype {tensor.dtype!r}, which is no torch.dtype")
+        return manifest
+
+    def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """``{name: (shape, dtype)}`` in the order of sending, as the contract's ``prepare_refit_info`` gives it."""
+        return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes and their order, in hexadecimal."""
+        listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
+        return hashlib.sha256(listing.encode()).hexdigest()
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [tensor.name for tensor in self.tensors]
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self._names)}
+
+    def views(self, group: Group, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The weights of a group where they lie in a buffer: uint8, at least as long as the group."""
+        return [
+            buffer[offset : offset + info.nbytes].view(info.dtype).view(info.shape)
+            for info, offset in zip(self.tensors[group.first : group.stop], group.offsets, strict=True)
+        ]
+
+    @cached_property
+    def padded_sizes(self) -> list[tuple[str, int]]:
+        """Names with the bytes that they take in a buffer, in the order of sending."""
+        return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
+
+    def group(self, first: int, count: int) -> Group:
+        """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out once."""
+        if (first, count) not in self._groups:
+            self._groups[first, count] = self._group(first, count)
+        return self._groups[first, count]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, int], Group]:
+        return {}
+
+    def _group(self, first: int, count: int) -> Group:
+        offsets, end = [], 0
+        for tensor in self.tensors[first : first + count]:
+            offsets.append(end)
+            end += padded_bytes(tensor.nbytes)
+        return Group(first, tuple(offsets), end)
+
+    def group_named(self, names: Sequence[str]) -> Group:
+        """The group of the weights ``names``.
+
+        Raises:
+            RefitError: they are not neighbours in the order of sending.
+        """
+        first = self._index.get(names[0], -1) if names else -1
+        expected = self._names[first : first + len(names)] if first >= 0 else []
+        if not names or list(names) != expected:
+            wrong = next((name for name, right in zip(names, [*expected, *[None] * len(names)], strict=False) if name != right), "no name")
+            raise RefitError(
+                f"{wrong} does not stand there in the order of sending: ask for whole groups of prepare_weights_for_ipc(), in their order"
+            )
+        return self.group(first, len(names))
+
+
+def padded_bytes(nbytes: int) -> int:
+    """Bytes that a weight takes in a buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
+    """Names in groups of at most ``budget`` bytes each, in order, as few as that allows.
+
+    Args:
+        sizes: names with their bytes in a buffer, in the order of sending.
+        budget: bytes a buffer holds.
+
+    Raises:
+        RefitError: a weight alone is larger.
+    """
+    groups: list[list[str]] = []
+    room = 0
+    for name, nbytes in sizes:
+        if nbytes > budget:
+            raise RefitError(
+                f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at "
+                f"least {2 * nbytes / 2**30:.3g}, of which half is one buffer, or to null"
+            )
+        if not groups or nbytes > room:
+            groups.append([])
+            room = budget
+        groups[-1].append(name)
+        room -= nbytes
+    return groups

@@ -1,0 +1,225 @@
+"""The policy's side of a colocated refit: one rank's part in gathering the weights and laying them where the engine finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import RefitError, StateError
+from megarl.weight_sync.arena import SLOTS, Arena
+from megarl.weight_sync.checksum import checksum
+from megarl.weight_sync.manifest import Group, Manifest, groups_within
+from megarl.weight_sync.shared_memory import host_identity
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+GIB = 2**30
+# of a slot, where the configuration names no size; on a GPU less when less is free
+DEFAULT_SLOT_BYTES = GIB // 2
+FREE_SHARE = 0.1
+# weights are copied in batches of this many bytes, so that many small ones cost little each and gathered ones are not kept for long
+STAGED_BYTES = 32 * 2**20
+
+
+class WeightSender:
+    """Lays the weights of a model into an :class:`Arena`, group after group.
+
+    All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an arena of its own, for the engine's rank
+    on the same device; on a CPU the first rank of each host does.
+
+    Args:
+        stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
+        runtime: device of this process.
+        buffer_gib: GiB of the arena, both slots; None takes half a GiB a slot, and as much more as the largest weight needs.
+        with_checksum: send a checksum with every group.
+    """
+
+    def __init__(
+        self, stream: Callable[[], Stream], runtime: DeviceRuntime, *, buffer_gib: float | None = None, with_checksum: bool = False
+    ) -> None:
+        self._stream = stream
+        self._runtime = runtime
+        self._buffer_gib = buffer_gib
+        self._with_checksum = with_checksum
+        self._manifest: Manifest | None = None
+        self._publishes = False
+        self._arena: Arena | None = None
+        self._round = 0
+        self._version = 0
+        self._open: Stream | None = None
+        self._next = 0
+        self._groups_sent = 0
+        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+
+    @property
+    def knows_manifest(self) -> bool:
+        """Whether the weights were gone through already, so that :attr:`manifest` needs neither them nor the other ranks."""
+        return self._manifest is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is sent at every refit. The first call is a collective: it goes through all weights once.
+
+        Raises:
+            RefitError: the ranks do not see the same weights.
+        """
+        if self._manifest is None:
+            manifest = Manifest.of(self._stream())
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, (manifest.digest, host_identity()))
+            other = [rank for rank, (digest, _) in enumerate(everybody) if digest != everybody[0][0]]
+            if other:
+                raise RefitError(
+                    f"ranks {other} list other weights than rank 0 (names, shapes, dtypes or their order): "
+                    "report the model and the layout, this is a fault of the export"
+                )
+            hosts = [host for _, host in everybody]
+            self._publishes = self._runtime.is_cuda or hosts.index(host_identity()) == dist.get_rank()
+            self._manifest = manifest
+        return self._manifest
+
+    def prepare(self, version: int) -> tuple[list[tuple[str, int]], float]:
+        """Begin a refit; an unfinished one is given up.
+
+        Args:
+            version: of the present weights.
+
+        Returns:
+            Names with their bytes in the buffer, in the order of sending, and the bytes that a group may have.
+        """
+        sizes = self.manifest.padded_sizes
+        budget = self.slot_bytes()
+        if self._buffer_gib is not None:
+            groups_within(sizes, budget)
+        self.give_up()
+        self._round += 1
+        self._version = version
+        self._open, self._next, self._groups_sent = self._stream(), 0, 0
+        return sizes, float(budget)
+
+    def slot_bytes(self) -> int:
+        """Bytes that a transfer buffer holds."""
+        if self._arena is not None:
+            return self._arena.slot_bytes
+        if self._buffer_gib is not None:
+            return int(self._buffer_gib * GIB) // SLOTS
+        sizes = [nbytes for _, nbytes in self.manifest.padded_sizes]
+        total, largest = sum(sizes), max(sizes, default=0)
+        wanted = DEFAULT_SLOT_BYTES
+        if self._runtime.is_cuda:
+            wanted = min(wanted, int(FREE_SHARE * torch.cuda.mem_get_info(self._runtime.device)[0]))
+        return max(min(wanted, total), largest)
+
+    def send(self, names: Sequence[str]) -> dict[str, Any]:
+        """Gather the next group of weights and publish it.
+
+        Returns:
+            ``{device: payload}`` of plain types; empty on a rank that publishes nothing.
+
+        Raises:
+            StateError: no refit was begun, or these weights are not the next ones.
+            RefitError: the weights are not what the manifest says, there is no memory, or what was in the buffer was not acknowledged.
+        """
+        if self._open is None:
+            raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
+        group = self.manifest.group_named(names)
+        if group.first != self._next:
+            raise StateError(
+                f"{names[0]} is weight {group.first} of the order of sending, but weight {self._next} is next: "
+                "take the groups of prepare_weights_for_ipc() in their order, each once"
+            )
+        slot = self._groups_sent % SLOTS
+        try:
+            buffer = self._claim(slot, group) if self._publishes else None
+        except RefitError:
+            # the other ranks gather this group all the same
+            self._copy(group, None)
+            self.give_up()
+            raise
+        try:
+            self._copy(group, None if buffer is None else self._views_of(slot, group, buffer))
+        except BaseException:
+            self.give_up()
+            raise
+        self._next = group.stop
+        self._groups_sent += 1
+        if self._next == len(self.manifest.tensors):
+            self._end()
+        if buffer is None or self._arena is None:
+            return {}
+        self._runtime.synchronize()
+        number = checksum(buffer[: group.nbytes]) if self._with_checksum else None
+        self._arena.publish(slot, self._round, group.first)
+        payload = {
+            "arena": self._arena.handle(),
+            "manifest": self.manifest.digest,
+            "version": self._version,
+            "round": self._round,
+            "slot": slot,
+            "first": group.first,
+            "count": len(names),
+            "checksum": number,
+        }
+        return {self._runtime.identity(): payload}
+
+    def _claim(self, slot: int, group: Group) -> torch.Tensor:
+        if self._arena is None or group.nbytes > self._arena.slot_bytes:
+            size = max(group.nbytes, self.slot_bytes() if self._arena is None else 0)
+            self._let_go()
+            self._arena = Arena(size, self._runtime.device)
+        return self._arena.claim(slot, self._round)
+
+    def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where the group's weights go, the same at every refit."""
+        key = (slot, group.first, group.stop)
+        if key not in self._views:
+            self._views[key] = self.manifest.views(group, buffer)
+        return self._views[key]
+
+    def _copy(self, group: Group, targets: list[torch.Tensor] | None) -> None:
+        """Take the group's weights from the stream, into ``targets`` where there are any."""
+        assert self._open is not None
+        weights: list[torch.Tensor] = []
+        copied = staged = 0
+        for info in self.manifest.tensors[group.first : group.stop]:
+            name, tensor = next(self._open, ("nothing", torch.empty(0)))
+            if name != info.name or tensor.shape != info.shape or tensor.dtype != info.dtype:
+                found = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                message = f"the policy gives {found} where {info} was announced: make a new policy and engine after changing a model"
+                raise RefitError(message)
+            if targets is None:
+                continue
+            weights.append(tensor)
+            staged += tensor.nbytes
+            if staged >= STAGED_BYTES:
+                torch._foreach_copy_(targets[copied : copied + len(weights)], weights)
+                copied, weights, staged = copied + len(weights), [], 0
+        if targets is not None and weights:
+            torch._foreach_copy_(targets[copied:], weights)
+
+    def give_up(self) -> None:
+        """End a refit that is under way, if there is one."""
+        stream, self._open = self._open, None
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
+
+    def _end(self) -> None:
+        """Let the stream come to its end: what stands after its last weight runs too."""
+        stream, self._open = self._open, None
+        for name, _ in stream or ():
+            raise RefitError(f"the policy gives {name} after the last weight that was announced: make a new policy and engine")
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self.give_up()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._views.clear()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

@@ -1,0 +1,362 @@
+"""Manifest, arena, sender and receiver of a refit, across real processes where it matters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import RefitError, StateError
+from megarl.weight_sync.arena import SLOTS, Arena, ArenaReader
+from megarl.weight_sync.checksum import checksum
+from megarl.weight_sync.manifest import ALIGNMENT, Manifest, groups_within
+from megarl.weight_sync.receiver import WeightReceiver, payload_for
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.shared_memory import SharedBlock
+
+CPU = torch.device("cpu")
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def weights(step: int = 0) -> dict[str, torch.Tensor]:
+    """Every size and type that may come: odd, empty, a scalar, 16 bit, 8 bit; other numbers at each step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "embed": torch.randn(131, 48, generator=generator),
+        "layer.q": torch.randn(7, 3, generator=generator).to(torch.bfloat16),
+        "layer.empty": torch.empty(0, 5),
+        "layer.scale": torch.randn((), generator=generator),
+        "layer.fp8": torch.randn(33, generator=generator).to(torch.float8_e4m3fn),
+        "norm": torch.randn(5, generator=generator, dtype=torch.float64),
+    }
+
+
+class Model:
+    """What a backend is to a sender."""
+
+    def __init__(self) -> None:
+        self.state = weights()
+        self.closed = 0
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from self.state.items()
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def sender(model: Model) -> Iterator[WeightSender]:
+    sender = WeightSender(model.stream, DeviceRuntime(CPU, "gloo"), with_checksum=True)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def receiver(sender: WeightSender) -> Iterator[WeightReceiver]:
+    receiver = WeightReceiver(Manifest.from_description(sender.manifest.description()), CPU)
+    yield receiver
+    receiver.close()
+
+
+def payloads(sender: WeightSender, version: int, budget: int | None = None) -> Iterator[Any]:
+    sizes, room = sender.prepare(version)
+    for keys in groups_within(sizes, budget or int(room)):
+        yield payload_for(sender.send(keys), "CPU-engine")
+
+
+def transfer(sender: WeightSender, receiver: WeightReceiver, version: int, budget: int | None = None) -> dict[str, torch.Tensor]:
+    received = {}
+    for payload in payloads(sender, version, budget):
+        with receiver.group(payload) as tensors:
+            received.update({name: tensor.clone() for name, tensor in tensors})
+    return received
+
+
+def assert_same(received: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+    assert list(received) == list(sent)
+    for name, tensor in sent.items():
+        assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
+        assert torch.equal(received[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+# whole refits
+
+
+@pytest.mark.parametrize("budget", [None, 25_600, 26_000])
+def test_what_arrives_is_what_was_sent_at_every_version(
+    sender: WeightSender, receiver: WeightReceiver, model: Model, budget: int | None
+) -> None:
+    arenas = set()
+    for version in range(4):
+        model.state = weights(version)
+        assert_same(transfer(sender, receiver, version, budget), model.state)
+        assert receiver.version == version
+        arenas.add(next(payloads(sender, version))["arena"]["memory"]["token"])
+    assert len(arenas) == 1
+    assert model.closed == 1 + 2 * 4
+
+
+def test_each_group_has_its_place_of_two(sender: WeightSender) -> None:
+    slots = [payload["slot"] for payload in payloads(sender, 0, 25_600)]
+    assert slots[:2] == [0, 1] and len(slots) >= SLOTS
+
+
+def test_a_version_counts_only_when_all_of_it_arrived(sender: WeightSender, receiver: WeightReceiver) -> None:
+    transfer(sender, receiver, 3)
+    sent = list(payloads(sender, 4, 25_600))
+    for payload in sent[:-1]:
+        with receiver.group(payload):
+            pass
+        assert receiver.version is None
+    with receiver.group(sent[-1]):
+        assert receiver.version is None
+    assert receiver.version == 4
+
+
+# readers that die, are slow, or come back
+
+
+def _read_until_killed(description: Any, connection: Any) -> None:
+    receiver = WeightReceiver(Manifest.from_description(description), CPU)
+    while True:
+        payload = connection.recv()
+        with receiver.group(payload) as tensors:
+            total = sum(float(tensor.to(torch.float64).sum()) for _, tensor in tensors)
+            connection.send(("inside", total))
+            connection.recv()
+        connection.send(("acknowledged", receiver.version))
+
+
+@pytest.fixture
+def other(sender: WeightSender) -> Iterator[tuple[Any, Any]]:
+    here, there = SPAWN.Pipe()
+    process = SPAWN.Process(target=_read_until_killed, args=(sender.manifest.description(), there), daemon=True)
+    process.start()
+    yield process, here
+    process.kill()
+    process.join()
+
+
+def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightSender, model: Model, other: tuple[Any, Any]) -> None:
+    process, connection = other
+    names = [[name] for name in model.state]
+    sender.prepare(1)
+    connection.send(payload_for(sender.send(names[0]), "CPU-x"))
+    assert connection.recv() == ("inside", pytest.approx(float(model.state["embed"].double().sum()), abs=1e-6))
+    sender.send(names[1])
+    with pytest.raises(RefitError, match=rf"group 0 of refit 1 was not acknowledged by process {process.pid}"):
+        sender.send(names[2])
+    with pytest.raises(StateError, match=r"prepare_weights_for_ipc\(\) first"):
+        sender.send(names[2])
+    sender.prepare(1)
+    connection.send(None)
+    sender.send(names[0])
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    for name in names[1:]:
+        sender.send(name)
+    receiver = WeightReceiver(sender.manifest, CPU)
+    assert_same(transfer(sender, receiver, 2), model.state)
+    receiver.close()
+
+
+def test_no_file_and_no_page_is_left_when_both_sides_are_gone() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    block = SharedBlock.create(1 << 20)
+    other = SharedBlock.attach(block.handle())
+    other.bytes[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    assert block.bytes[:4].tolist() == [1, 2, 3, 0]
+    block.close()
+    other.close()
+    del block, other
+    assert set(Path("/dev/shm").iterdir()) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_hundred_refits_take_no_more_memory_or_files_than_one(sender: WeightSender, receiver: WeightReceiver) -> None:
+    transfer(sender, receiver, 0)
+    descriptors, views = len(os.listdir("/proc/self/fd")), len(receiver._views)
+    for version in range(100):
+        transfer(sender, receiver, version)
+    assert (len(os.listdir("/proc/self/fd")), len(receiver._views)) == (descriptors, views)
+
+
+# what is refused
+
+
+def test_an_old_handle_is_refused(sender: WeightSender, receiver: WeightReceiver) -> None:
+    old, *_ = payloads(sender, 0)
+    with receiver.group(old):
+        pass
+    list(payloads(sender, 1))
+    with pytest.raises(RefitError, match="an old handle was used again"), receiver.group(old):
+        pass
+    assert receiver.version is None
+
+
+def test_a_buffer_written_while_it_was_read_is_found_out(sender: WeightSender, receiver: WeightReceiver) -> None:
+    payload = next(payloads(sender, 0))
+    with pytest.raises(RefitError, match="the refit was given up"), receiver.group(payload):
+        list(payloads(sender, 1))
+    assert receiver.version is None
+
+
+def test_groups_out_of_order_are_refused(sender: WeightSender, receiver: WeightReceiver) -> None:
+    sent = list(payloads(sender, 0, 25_600))
+    with pytest.raises(RefitError, match="came where the first group of a refit was next"), receiver.group(sent[1]):
+        pass
+
+
+def test_a_failure_while_loading_gives_the_refit_up(sender: WeightSender, receiver: WeightReceiver) -> None:
+    sent = list(payloads(sender, 0, 25_600))
+    with pytest.raises(ZeroDivisionError), receiver.group(sent[0]):
+        raise ZeroDivisionError
+    with pytest.raises(RefitError, match="the first group of a refit was next"), receiver.group(sent[1]):
+        pass
+
+
+def test_other_weights_than_announced_are_refused(sender: WeightSender, model: Model) -> None:
+    sender.prepare(0)
+    model.state["layer.q"] = torch.zeros(7, 4, dtype=torch.bfloat16)
+    with pytest.raises(RefitError, match=r"layer\.q \[7, 4\] bfloat16 where layer\.q \[7, 3\] bfloat16 was announced"):
+        sender.send(list(model.state))
+    model.state = weights()
+    sender.prepare(0)
+    model.state["more"] = torch.zeros(1)
+    with pytest.raises(RefitError, match="gives more after the last weight"):
+        sender.send([name for name in model.state if name != "more"])
+
+
+def test_another_manifest_is_refused(sender: WeightSender) -> None:
+    description = sender.manifest.description()
+    receiver = WeightReceiver(Manifest.from_description({**description, "norm": ((5,), torch.float32)}), CPU)
+    with pytest.raises(RefitError, match="other names, shapes or dtypes"), receiver.group(next(payloads(sender, 0))):
+        pass
+
+
+def test_changed_bytes_are_found_by_the_checksum(sender: WeightSender, receiver: WeightReceiver) -> None:
+    payload = next(payloads(sender, 0))
+    assert sender._arena is not None
+    sender._arena._data[payload["slot"] * sender._arena.slot_bytes + 5] ^= 1
+    with pytest.raises(RefitError, match="embed on have another checksum"), receiver.group(payload):
+        pass
+
+
+def test_keys_that_are_not_the_next_ones_are_refused(sender: WeightSender, model: Model) -> None:
+    names = list(model.state)
+    with pytest.raises(StateError, match="no refit is under way"):
+        sender.send(names)
+    sender.prepare(0)
+    with pytest.raises(StateError, match=r"layer\.q is weight 1 .* weight 0 is next"):
+        sender.send(names[1:])
+    for wrong in (["nobody"], [], names[:1] + names[2:]):
+        with pytest.raises(RefitError, match="order of sending"):
+            sender.send(wrong)
+
+
+def test_a_weight_larger_than_the_buffer_is_refused_with_the_size_that_would_do(model: Model) -> None:
+    sender = WeightSender(model.stream, DeviceRuntime(CPU, "gloo"), buffer_gib=40_000 / 2**30)
+    with pytest.raises(RefitError, match=r"embed takes 25344 bytes, more than the 20000 .*refit_buffer_size_gb to at least 4\.72e-05"):
+        sender.prepare(0)
+
+
+def test_a_dead_policy_s_memory_and_another_host_s_are_refused() -> None:
+    arena = Arena(100, CPU)
+    handle = arena.handle()
+    with pytest.raises(RefitError, match="another host or container"):
+        ArenaReader({**handle, "memory": {**handle["memory"], "host": "elsewhere"}}, CPU)
+    with pytest.raises(RefitError, match="is not the policy's shared memory"):
+        ArenaReader({**handle, "memory": {**handle["memory"], "token": "00"}}, CPU)
+    arena.close()
+    with pytest.raises(RefitError, match=r"gone|is not the policy's shared memory"):
+        ArenaReader(handle, CPU)
+
+
+def test_no_payload_for_a_device_without_policy() -> None:
+    with pytest.raises(RefitError, match="no rank of the policy shares GPU-2"):
+        payload_for({}, "GPU-2")
+
+
+# pure functions
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 120))
+def test_groups_hold_as_much_as_fits_and_lose_nothing(sizes: list[int], budget: int) -> None:
+    named = [(f"w{index}", size) for index, size in enumerate(sizes)]
+    groups = groups_within(named, budget)
+    assert [name for group in groups for name in group] == [name for name, _ in named]
+    size = dict(named)
+    totals = [sum(size[name] for name in group) for group in groups]
+    assert max(totals) <= budget
+    assert all(total + size[following[0]] > budget for total, following in zip(totals, groups[1:], strict=False))
+
+
+def test_weights_begin_where_every_type_may_begin() -> None:
+    manifest = Manifest.of(iter(weights().items()))
+    group = manifest.group(0, len(manifest.tensors))
+    assert all(offset % ALIGNMENT == 0 for offset in group.offsets)
+    ends = [offset + info.nbytes for offset, info in zip(group.offsets, manifest.tensors, strict=True)]
+    assert all(end <= following for end, following in zip(ends, [*group.offsets[1:], group.nbytes], strict=True))
+
+
+def test_the_digest_changes_with_everything_that_both_sides_must_agree_on() -> None:
+    base = weights()
+    changed = [
+        {**base, "norm": base["norm"].float()},
+        {**base, "norm": base["norm"][:4]},
+        {("other" if name == "norm" else name): tensor for name, tensor in base.items()},
+        dict(reversed(base.items())),
+    ]
+    digests = {Manifest.of(iter(state.items())).digest for state in [base, *changed]}
+    assert len(digests) == 1 + len(changed)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    with pytest.raises(RefitError, match="a is sent twice"):
+        Manifest.of(iter([("a", torch.zeros(1)), ("a", torch.zeros(1))]))
+
+
+def test_what_is_no_description_is_refused() -> None:
+    for wrong in ({"a": 1}, {"a": ((2, 3), "float32")}, [("a", 1)]):
+        with pytest.raises(RefitError, match="refit info"):
+            Manifest.from_description(wrong)  # type: ignore[arg-type]
+
+
+@given(st.binary(min_size=4, max_size=400), st.data())
+def test_a_checksum_sees_every_flipped_bit_and_every_swap(content: bytes, data: st.DataObject) -> None:
+    content = content[: len(content) // 4 * 4]
+    bytes_ = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    number = checksum(bytes_)
+    place = data.draw(st.integers(0, len(content) - 1))
+    flipped = bytes_.clone()
+    flipped[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(flipped) != number
+    words = bytes_.view(torch.int32).clone()
+    first, second = (data.draw(st.integers(0, words.numel() - 1)) for _ in range(2))
+    words[[first, second]] = words[[second, first]]
+    assert (checksum(words.view(torch.uint8)) == number) == torch.equal(words, bytes_.view(torch.int32))
