@@ -10,9 +10,14 @@ from typing import Any
 from converters.errors import ConversionError
 from converters.families import family_of
 from converters.families.base import Family
+from converters.heads import ScoreHead, read_head
 from converters.inert_keys import INERT_KEYS
+from converters.json_file import check_depth
+from converters.latent_attention import LatentAttention
 from converters.mixture import MixtureOfExperts
-from converters.rope import read_rope
+from converters.prediction_layers import read_prediction_layers
+from converters.raw_config import check_raw, dtype_problems
+from converters.rope import read_rope, rotated_fraction
 
 _DIMENSIONS = {
     "num_layers": "num_hidden_layers",
@@ -24,6 +29,11 @@ _DIMENSIONS = {
     "vocab_size": "vocab_size",
     "max_position": "max_position_embeddings",
 }
+# more than any model has; what a checkpoint can hold is asked in converters/plausible.py
+_LARGEST = {"num_layers": 2**16}
+_LARGEST_DIMENSION = 2**31 - 1
+# how a value of a kind that nobody expects can end, here and in the families; transformers has its own checks
+_ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
 _CONSUMED_KEYS = (
     frozenset(_DIMENSIONS.values())
@@ -40,7 +50,7 @@ class Architecture:
         family: ``model_type`` of the Hugging Face config.
         ffn_hidden_size: width of the gated MLP of dense layers.
         num_key_value_heads: key-value groups; equal to the heads without grouped-query attention.
-        head_dim: width of one head; not always hidden_size / num_attention_heads.
+        head_dim: width of one head; not always hidden_size / num_attention_heads. With latent attention, of its rotated part.
         vocab_size: rows of the embedding, unpadded.
         tied_embeddings: the output layer is the embedding.
         qkv_bias, attention_output_bias, mlp_bias: which linear layers have a bias.
@@ -48,10 +58,18 @@ class Architecture:
         norm_epsilon: epsilon of every RMS norm.
         rope_theta, rope_scaling: see :func:`converters.rope.read_rope`.
         max_position: longest sequence the config allows, tokens.
-        activation: of the gate, always ``silu``.
+        activation: of the gate: ``silu``, or ``clamped_swiglu`` where there is a ``gate_limit``.
         initializer_range: standard deviation of freshly initialised weights.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it, in every layer; None for all before it.
         mixture: the experts; None for a dense model.
+        rotary_fraction: part of a head, from its beginning, that is rotated.
+        window_layers: for each layer, whether ``sliding_window`` holds for it; None for every layer.
+        sinks: each head has a learnt logit beside those of the keys, which takes its share of the softmax and has no value.
+        gate_limit: the gate is at most this, and what it is multiplied with lies between this and its negative. The gate then is
+            ``x * sigmoid(1.702 x)``, and what it is multiplied with has 1 added. None for a MLP without that.
+        latent_attention: the projections of latent attention; None for ordinary attention.
+        prediction_layers: layers behind the others that predict further tokens (:mod:`converters.prediction_layers`).
+        head: the layer that scores in place of the output layer (:mod:`converters.heads`); None for a language model.
     """
 
     family: str
@@ -75,10 +93,18 @@ class Architecture:
     initializer_range: float
     sliding_window: int | None = None
     mixture: MixtureOfExperts | None = None
+    rotary_fraction: float = 1.0
+    window_layers: tuple[bool, ...] | None = None
+    sinks: bool = False
+    gate_limit: float | None = None
+    latent_attention: LatentAttention | None = None
+    prediction_layers: int = 0
+    head: ScoreHead | None = None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of that global index has experts instead of a dense MLP."""
-        return self.mixture is not None and self.mixture.sparse_layers[layer]
+        """Whether the layer of that global index has experts instead of a dense MLP. Prediction layers, which are counted on behind the
+        others, are like the last of these."""
+        return self.mixture is not None and self.mixture.sparse_layers[min(layer, self.num_layers - 1)]
 
 
 def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
@@ -94,16 +120,33 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
     Raises:
         ConversionError: with every reason why the model cannot be carried over.
     """
-    config = _as_mapping(hf_config)
+    if isinstance(hf_config, Mapping):
+        check_depth(hf_config, "config.json")
+    try:
+        return _read(_as_mapping(hf_config), frozenset(ignore_config_keys))
+    except ConversionError:
+        raise
+    except _ODD_VALUE as error:
+        raise ConversionError(
+            f"config.json has a value of the wrong kind ({type(error).__name__}: {error})", "correct config.json"
+        ) from error
+
+
+def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
     family = family_of(config.get("model_type"))
-    problems = _refused_keys(config, family, frozenset(ignore_config_keys))
+    problems = _refused_keys(config, family, ignored)
+    head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
-    rope_theta, rope_scaling = read_rope(config, problems)
+    rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly)
     features = family.read_features(config)
+    gate_limit = family.read_gate_limit(config, problems)
+    window, window_layers = _sliding_window(config, family, problems), None
+    if family.has_layer_windows:
+        window, window_layers = _layer_windows(config, window, dimensions["num_layers"], problems)
     architecture = Architecture(
         family=family.model_type,
         **dimensions,
-        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        tied_embeddings=head is None and bool(config.get("tie_word_embeddings")),
         qkv_bias=features.qkv_bias,
         attention_output_bias=features.attention_output_bias,
         mlp_bias=features.mlp_bias,
@@ -111,10 +154,17 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
         norm_epsilon=_positive(config, "rms_norm_eps", problems),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        activation=str(config.get("hidden_act")),
+        activation=str(config.get("hidden_act")) if gate_limit is None else "clamped_swiglu",
         initializer_range=_positive(config, "initializer_range", problems),
-        sliding_window=_sliding_window(config, family, problems),
+        sliding_window=window,
         mixture=family.read_mixture(config, dimensions["num_layers"], problems),
+        rotary_fraction=rotated_fraction(config, dimensions["head_dim"], problems) if family.rotates_partly else 1.0,
+        window_layers=window_layers,
+        sinks=features.sinks,
+        gate_limit=gate_limit,
+        latent_attention=family.read_latent_attention(config, problems),
+        prediction_layers=read_prediction_layers(config, problems) if family.may_predict_further else 0,
+        head=head,
     )
     if problems:
         raise ConversionError(
@@ -127,41 +177,47 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
 
 def _as_mapping(hf_config: Any) -> dict[str, Any]:
     """The config as a flat dict with the defaults of its class filled in."""
+    family: Family | None = None
     if isinstance(hf_config, Mapping):
         from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
 
         family = family_of(hf_config.get("model_type"))
         options = {key: value for key, value in hf_config.items() if key != "model_type"}
+        like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
+        if like is None:
+            return dict(hf_config)
+        check_raw(options, CONFIG_MAPPING[like])
         try:
-            hf_config = AutoConfig.for_model(family.model_type, **options)
-        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            hf_config = AutoConfig.for_model(like, **options)
+            hf_config.to_dict()
+        # and fails in whatever way its code does on a value that it does not expect
+        except (*_ODD_VALUE, StrictDataclassError) as error:
             raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
     elif not hasattr(hf_config, "to_dict"):
         raise ConversionError(f"{type(hf_config).__name__} is not a model config", "pass a transformers config or a parsed config.json")
     config = dict(hf_config.to_dict())
     # Attributes that exist only on the class (head_dim set after construction, older rope keys) are not in to_dict of every version.
-    for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters"):
+    for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
         if config.get(key) is None and getattr(hf_config, key, None) is not None:
             config[key] = getattr(hf_config, key)
-    return config
+    return config | ({} if family is None else {"model_type": family.model_type})
 
 
 def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
     """Problems with keys whose values are fixed, and with keys that nobody reads."""
-    problems = []
+    problems = dtype_problems(config)
     if config.get("hidden_act") != "silu":
         problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
     if config.get("attention_dropout"):
         problems.append(f"attention_dropout = {config['attention_dropout']!r}: only 0 is supported")
-    classes = config.get("architectures")
-    if classes and list(classes) != [family.architecture_class]:
-        problems.append(f"architectures = {list(classes)!r}: only {family.architecture_class} is supported")
     windows = [kind for kind in config.get("layer_types") or () if kind != "full_attention"] if "layer_types" in family.config_keys else []
-    if windows:
+    if windows and not family.has_layer_windows:
         problems.append(f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported (use_sliding_window)")
     known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored
-    for key in sorted(set(config) - known):
+    if config.get("quantization_config"):
+        problems.append("quantization_config: the weights are quantised; megarl convert import dequantises them")
+    for key in sorted(set(config) - known - {"quantization_config"}):
         if not _is_off(config[key]):
             problems.append(f"{key} = {config[key]!r}: unknown key, which may change the forward pass")
     return problems
@@ -184,12 +240,14 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
         filled["head_dim"] = hidden // heads
     dimensions: dict[str, int] = {}
     for name, key in _DIMENSIONS.items():
-        value = filled.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            dimensions[name] = value
-        else:
+        value, largest = filled.get(key), _LARGEST.get(name, _LARGEST_DIMENSION)
+        dimensions[name] = 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} = {value!r}: a positive whole number is needed")
-            dimensions[name] = 1
+        elif value > largest:
+            problems.append(f"{key} = {value}: at most {largest} is supported")
+        else:
+            dimensions[name] = value
     if dimensions["num_attention_heads"] % dimensions["num_key_value_heads"]:
         problems.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {dimensions['num_key_value_heads']}")
     if dimensions["head_dim"] % 2:
@@ -200,12 +258,26 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
 def _sliding_window(config: Mapping[str, Any], family: Family, problems: list[str]) -> int | None:
     """The window of a family that has one window for all layers, tokens."""
     window = config.get("sliding_window")
-    if not family.has_uniform_window or window is None:
+    if not (family.has_uniform_window or family.has_layer_windows) or window is None:
         return None
     if isinstance(window, int) and not isinstance(window, bool) and window > 0:
         return window
     problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")
     return None
+
+
+def _layer_windows(
+    config: Mapping[str, Any], window: int | None, num_layers: int, problems: list[str]
+) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window, and which layers have it, of a family whose layers differ; both None where none has it."""
+    kinds = list(config.get("layer_types") or ())
+    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        problems.append(f"layer_types = {kinds!r}: sliding_attention or full_attention is needed for each of the {num_layers} layers")
+        return None, None
+    sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    if any(sliding) and window is None:
+        problems.append("sliding_window = None: layer_types has layers of 'sliding_attention', which need one")
+    return (window, sliding) if any(sliding) else (None, None)
 
 
 def _positive(config: Mapping[str, Any], key: str, problems: list[str]) -> float:

@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from converters.errors import ConversionError
+from converters.json_file import read_json_object
 from converters.manifest import MANIFEST_FILE, dtype_name
 
 HF_DIRECTORY = "huggingface"
 """Where a Megatron checkpoint keeps these files."""
+TEMPLATES_DIRECTORY = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a model that has several."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".distcp", ".npz"}
 
 
-def artifacts(directory: Path) -> Iterator[Path]:
-    """The files beside the weights of a Hugging Face directory, sorted; nothing hidden and nothing from directories inside."""
-    for path in sorted(directory.iterdir()):
+def artifacts(directory: Path) -> list[Path]:
+    """The files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from directories inside nothing but further
+    chat templates.
+
+    Raises:
+        ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache lead to its ``blobs``.
+    """
+    found, problems = [], []
+    for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
         weights = path.suffix in _WEIGHTS or path.name.endswith((".safetensors.index.json", ".bin.index.json"))
-        if path.is_file() and not weights and not path.name.startswith(".") and path.name != MANIFEST_FILE:
-            yield path
+        if weights or path.name.startswith(".") or path.name == MANIFEST_FILE or path.is_dir():
+            continue
+        if path.is_symlink() and not _stays(path, directory):
+            problems.append(f"{path.relative_to(directory)} leads to {os.readlink(path)}")
+        elif path.is_file():
+            found.append(path)
+    if problems:
+        raise ConversionError(
+            f"{directory} has links that lead out of it, or to nothing", "put the files themselves there, or remove the links", problems
+        )
+    return found
+
+
+def _stays(path: Path, directory: Path) -> bool:
+    """Whether a link leads to a file inside the directory, or where the links of the hub's cache lead."""
+    inside = [directory.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    place = path.resolve()
+    return place.is_file() and any(each in place.parents for each in inside)
 
 
 def copy_artifacts(source: Path, target: Path) -> None:
-    """Copy them byte for byte."""
+    """Copy them byte for byte. Errors as of :func:`artifacts`."""
     target.mkdir(exist_ok=True)
     for path in artifacts(source):
-        shutil.copyfile(path, target / path.name)
+        place = target / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, place)
 
 
 def write_config(directory: Path, dtype: torch.dtype) -> None:
@@ -54,11 +83,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         ConversionError: it is missing or damaged.
     """
-    path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} cannot be read ({error})", "fetch or write the file again") from error
-    if not isinstance(config, dict):
-        raise ConversionError(f"{path} is no JSON object", "fetch or write the file again")
-    return config
+        return read_json_object(directory / "config.json")
+    except FileNotFoundError as error:
+        raise ConversionError(f"{directory} has no config.json", "give the directory of a whole model") from error

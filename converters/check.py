@@ -10,6 +10,7 @@ import torch
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
+from converters.prediction_layers import copies
 from converters.rules import hf_tensors
 from converters.source import HuggingFaceSource
 
@@ -23,7 +24,8 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
     """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes. Reads headers only.
 
     A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because transformers unties the two when they
-    differ; this is the only case in which tensor data are read, in pieces of 64 MiB.
+    differ; and what prediction layers repeat of embedding and output layer is compared with these. Only then are tensor data read, in
+    pieces of 64 MiB.
 
     Args:
         source: the checkpoint.
@@ -37,8 +39,8 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
     accounted: set[str] = set()
     source.check_files()
     problems = _asked_problems(source, architecture, accounted, excused) + _unasked_problems(source, architecture, accounted, excused)
-    if not problems and compare_tied and architecture.tied_embeddings and _HEAD in source and not _equal(source, _EMBEDDING, _HEAD):
-        problems.append(f"{_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings is true: set it to false to keep both")
+    if not problems and compare_tied:
+        problems = _unequal_copies(source, architecture, excused)
     if problems:
         raise ConversionError(
             f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
@@ -52,8 +54,10 @@ def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accou
     problems = []
     for tensor in hf_tensors(architecture):
         places = [place for place in tensor.places if place.name in source]
-        if not places and not is_excused([tensor.name], excused):
-            problems.append(f"missing: {tensor.name} {list(tensor.shape)}")
+        usual = tensor.places[0]
+        if not places and usual.name not in accounted and not is_excused([tensor.name, usual.name], excused):
+            accounted.update([] if tensor.alone else [usual.name])
+            problems.append(f"missing: {usual.name} {list(usual.shape)}")
         if len(places) > 1:
             problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
         for place in places:
@@ -70,16 +74,39 @@ def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, acc
     for name in source.names():
         if name in accounted or _IGNORABLE.fullmatch(name) or is_excused([name], excused):
             continue
-        if name == _HEAD and architecture.tied_embeddings:
+        if name in repeated_tensors(architecture):
             problems += _tensor_problems(source, name, (architecture.vocab_size, architecture.hidden_size))
         else:
             problems.append(f"unknown: {name} {list(source.shape(name))}")
     return problems
 
 
-def stored_twice(source: HuggingFaceSource, architecture: Architecture) -> dict[str, str]:
-    """Names of tensors that say what another tensor says, with the name of that one: the stored output layer of a tied model."""
-    return {_HEAD: _EMBEDDING} if architecture.tied_embeddings and _HEAD in source else {}
+def _unequal_copies(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str]) -> list[str]:
+    """Problems with tensors that should say what another one says."""
+    problems = []
+    for name, original in repeated_tensors(architecture).items():
+        if name not in source or is_excused([name], excused) or _equal(source, original, name):
+            continue
+        if name == _HEAD:
+            problems.append(f"{name} differs from {original}, but tie_word_embeddings is true: set it to false to keep both")
+        else:
+            problems.append(f"{name} differs from {original}, which Megatron-Core's prediction layers share with the model")
+    return problems
+
+
+def repeated_tensors(architecture: Architecture) -> dict[str, str]:
+    """Names of tensors that a checkpoint may have beside those of the architecture, with the names of those that they repeat."""
+    return ({_HEAD: _EMBEDDING} if architecture.tied_embeddings else {}) | dict(copies(architecture))
+
+
+def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> dict[str, str]:
+    """Names of tensors that say what another tensor says, with the name of that one: the stored output layer of a tied model, embedding
+    and output layer of prediction layers. One that says something else is not among them; only what is ``excused`` may."""
+    return {
+        name: original
+        for name, original in repeated_tensors(architecture).items()
+        if name in source and (not is_excused([name], excused) or _equal(source, original, name))
+    }
 
 
 def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -98,8 +125,8 @@ def _tensor_problems(source: HuggingFaceSource, name: str, shape: tuple[int, ...
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
-    """Whether two matrices of the same shape hold the same bits, in bounded memory."""
-    if source.dtype(first) != source.dtype(second):
+    """Whether two matrices hold the same bits, in bounded memory."""
+    if first not in source or source.dtype(first) != source.dtype(second) or source.shape(first) != source.shape(second):
         return False
     rows, columns = source.shape(first)
     step = max(1, _CHUNK_BYTES // (columns * source.dtype(first).itemsize))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
+from converters.foreign.flags import MEGATRON_LM, add_layout_flag, add_opening_flags, opening_options
 
-DIFFERENT, INTERRUPTED = 1, 130
+Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
+INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EPILOG = "Exit codes: 0 done and equal, 1 differences found, 2 wrong arguments or damaged files, 130 interrupted."
 
@@ -27,6 +31,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
     into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
+    add_layout_flag(into)
     out = commands.add_parser("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors", epilog=_EPILOG)
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
     out.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
@@ -40,8 +45,10 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     check = commands.add_parser("verify", help="compare two checkpoints bit for bit, or one with its manifest", epilog=_EPILOG)
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format")
     check.add_argument("--logits", action="store_true", help="compare what transformers computes from both, too")
+    _add_missing(check)
     differ = commands.add_parser("diff", help="list in what two models differ", epilog=_EPILOG)
     differ.add_argument("paths", nargs=2, type=Path, metavar="PATH")
+    _add_missing(differ)
     look = commands.add_parser("inspect", help="say what a checkpoint is", epilog=_EPILOG)
     look.add_argument("paths", nargs=1, type=Path, metavar="PATH")
     dry = commands.add_parser("plan", help="say what a conversion would write, without writing", epilog=_EPILOG)
@@ -49,10 +56,24 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     dry.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2)")
     _add_missing(dry)
     commands.add_parser("families", help="list the model families", epilog=_EPILOG)
+    test = commands.add_parser("selftest", help="check a model family with generated tiny models", epilog=_EPILOG)
+    test.add_argument("--family", metavar="NAME", help="model_type of the family (default: that of --family-file)")
+    test.add_argument("--config", type=Path, metavar="FILE", help="config.json of a tiny model (default: of the family's config class)")
     for name, command in commands.choices.items():
+        if name in ("import", "export", "verify"):
+            merged = "merge this PEFT adapter" if name != "verify" else "compare the first checkpoint with this PEFT adapter merged into it"
+            command.add_argument("--lora", type=Path, metavar="DIR", help=merged)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.add_argument(
+            "--family-file",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="Python file that defines a model family (see converters/family_file.py); it is run",
+        )
         if name in ("export", "verify", "diff", "inspect", "plan"):
-            command.add_argument("--hf-config", type=Path, metavar="DIR", help="config and tokenizer of a checkpoint that has none with it")
+            add_opening_flags(command)
     return parser
 
 
@@ -80,8 +101,13 @@ def read_size(text: str) -> int:
     return int(float(match.group(1)) * (1000 ** "_KMGT".index(unit or "_") if decimal else _UNITS[unit]))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
     """Run the parsed command. Returns its exit code.
+
+    Args:
+        arguments: of :func:`build_parser`.
+        megatron: where there are Megatron-Core workers, what gives a function of theirs to the self-test, from the files of the user's
+            families (:data:`converters.selftest.ComputeLogprobs`).
 
     Raises:
         ConversionError: see the exit codes.
@@ -94,8 +120,10 @@ def run(arguments: argparse.Namespace) -> int:
         "inspect": _inspect,
         "plan": _plan,
         "families": _families,
+        "selftest": functools.partial(_selftest, megatron=megatron),
     }
     try:
+        _load_families(arguments.family_file)
         code, facts, text = actions[arguments.action](arguments)
     except OSError as error:
         raise ConversionError(str(error), "check path, permissions and free space") from error
@@ -117,17 +145,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.foreign.importing import import_for_megatron_lm
     from converters.import_plan import plan_import
     from converters.importing import import_model
-    from converters.source import open_source
+    from converters.quantized import open_dequantized
 
     plan = plan_import(
-        open_source(arguments.source, arguments.revision),
+        open_dequantized(arguments.source, arguments.revision),
         dtype=_dtype(arguments.dtype),
         vocab_multiple=arguments.vocab_multiple,
         allow_missing=tuple(arguments.allow_missing),
+        lora=arguments.lora,
     )
-    return _convert(import_model, plan, arguments)
+    return _convert(import_for_megatron_lm if arguments.layout == MEGATRON_LM else import_model, plan, arguments)
 
 
 def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -136,10 +166,11 @@ def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.opening import open_megatron
 
     plan = plan_export(
-        open_megatron(arguments.source, arguments.hf_config),
+        open_megatron(arguments.source, opening_options(arguments)),
         dtype=_dtype(arguments.dtype),
         max_shard_bytes=arguments.max_shard_size,
         allow_missing=tuple(arguments.allow_missing),
+        lora=arguments.lora,
     )
     return _convert(export_model, plan, arguments)
 
@@ -178,42 +209,24 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.verify import logits_difference, open_any, tensor_count, verify
+    from converters.verify_command import verify_paths
 
-    if len(arguments.paths) > 2:
-        raise ConversionError(f"verify takes one or two checkpoints, not {len(arguments.paths)}", "leave the others out")
-    opened = [open_any(path, arguments.hf_config) for path in arguments.paths]
-    found = verify(*opened)
-    facts: dict[str, Any] = {
-        "equal": not found,
-        "tensors": tensor_count(opened[0]),
-        "differences": [{"kind": one.kind, "name": one.name, "text": one.text} for one in found],
-    }
-    said = "as its manifest and its config say" if len(opened) == 1 else "equal bit for bit"
-    if len(opened) == 1 and opened[0].manifest is None:
-        said = "as its config says; it has no manifest to compare its values with"
-    lines = [f"{facts['tensors']} tensors: {said}"] if not found else [f"{len(found)} differences", *(f"  {one}" for one in found)]
-    if arguments.logits and len(opened) == 2 and not any(one.kind in ("keys", "missing", "shape") for one in found):
-        facts["logits_difference"] = logits_difference(opened[0], opened[1])
-        lines.append(f"largest difference of logits: {facts['logits_difference']:.3g}")
-    return (DIFFERENT if found else 0), facts, "\n".join(lines)
+    options, excused = opening_options(arguments), tuple(arguments.allow_missing)
+    return verify_paths(arguments.paths, options, excused, logits=arguments.logits, lora=arguments.lora)
 
 
 def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.compare import config_differences, tensor_differences
-    from converters.verify import open_any
+    from converters.verify_command import diff_paths
 
-    one, other = (open_any(path, arguments.hf_config).model for path in arguments.paths)
-    found = [*config_differences(one.architecture, other.architecture), *tensor_differences(one, other)]
-    facts = {"equal": not found, "differences": [{"kind": each.kind, "name": each.name, "text": each.text} for each in found]}
-    return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
+    one, other = arguments.paths
+    return diff_paths(one, other, opening_options(arguments), tuple(arguments.allow_missing))
 
 
 def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.describe import describe
     from converters.verify import open_any
 
-    facts = describe(open_any(arguments.paths[0], arguments.hf_config))
+    facts = describe(open_any(arguments.paths[0], opening_options(arguments)))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
     return 0, facts, "\n".join(lines + ["architecture:"] + [f"  {key}: {value}" for key, value in facts["architecture"].items()])
 
@@ -223,13 +236,13 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.export_plan import plan_export
     from converters.import_plan import plan_import
     from converters.opening import MEGATRON, kind_of, open_megatron
-    from converters.source import open_source
+    from converters.quantized import open_dequantized
 
     path, excused = arguments.paths[0], tuple(arguments.allow_missing)
     if kind_of(path) == MEGATRON:
-        facts = describe_export(plan_export(open_megatron(path, arguments.hf_config), allow_missing=excused), arguments.workers)
+        facts = describe_export(plan_export(open_megatron(path, opening_options(arguments)), allow_missing=excused), arguments.workers)
     else:
-        facts = describe_import(plan_import(open_source(path), allow_missing=excused), arguments.workers)
+        facts = describe_import(plan_import(open_dequantized(path), allow_missing=excused), arguments.workers)
     width = max(len(tensor["key"]) for tensor in facts["tensors"])
     lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
     lines.append(
@@ -244,6 +257,20 @@ def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
     families = describe_families()
     return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
+
+
+def _load_families(files: Sequence[Path]) -> None:
+    if files:
+        from converters.family_file import load_family_file
+
+        for file in files:
+            load_family_file(file)
+
+
+def _selftest(arguments: argparse.Namespace, megatron: Megatron | None) -> tuple[int, dict[str, Any], str]:
+    from converters.selftest_command import selftest_of
+
+    return selftest_of(arguments.family, arguments.family_file, arguments.config, megatron)
 
 
 def _dtype(name: str | None) -> Any:

@@ -11,11 +11,14 @@ import torch
 from converters.export_plan import ExportPlan
 from converters.families import FAMILIES
 from converters.import_plan import ImportPlan
-from converters.logical import MegatronModel
+from converters.logical import HuggingFaceModel, MegatronModel
 from converters.manifest import dtype_name
+from converters.quantized import DequantizedSource
 from converters.rules import hf_tensors
 from converters.verify import Opened
 from converters.work import BYTES_A_WORKER, resident_memory
+
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def describe(opened: Opened) -> dict[str, Any]:
@@ -23,7 +26,11 @@ def describe(opened: Opened) -> dict[str, Any]:
     architecture = opened.model.architecture
     dtypes: Counter[str] = Counter()
     elements = size = 0
+    missing = []
     for tensor in hf_tensors(architecture):
+        if not opened.model.holds(tensor):
+            missing.append(tensor.name)
+            continue
         dtype, count = opened.model.dtype(tensor), torch.Size(tensor.shape).numel()
         dtypes[dtype_name(dtype)] += 1
         elements += count
@@ -37,9 +44,14 @@ def describe(opened: Opened) -> dict[str, Any]:
         "dtypes": dict(dtypes),
         "tied_embeddings": architecture.tied_embeddings,
     }
+    if missing:
+        facts["missing"] = missing
+    if isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
+        facts |= opened.model.source.notes()
     if isinstance(opened.model, MegatronModel):
-        rows = opened.model.checkpoint.shape("embedding.word_embeddings.weight")[0]
-        facts |= {"layers": "stacked" if opened.model.stacked else "indexed", "padded_vocabulary": rows}
+        facts["layers"] = "stacked" if opened.model.stacked else "indexed"
+        if _EMBEDDING in opened.model.checkpoint:
+            facts["padded_vocabulary"] = opened.model.checkpoint.shape(_EMBEDDING)[0]
         facts |= {"optimizer_state": any(key.startswith("optimizer.") for key in opened.model.checkpoint)}
     if opened.manifest is not None:
         facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}

@@ -11,8 +11,8 @@ import re
 
 from converters.errors import ConversionError
 
-_SEQUENTIAL = re.compile(r"(.*mlp\.experts\.local_experts\.)(0|[1-9]\d*)(\.linear_fc[12]\.weight)")
-_GROUPED = re.compile(r"(.*mlp\.experts)(\.linear_fc[12]\.weight)(0|[1-9]\d*)")
+_SEQUENTIAL = re.compile(r"(.*mlp\.experts\.local_experts\.)(0|[1-9]\d*)(\.linear_fc[12]\.(?:weight|bias))")
+_GROUPED = re.compile(r"(.*mlp\.experts)(\.linear_fc[12]\.(?:weight|bias))(0|[1-9]\d*)")
 
 
 def is_expert(megatron_name: str) -> bool:

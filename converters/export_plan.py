@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from converters.architecture import Architecture
-from converters.check import is_excused
+from converters.artifacts import TEMPLATES_DIRECTORY
+from converters.check import is_excused, repeated_tensors
 from converters.errors import ConversionError
+from converters.fingerprints import THE_REST, WEIGHTS, fingerprints
 from converters.logical import MegatronModel
-from converters.manifest import MANIFEST_FILE, Manifest, dtype_called, dtype_name
+from converters.lora import LoraAdapter
+from converters.lora_model import merge_export
+from converters.manifest import MANIFEST_FILE, Manifest, dtype_name
+from converters.narrowing import kept_dtype
 from converters.opening import MegatronCheckpoint
 from converters.rule import HuggingFaceTensor, Place, Rule
-from converters.rules import all_rules
+from converters.rules import all_rules, hf_tensors
 from converters.safetensors_file import NAMES
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_IGNORED_KEYS = ("optimizer.", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+_IGNORED_KEYS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,19 @@ class WrittenTensor:
     offset: int
 
     @property
+    def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, Place]]]:
+        """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind the other; else empty.
+
+        Such a block is put together as a whole.
+        """
+        blocks: dict[int, list[tuple[HuggingFaceTensor, Place]]] = {}
+        if any(not place.is_consecutive for _, place in self.parts):
+            for part, place in self.parts:
+                assert place.index is not None, place
+                blocks.setdefault(place.index, []).append((part, place))
+        return blocks
+
+    @property
     def size(self) -> int:
         """Bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
@@ -58,12 +76,23 @@ class ExportPlan:
         written: every stored tensor, in the order of the files.
         left_out: keys of the checkpoint without a counterpart that were excused.
         dtype: that was asked for.
+        missing: Hugging Face tensors that the checkpoint does not have, and is excused for.
+        adapter: that is merged into the tensors of the checkpoint.
+        max_shard_bytes: largest file, bytes of tensors.
     """
 
     checkpoint: MegatronCheckpoint
     written: tuple[WrittenTensor, ...]
     left_out: tuple[str, ...]
     dtype: torch.dtype | None = None
+    missing: tuple[str, ...] = ()
+    adapter: LoraAdapter | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the conversion will say of itself that follows from the plan."""
+        return {} if self.adapter is None else self.adapter.notes()
 
     @property
     def model(self) -> MegatronModel:
@@ -111,13 +140,20 @@ class ExportPlan:
         return len(text).to_bytes(8, "little") + text
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """Changes with whatever changes the bytes that will be written."""
-        facts = [
-            self.checkpoint.identity(),
-            [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written],
-        ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    def fingerprint(self) -> dict[str, str]:
+        """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
+        return fingerprints(
+            {
+                WEIGHTS: self.checkpoint.identity(),
+                "config.json": self.checkpoint.config,
+                "--source-weights": self.checkpoint.weights,
+                "--dtype": str(self.dtype),
+                "--max-shard-size": self.max_shard_bytes if len(self.files) > 1 else None,
+                "--allow-missing": [self.missing, self.left_out],
+                "--lora": [] if self.adapter is None else self.adapter.identity(),
+                THE_REST: [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written],
+            }
+        )
 
 
 def plan_export(
@@ -126,6 +162,7 @@ def plan_export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     allow_missing: tuple[str, ...] = (),
+    lora: Path | None = None,
 ) -> ExportPlan:
     """Work out an export.
 
@@ -134,22 +171,34 @@ def plan_export(
         dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor, what it was before.
         max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its own.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+        lora: directory of a PEFT adapter to merge.
 
     Raises:
         ConversionError: the checkpoint does not hold the model that its config describes.
     """
     if max_shard_bytes < 1:
         raise ConversionError(f"max-shard-size = {max_shard_bytes}: at least one byte is needed", "leave it out, or pass 5GB")
+    if checkpoint.unanswered:
+        raise ConversionError(
+            f"nothing says the special tokens of {checkpoint.directory}, whose config is made of its trainer's settings",
+            f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a generation_config.json",
+        )
+    adapter = None
+    if lora is not None:
+        checkpoint, adapter = merge_export(checkpoint, lora, dtype)
     model = checkpoint.model
     rules, left_out = account(model, allow_missing)
+    _check_also_stored(checkpoint)
     stored = _stored(rules, checkpoint.manifest)
     written: list[tuple[str, tuple[int, ...], torch.dtype, tuple[tuple[HuggingFaceTensor, Place], ...]]] = []
     for place, parts in stored:
-        dtypes = {dtype or _dtype(model, checkpoint.manifest, part) for part, _ in parts}
+        dtypes = {kept_dtype(part, _dtype(model, checkpoint.manifest, part), dtype) for part, _ in parts}
         if len(dtypes) > 1:
             raise ConversionError(f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one")
         written.append((place.name, place.shape, dtypes.pop(), parts))
-    return ExportPlan(checkpoint, tuple(_in_files(written, max_shard_bytes)), left_out, dtype)
+    there = {part.name for rule in rules for part in rule.parts}
+    missing = tuple(part.name for part in hf_tensors(model.architecture) if part.name not in there)
+    return ExportPlan(checkpoint, tuple(_in_files(written, max_shard_bytes)), left_out, dtype, missing, adapter, max_shard_bytes)
 
 
 def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
@@ -183,15 +232,28 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
     return rules, tuple(left_out)
 
 
+def _check_also_stored(checkpoint: MegatronCheckpoint) -> None:
+    """A manifest adds no tensors but those that models of the family do store twice."""
+    known = repeated_tensors(checkpoint.model.architecture)
+    said = checkpoint.manifest.also_stored if checkpoint.manifest is not None else {}
+    problems = [f"{name!r} repeats {original!r}" for name, original in said.items() if known.get(name) != original]
+    if problems:
+        raise ConversionError(
+            f"{checkpoint.directory / MANIFEST_FILE} says what follows, which no {checkpoint.model.architecture.family} model does",
+            f"import again, or remove {MANIFEST_FILE}",
+            problems,
+        )
+
+
 def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]]:
     """What is stored: every tensor alone under its name, or where the source of the import had it."""
     together: dict[str, list[tuple[HuggingFaceTensor, Place]]] = {}
     for rule in rules:
         for part in rule.parts:
-            place = Place(part.name, part.shape)
+            place = part.places[0]
             described = manifest.places.get(part.name) if manifest is not None else None
             for other in part.alternatives:
-                if described is not None and other.name == described["name"]:
+                if other.written and described is not None and other.name == described["name"]:
                     place = other
             together.setdefault(place.name, []).append((part, place))
     return [(Place(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
@@ -211,12 +273,7 @@ def _repeated(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place,
 def _dtype(model: MegatronModel, manifest: Manifest | None, part: HuggingFaceTensor) -> torch.dtype:
     """What a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
     stored = model.dtype(part)
-    record = manifest.tensors.get(part.name) if manifest is not None else None
-    if record is not None:
-        before = dtype_called(record.dtype)
-        if before != stored and torch.promote_types(before, stored) == stored:
-            return before
-    return stored
+    return stored if manifest is None else manifest.dtype_before(part.name, stored)
 
 
 def _in_files(
@@ -254,5 +311,6 @@ def index_of(plan: ExportPlan) -> str | None:
 def is_hf_directory(directory: Path) -> bool:
     """Whether a directory is a Hugging Face model that may be replaced."""
     names = {path.name for path in directory.iterdir() if not path.is_dir()}
+    others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
     holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
-    return "config.json" in names and holds_weights and not any(path.is_dir() for path in directory.iterdir())
+    return "config.json" in names and holds_weights and not others

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
 
-from converters.artifacts import copy_artifacts, write_config
-from converters.boxes import read_box, write_bytes
+from converters.artifacts import artifacts, copy_artifacts, write_config
+from converters.boxes import read_box, whole, write_bytes
 from converters.errors import ConversionError
 from converters.export_plan import ExportPlan, WrittenTensor, index_of, is_hf_directory
-from converters.manifest import MANIFEST_FILE, Manifest, TensorHashes, TensorRecord, dtype_name
+from converters.manifest import MANIFEST_FILE, Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
 from converters.narrowing import Narrowing
-from converters.rule import Place
+from converters.open_files import OpenFiles
+from converters.places import rows_in
+from converters.rule import HuggingFaceTensor, Place
 from converters.space import require_space
 from converters.staging import Staging, check_apart
-from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
+from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
 
 
 def export_model(
@@ -46,15 +49,20 @@ def export_model(
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
     """
     check_apart(plan.checkpoint.directory, target)
+    if plan.checkpoint.hf_directory is not None:
+        check_apart(plan.checkpoint.hf_directory, target, may_be_inside=True)
+        artifacts(plan.checkpoint.hf_directory)  # refuses what cannot be copied at the end
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
     workers = workers_within(workers, max_memory)
     staging = Staging(target, plan.fingerprint, overwrite=overwrite, is_ours=is_hf_directory)
     try:
+        shown = Progress(plan.size, f"export {target.name}", progress)
+        anew = say_why_anew(staging.started_anew_because_of, shown)
         writer = _Writer(plan, staging)
+        writer.check_earlier(workers, progress)
         resumed = sum(tensor.size for tensor in plan.written if tensor.name in writer.finished)
         require_space(staging.directory, plan.size - resumed)
-        shown = Progress(plan.size, f"export {target.name}", progress)
         shown.skip(resumed)
         waiting = [tensor for tensor in plan.written if tensor.name not in writer.finished]
         try:
@@ -63,12 +71,13 @@ def export_model(
             writer.close()
         shown.finish()
         _refuse_changed(plan, writer.finished)
-        notes = {**writer.narrowing.summary(), **({"left_out": list(plan.left_out)} if plan.left_out else {})}
+        notes = {**writer.narrowing.summary(), **plan.notes}
         _write_rest(plan, staging.directory, writer.finished, notes)
         staging.finish()
     except BaseException:
         staging.close()
         raise
+    notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
     return Outcome(target, len(plan.written), plan.size, resumed, workers, peak_memory(), notes)
 
 
@@ -78,62 +87,96 @@ class _Writer:
     def __init__(self, plan: ExportPlan, staging: Staging) -> None:
         self._plan, self._staging = plan, staging
         self.narrowing = Narrowing(asked=plan.dtype is not None)
-        self._descriptors: dict[str, int] = {}
+        self._files = OpenFiles(writing=True)
         self._data_begins: dict[str, int] = {}
         for file, tensors in plan.files.items():
             header = plan.header(file)
-            descriptor = os.open(staging.directory / file, os.O_RDWR | os.O_CREAT, 0o644)
-            os.ftruncate(descriptor, len(header) + sum(tensor.size for tensor in tensors))
-            os.pwrite(descriptor, header, 0)
-            self._descriptors[file], self._data_begins[file] = descriptor, len(header)
-        self.finished: dict[str, dict[str, str]] = self._still_good()
+            (staging.directory / file).touch(0o644)
+            with self._files.use(staging.directory / file) as descriptor:
+                os.ftruncate(descriptor, len(header) + sum(tensor.size for tensor in tensors))
+                write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            self._data_begins[file] = len(header)
+        self.finished: dict[str, dict[str, str]] = {}
 
     def write(self, tensor: WrittenTensor) -> None:
         """One stored tensor, and the hashes of the Hugging Face tensors in it into ``finished`` and the journal."""
         hashes = TensorHashes([part.name for part, _ in tensor.parts])
         for position, chunk in self._chunks(tensor, hashes):
-            write_bytes(self._descriptors[tensor.file], self._begin(tensor) + position, chunk)
+            with self._files.use(self._staging.directory / tensor.file) as descriptor:
+                write_bytes(descriptor, self._begin(tensor) + position, chunk)
         digests = self.finished[tensor.name] = hashes.digests()
         record = {"tensor": tensor.name, "digests": digests, "errors": self.narrowing.error_of(digests)}
         self._staging.record(record, self._staging.directory / tensor.file)
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        self._files.close()
 
     def _begin(self, tensor: WrittenTensor) -> int:
         return self._data_begins[tensor.file] + tensor.offset
 
     def _chunks(self, tensor: WrittenTensor, hashes: TensorHashes) -> Iterator[tuple[int, Tensor]]:
         """Bytes to write and where, counted from the beginning of the tensor."""
-        for part, place in tensor.parts:
-            row_bytes = torch.Size(part.shape[1:]).numel() * tensor.dtype.itemsize
-            begin = _row_of(place) * row_bytes
-            for start, stop in row_ranges(part.shape[0], row_bytes):
+        for position, shape, pieces in _layout(tensor):
+            chunk = torch.zeros(shape if pieces[0].place is not None else 0, dtype=tensor.dtype)
+            for part, start, stop, place in pieces:
                 rows = self.narrowing.cast(part.name, self._plan.model.read(part, start, stop), tensor.dtype)
                 hashes.update(part.name, rows)
-                yield begin + start * row_bytes, rows
+                if place is None:
+                    chunk = rows
+                else:
+                    rows_in(chunk, place).copy_(rows)
+            yield position, chunk
 
-    def _still_good(self) -> dict[str, dict[str, str]]:
-        """Tensors that an earlier run wrote and that still are as they were written."""
+    def check_earlier(self, workers: int, progress: TextIO | None) -> None:
+        """Take the tensors into ``finished`` that an earlier run wrote and that still are as they were written."""
         written = {tensor.name: tensor for tensor in self._plan.written}
-        good = {}
-        for record in self._staging.records:
+
+        def check(record: dict[str, Any]) -> None:
             tensor = written[record["tensor"]]
-            hashes = TensorHashes([part.name for part, _ in tensor.parts])
-            for part, place in tensor.parts:
-                row_bytes = torch.Size(part.shape[1:]).numel() * tensor.dtype.itemsize
-                begin = self._begin(tensor) + _row_of(place) * row_bytes
-                for start, stop in row_ranges(part.shape[0], row_bytes):
-                    shape = (stop - start, *part.shape[1:])
-                    box = tuple((0, size) for size in shape)
-                    descriptor = self._descriptors[tensor.file]
-                    hashes.update(part.name, read_box(descriptor, begin + start * row_bytes, tensor.dtype, shape, box, tensor.name))
-            if hashes.digests() == record["digests"]:
-                good[tensor.name] = record["digests"]
+            if self._digests_of(tensor) == record["digests"]:
+                self.finished[tensor.name] = record["digests"]
                 self.narrowing.recall(record["errors"])
-        return good
+
+        checks = [Piece(written[record["tensor"]].size, functools.partial(check, record)) for record in self._staging.records]
+        shown = Progress(sum(piece.size for piece in checks), "check what an earlier run wrote", progress if checks else None)
+        run_pieces(checks, workers, shown)
+        shown.finish()
+
+    def _digests_of(self, tensor: WrittenTensor) -> dict[str, str]:
+        """Hashes of the Hugging Face tensors in a stored tensor as it stands in its file."""
+        hashes = TensorHashes([part.name for part, _ in tensor.parts])
+        for position, shape, pieces in _layout(tensor):
+            chunk = self._read(tensor, position, shape)
+            for part, _, _, place in pieces:
+                hashes.update(part.name, chunk if place is None else rows_in(chunk, place))
+        return hashes.digests()
+
+    def _read(self, tensor: WrittenTensor, position: int, shape: tuple[int, ...]) -> Tensor:
+        """What was written, from a byte of a stored tensor on."""
+        with self._files.use(self._staging.directory / tensor.file) as descriptor:
+            return read_box(descriptor, self._begin(tensor) + position, tensor.dtype, shape, whole(shape), tensor.name)
+
+
+class _Rows(NamedTuple):
+    """Rows of a Hugging Face tensor, and where in a block they are; None where they are all of the chunk."""
+
+    part: HuggingFaceTensor
+    start: int
+    stop: int
+    place: Place | None
+
+
+def _layout(tensor: WrittenTensor) -> Iterator[tuple[int, tuple[int, ...], list[_Rows]]]:
+    """The chunks of a stored tensor: the first byte, counted from its beginning, the shape, and what it is put together from."""
+    shape = tensor.shape[1:]
+    for index, parts in tensor.blocks.items():
+        position = index * torch.Size(shape).numel() * tensor.dtype.itemsize
+        yield position, shape, [_Rows(part, 0, part.shape[0], place) for part, place in parts]
+    for part, place in () if tensor.blocks else tensor.parts:
+        row_bytes = torch.Size(part.shape[1:]).numel() * tensor.dtype.itemsize
+        for start, stop in row_ranges(part.shape[0], row_bytes):
+            yield (_row_of(place) + start) * row_bytes, (stop - start, *part.shape[1:]), [_Rows(part, start, stop, None)]
 
 
 def _row_of(place: Place) -> int:
@@ -149,6 +192,7 @@ def _refuse_changed(plan: ExportPlan, digests: dict[str, dict[str, str]]) -> Non
         for tensor in plan.written
         for part, _ in tensor.parts
         if part.name in records
+        and (plan.adapter is None or part.name not in plan.adapter)
         and records[part.name].dtype == dtype_name(tensor.dtype)
         and records[part.name].sha256 != digests[tensor.name][part.name]
     ]
@@ -165,11 +209,15 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, dict[str, 
     index = index_of(plan)
     if index is not None:
         (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    copy_artifacts(plan.checkpoint.hf_directory, directory)
+    if plan.checkpoint.hf_directory is not None:
+        copy_artifacts(plan.checkpoint.hf_directory, directory)
+    if plan.checkpoint.config_is_made:
+        (directory / "config.json").write_text(json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8")
     write_config(directory, plan.main_dtype)
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
     tensors = {name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[tensor.name][name]) for name, (part, tensor) in own.items()}
     manifest = plan.checkpoint.manifest
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}
-    Manifest(plan.checkpoint.directory.name, plan.architecture.family, tensors, also_stored, places, notes).write(directory)
+    source, family = plan.checkpoint.directory.name, plan.architecture.family
+    Manifest(source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out).write(directory)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from converters.architecture import Architecture, read_architecture
 from converters.check import check_source, is_excused, stored_twice
 from converters.errors import ConversionError
+from converters.fingerprints import THE_REST, WEIGHTS, fingerprints
 from converters.layouts import padded_vocab_size
 from converters.logical import HuggingFaceModel, shape_of_parameter
+from converters.lora import LoraAdapter
+from converters.lora_model import merge_import
 from converters.manifest import dtype_name
+from converters.narrowing import kept_dtype
+from converters.plausible import check_plausible
+from converters.prediction_layers import as_stored
+from converters.quantized import DequantizedSource
 from converters.rule import Rule
-from converters.rules import all_rules
+from converters.rules import all_rules, hf_tensors
 from converters.source import HuggingFaceSource
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked, stored_place
 from converters.torch_dist.writer import StoredTensor
@@ -38,6 +45,9 @@ class ImportPlan:
         dtypes: of each Hugging Face tensor, as it will be kept.
         also_stored: names of the source that say what another tensor says, with that tensor.
         left_out: names without a counterpart that were excused.
+        missing: tensors that the source does not have, and is excused for.
+        adapter: that is merged into the tensors of ``model``.
+        dtype_asked: of all tensors; None keeps every tensor's own.
     """
 
     model: HuggingFaceModel
@@ -47,6 +57,16 @@ class ImportPlan:
     dtypes: Mapping[str, torch.dtype]
     also_stored: Mapping[str, str]
     left_out: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    adapter: LoraAdapter | None = None
+    dtype_asked: torch.dtype | None = None
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the conversion will say of itself that follows from the plan."""
+        source = self.model.source
+        dequantized = source.notes() if isinstance(source, DequantizedSource) else {}
+        return {**dequantized, **({} if self.adapter is None else self.adapter.notes())}
 
     @property
     def architecture(self) -> Architecture:
@@ -94,15 +114,24 @@ class ImportPlan:
         return files
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """Changes with whatever changes the bytes that will be written."""
-        facts = [
-            self.model.source.identity(),
+    def fingerprint(self) -> dict[str, str]:
+        """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
+        rest = [
             [[tensor.key, tensor.shape, dtype_name(tensor.dtype)] for tensor in self.tensors],
             [[name, [rule.megatron_name for rule in rules]] for name, rules in self.files],
             {name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
         ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return fingerprints(
+            {
+                WEIGHTS: self.model.source.identity(),
+                "config.json": self.model.source.read_json("config.json"),
+                "--dtype": str(self.dtype_asked),
+                "--vocab-multiple": self.padded_vocab,
+                "--allow-missing": [self.missing, self.left_out],
+                "--lora": [] if self.adapter is None else self.adapter.identity(),
+                THE_REST: rest,
+            }
+        )
 
     @functools.cached_property
     def _stored(self) -> dict[str, StoredTensor]:
@@ -119,7 +148,12 @@ class ImportPlan:
 
 
 def plan_import(
-    source: HuggingFaceSource, *, dtype: torch.dtype | None = None, vocab_multiple: int = 1, allow_missing: tuple[str, ...] = ()
+    source: HuggingFaceSource,
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_multiple: int = 1,
+    allow_missing: tuple[str, ...] = (),
+    lora: Path | None = None,
 ) -> ImportPlan:
     """Work out an import.
 
@@ -128,6 +162,7 @@ def plan_import(
         dtype: of all tensors; None keeps every tensor's own.
         vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+        lora: directory of a PEFT adapter to merge.
 
     Raises:
         ConversionError: config and weights do not belong together, or something cannot be carried over.
@@ -137,13 +172,20 @@ def plan_import(
         raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
     if vocab_multiple < 1:
         raise ConversionError(f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128")
-    architecture = read_architecture(config)
+    architecture = as_stored(read_architecture(config), source.names())
+    check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     check_source(source, architecture, excused=allow_missing)
+    if dtype is not None and isinstance(source, DequantizedSource):
+        source.dequantized_dtype = torch.float32  # rounded once, to what is asked for
     model = HuggingFaceModel(source, architecture)
+    adapter = None
+    if lora is not None:
+        model = merged = merge_import(model, lora, dtype)
+        adapter = merged.adapter
     rules = [rule for rule in all_rules(architecture) if _is_whole(rule, source, allow_missing)]
-    dtypes = {part.name: dtype or model.dtype(part) for rule in rules for part in rule.parts}
+    dtypes = {part.name: kept_dtype(part, model.dtype(part), dtype) for rule in rules for part in rule.parts}
     accounted = {place.name for rule in rules for part in rule.parts for place in part.places}
-    also_stored = stored_twice(source, architecture)
+    also_stored = stored_twice(source, architecture, allow_missing)
     return ImportPlan(
         model=model,
         rules=tuple(rules),
@@ -152,6 +194,9 @@ def plan_import(
         dtypes=dtypes,
         also_stored=also_stored,
         left_out=tuple(name for name in source.names() if name not in accounted and name not in also_stored),
+        missing=tuple(part.name for part in hf_tensors(architecture) if part.name not in dtypes),
+        adapter=adapter,
+        dtype_asked=dtype,
     )
 
 
@@ -160,7 +205,7 @@ def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -
     missing = [part.name for part in rule.parts if not any(place.name in source for place in part.places)]
     if not missing:
         return True
-    named = [rule.megatron_name, *missing]
+    named = [rule.megatron_name, *missing, *(part.places[0].name for part in rule.parts)]
     if len(missing) < len(rule.parts) or not is_excused(named, excused):
         raise ConversionError(
             f"{rule.megatron_name} is made of {', '.join(rule.hf_names)}; missing: {', '.join(missing)}",

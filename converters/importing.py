@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,20 +12,22 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from converters.artifacts import HF_DIRECTORY, copy_artifacts
+from converters.artifacts import HF_DIRECTORY, artifacts, copy_artifacts
 from converters.errors import ConversionError
+from converters.exact import cast
 from converters.import_plan import ImportPlan
 from converters.layouts import runs_of
-from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name
+from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
 from converters.narrowing import Narrowing
 from converters.places import locate
+from converters.quantized import DequantizedSource, drop_quantization
 from converters.rule import HuggingFaceTensor, Rule
 from converters.space import require_space
 from converters.staging import Staging, check_apart
 from converters.torch_dist.find import is_checkpoint
 from converters.torch_dist.items import read_item
-from converters.torch_dist.writer import ItemFile, StoredItem, finish_checkpoint
-from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, workers_within
+from converters.torch_dist.writer import ItemFile, StoredItem, finish_checkpoint, write_common
+from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
 
 
 def import_model(
@@ -36,6 +38,7 @@ def import_model(
     max_memory: int | None = None,
     overwrite: bool = False,
     progress: TextIO | None = None,
+    common_state: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Write the checkpoint that a plan describes. A run that was killed goes on where it ended.
 
@@ -46,18 +49,21 @@ def import_model(
         max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
         overwrite: replace an existing checkpoint.
         progress: where to say how far it is; None says nothing.
+        common_state: what is no tensor, for ``common.pt``; by default nothing.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
     """
     check_apart(plan.model.source.directory, target)
+    artifacts(plan.model.source.directory)  # refuses what cannot be copied at the end
     workers = workers_within(workers, max_memory)
     staging = Staging(target, plan.fingerprint, overwrite=overwrite, is_ours=is_checkpoint)
     try:
         total = sum(map(plan.size, plan.rules))
         shown = Progress(total, f"import {target.name}", progress)
+        anew = say_why_anew(staging.started_anew_because_of, shown)
         narrowing = Narrowing(asked=True)
-        finished = _finished_files(plan, staging, narrowing)
+        finished = _finished_files(plan, staging, narrowing, workers, progress)
         resumed = sum(plan.size(rule) for name, rules in plan.files if name in finished for rule in rules)
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
@@ -68,10 +74,14 @@ def import_model(
         ]
         run_pieces(pieces, workers, shown)
         shown.finish()
-        notes = {**narrowing.summary(), **({"left_out": list(plan.left_out)} if plan.left_out else {})}
+        notes = {**narrowing.summary(), **plan.notes}
         items = [item for name, _ in plan.files for item in finished[name].items]
         finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
+        if common_state is not None:
+            write_common(staging.directory, common_state)
         copy_artifacts(plan.model.source.directory, staging.directory / HF_DIRECTORY)
+        if isinstance(plan.model.source, DequantizedSource):
+            drop_quantization(staging.directory / HF_DIRECTORY)
         _manifest(plan, {name: digest for file in finished.values() for name, digest in file.digests.items()}, notes).write(
             staging.directory
         )
@@ -79,6 +89,7 @@ def import_model(
     except BaseException:
         staging.close()
         raise
+    notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
     return Outcome(target, len(plan.rules), total, resumed, workers, peak_memory(), notes)
 
 
@@ -98,7 +109,7 @@ def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) 
             if place.name != part.name:
                 places[part.name] = dataclasses.asdict(place)
     source = plan.model.source
-    return Manifest(source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes)
+    return Manifest(source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes, plan.missing, plan.left_out)
 
 
 def _write_file(
@@ -151,22 +162,31 @@ def _chunks(plan: ImportPlan, rule: Rule, hashes: TensorHashes, narrowing: Narro
             last = one.first + one.place.stop - one.place.start
             rows = narrowing.cast(one.part.name, plan.model.read(one.part, one.first, last), plan.dtypes[one.part.name])
             hashes.update(one.part.name, rows)
-            chunk[one.place] = rows
+            chunk[one.place] = cast(rows, dtype)
         yield start, chunk
 
 
-def _finished_files(plan: ImportPlan, staging: Staging, narrowing: Narrowing) -> dict[str, _FinishedFile]:
+def _finished_files(
+    plan: ImportPlan, staging: Staging, narrowing: Narrowing, workers: int, progress: TextIO | None
+) -> dict[str, _FinishedFile]:
     """What an earlier run wrote and what still is as it was written."""
     rules_of = dict(plan.files)
-    finished = {}
-    for record in staging.records:
+    finished: dict[str, _FinishedFile] = {}
+
+    def check(record: dict[str, Any]) -> None:
         items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
         try:
             if _digests_of(plan, staging.directory, rules_of[record["file"]], items) == record["digests"]:
                 finished[record["file"]] = _FinishedFile(items, record["digests"])
                 narrowing.recall(record["errors"])
         except ConversionError:  # damaged meanwhile: written again
-            continue
+            return
+
+    sizes = {name: sum(map(plan.size, rules)) for name, rules in plan.files}
+    checks = [Piece(sizes[record["file"]], functools.partial(check, record)) for record in staging.records]
+    shown = Progress(sum(piece.size for piece in checks), "check what an earlier run wrote", progress if checks else None)
+    run_pieces(checks, workers, shown)
+    shown.finish()
     return finished
 
 
@@ -180,5 +200,5 @@ def _digests_of(plan: ImportPlan, directory: Path, rules: list[Rule], items: lis
             item = next(remaining)
             chunk = read_item(directory / item.file, item.begin, item.length, item.key).reshape(item.sizes[leading:])
             for one in wanted:
-                hashes.update(one.part.name, chunk[one.place].to(plan.dtypes[one.part.name]))
+                hashes.update(one.part.name, cast(chunk[one.place], plan.dtypes[one.part.name]))
     return hashes.digests()

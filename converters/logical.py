@@ -19,7 +19,7 @@ from converters.rule import HuggingFaceTensor, Kind, Place, Rule
 from converters.rules import all_rules
 from converters.source import HuggingFaceSource
 from converters.torch_dist.keys import StoredPlace, stored_place
-from converters.torch_dist.reader import TorchDistCheckpoint
+from converters.torch_dist.reader import StoredTensors
 
 
 class LogicalModel(Protocol):
@@ -30,6 +30,10 @@ class LogicalModel(Protocol):
     """
 
     architecture: Architecture
+
+    def holds(self, tensor: HuggingFaceTensor) -> bool:
+        """Whether all of a tensor is there; from headers and index alone."""
+        ...
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """The dtype a tensor is stored in."""
@@ -47,6 +51,10 @@ class HuggingFaceModel:
         self.source = source
         self.architecture = architecture
         self._places: dict[str, Place] = {}
+
+    def holds(self, tensor: HuggingFaceTensor) -> bool:
+        """See :class:`LogicalModel`."""
+        return any(place.name in self.source for place in tensor.places)
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """See :class:`LogicalModel`."""
@@ -71,11 +79,15 @@ class MegatronModel:
         stacked: whether its layers are stacked; by default what its keys say.
     """
 
-    def __init__(self, checkpoint: TorchDistCheckpoint, architecture: Architecture, stacked: bool | None = None) -> None:
+    def __init__(self, checkpoint: StoredTensors, architecture: Architecture, stacked: bool | None = None) -> None:
         self.checkpoint = checkpoint
         self.architecture = architecture
         self.stacked = any(key.startswith("decoder.layers.self_attention.") for key in checkpoint) if stacked is None else stacked
         self._rules = {part.name: (rule, index) for rule in all_rules(architecture) for index, part in enumerate(rule.parts)}
+
+    def holds(self, tensor: HuggingFaceTensor) -> bool:
+        """See :class:`LogicalModel`."""
+        return self.has(self._rules[tensor.name][0])
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """See :class:`LogicalModel`."""

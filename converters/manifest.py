@@ -6,6 +6,7 @@ manifest of the other.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from converters.boxes import bytes_of
 from converters.errors import ConversionError
+from converters.whole_file import whole_file
 
 MANIFEST_FILE = "conversion.json"
 TOOL = "megarl convert"
@@ -46,7 +48,9 @@ class Manifest:
             model), with the name of that tensor.
         places: of tensors that the Hugging Face checkpoint stored elsewhere than under their own names, where: name and shape of the stored
             tensor, index and first row in it.
-        notes: further facts, for people: dtypes that were changed, with the largest error; names that were left out.
+        notes: further facts, for people: dtypes that were changed, with the largest error.
+        missing: Hugging Face tensors that the source did not have, and was excused for.
+        left_out: names of the source without a counterpart, which were excused.
     """
 
     source: str
@@ -55,6 +59,19 @@ class Manifest:
     also_stored: dict[str, str] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def excused(self) -> tuple[str, ...]:
+        """Patterns of the names that need no counterpart, since the conversion was excused from them."""
+        return tuple(map(glob.escape, (*self.missing, *self.left_out)))
+
+    def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of layers; ``stored`` if none did."""
+        record = self.tensors.get(name)
+        before = stored if record is None else dtype_called(record.dtype)
+        return before if torch.promote_types(before, stored) == stored else stored
 
     def write(self, directory: Path) -> None:
         """Write the manifest's file."""
@@ -67,11 +84,18 @@ class Manifest:
             "also_stored": self.also_stored,
             "places": self.places,
             "notes": self.notes,
+            "excused": {"missing": list(self.missing), "left_out": list(self.left_out)},
             "tensors": {
                 name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": record.sha256} for name, record in self.tensors.items()
             },
         }
-        (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        with whole_file(directory / MANIFEST_FILE) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, list[str]]:
+    """What a conversion says of the names that it was excused from; empty when there were none."""
+    return {key: list(names) for key, names in (("missing", missing), ("left_out", left_out)) if names}
 
 
 def tool_version() -> str:
@@ -100,8 +124,11 @@ def read_manifest(directory: Path) -> Manifest | None:
             for name, record in content["tensors"].items()
         }
         places = {str(name): dict(place) for name, place in content["places"].items()}
+        # manifests of the first releases do not have them
+        missing, left_out = (tuple(map(str, content.get("excused", {}).get(key, ()))) for key in ("missing", "left_out"))
+        also_stored = {str(name): str(original) for name, original in content["also_stored"].items()}
         return Manifest(
-            str(content["source"]), str(content["family"]), tensors, dict(content["also_stored"]), places, dict(content["notes"])
+            str(content["source"]), str(content["family"]), tensors, also_stored, places, dict(content["notes"]), missing, left_out
         )
     except FileNotFoundError:
         return None

@@ -8,8 +8,11 @@ from typing import Any
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
+from converters.latent_attention import NORM_EPSILON
+from converters.latent_settings import latent_settings
 from converters.mixture import MixtureOfExperts
 from converters.rope import yarn_attention_factor
+from converters.routing import Routing
 
 # written into Megatron-Core's code: its model takes the factor alone
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -21,29 +24,41 @@ class MegatronSettings:
     """What has to be handed to Megatron-Core.
 
     Attributes:
-        transformer: keyword arguments of ``TransformerConfig``. Left to the caller are the activation function, because it is a function
-            (``torch.nn.functional.silu`` for every family here), and all that is a matter of training or of layout: of a mixture of
-            experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``, ``moe_grouped_gemm``, ``moe_router_dtype`` and the
-            load-balancing loss, whose coefficient is 0 unless given.
+        transformer: keyword arguments of ``TransformerConfig``, with latent attention of ``MLATransformerConfig``. Left to the caller are
+            the activation function, because it is a function (``torch.nn.functional.silu``, and
+            ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` where ``Architecture.activation`` is ``clamped_swiglu``), and all that is
+            a matter of training or of layout: of a mixture of experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
+            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient is 0 unless given.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
         attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads those of YaRN with
             ``getattr``, though the class does not declare them; others the class declares, but its constructor refuses the value.
         llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled ``inv_freq`` of the built model,
             where the llama3 scaling is not the one that ``GPTModel`` has arguments for; else None.
+        routing: how routers have to choose experts, where Megatron-Core's own cannot; else None. The arguments above then say of it what
+            Megatron-Core needs to build the router.
+        latent_norm_epsilon: epsilon of the norms inside latent attention, to be set in the built model, which gives them that of the
+            others; None where they are alike or where there are none.
     """
 
     transformer: dict[str, Any]
     model: dict[str, Any]
     attributes: dict[str, Any]
     llama3: dict[str, Any] | None = None
+    routing: Routing | None = None
+    latent_norm_epsilon: float | None = None
 
 
 def megatron_settings(architecture: Architecture) -> MegatronSettings:
     """Arguments with which Megatron-Core computes the same function as transformers.
 
     Raises:
-        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling.
+        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling, or the model scores.
     """
+    if architecture.head is not None:
+        raise ConversionError(
+            f"a {architecture.family} model that scores ({architecture.head.labels} labels) is no language model, and has no GPTModel",
+            "convert it with megarl convert, or give a language model",
+        )
     add_bias_linear, add_qkv_bias = _bias_flags(architecture)
     transformer = {
         "num_layers": architecture.num_layers,
@@ -65,6 +80,13 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     if architecture.sliding_window is not None:
         # Megatron-Core counts the tokens before and after, transformers counts the token itself as well.
         transformer["window_size"] = (architecture.sliding_window - 1, 0)
+    if architecture.window_layers is not None:
+        transformer["window_attn_skip_freq"] = [int(windowed) for windowed in architecture.window_layers]
+    if architecture.sinks:
+        transformer["softmax_type"] = "learnable"
+    if architecture.gate_limit is not None:
+        transformer |= {"activation_func_clamp_value": architecture.gate_limit, "glu_linear_offset": 1.0}
+    transformer |= latent_settings(architecture)
     model, attributes = _rotary(architecture)
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
@@ -74,7 +96,15 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         "max_sequence_length": architecture.max_position,
         "share_embeddings_and_output_weights": architecture.tied_embeddings,
     }
-    return MegatronSettings(transformer=transformer, model=model, attributes=attributes, llama3=_own_llama3(architecture))
+    own_routing = None if architecture.mixture is None or _routes_like_megatron(architecture.mixture) else architecture.mixture.routing
+    return MegatronSettings(
+        transformer,
+        model,
+        attributes,
+        llama3=_own_llama3(architecture),
+        routing=own_routing,
+        latent_norm_epsilon=NORM_EPSILON if architecture.latent_attention and architecture.norm_epsilon != NORM_EPSILON else None,
+    )
 
 
 def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
@@ -92,23 +122,44 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
 
 
 def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
-    """Arguments of the experts.
+    """Arguments of the experts and their router.
 
     Softmax over all logits and division of the chosen probabilities by their sum is the same function as softmax over the chosen logits,
     which is what Megatron-Core does without ``moe_router_pre_softmax``; with it, it does not divide.
     """
-    shared = {"moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size, "moe_shared_expert_gate": True}
+    routing = mixture.routing
+    shared = {"moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size, "moe_shared_expert_gate": mixture.shared_gate}
+    groups = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.groups_per_token}
     return {
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.experts_per_token,
         "moe_ffn_hidden_size": mixture.ffn_hidden_size,
         # A list, even of ones, makes Megatron-Core store every layer of a checkpoint apart.
         "moe_layer_freq": 1 if all(mixture.sparse_layers) else [int(sparse) for sparse in mixture.sparse_layers],
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": not mixture.normalized or _has_constant_weight(mixture),
-        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": routing.score,
+        "moe_router_pre_softmax": routing.score == "softmax" and (not mixture.normalized or _has_constant_weight(mixture)),
+        "moe_router_topk_scaling_factor": None if routing.scaling_factor == 1 else routing.scaling_factor,
+        "moe_router_enable_expert_bias": routing.has_correction_bias,
+        # the bias is kept as it is; what Megatron-Core would add to it after every step is 0 times the signs of the loads
+        "moe_router_bias_update_rate": 0.0,
+        **(groups if routing.is_grouped else {}),
         **(shared if mixture.shared_ffn_hidden_size else {}),
     }
+
+
+def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
+    """Whether Megatron-Core's router computes the same function.
+
+    It divides sigmoids by their sum always, but never that of one expert; and it ranks a group by as many of its scores as experts can be
+    chosen there on average, which for normalized softmax are logits.
+    """
+    routing, chosen = mixture.routing, mixture.experts_per_token
+    if routing.score == "sigmoid" and mixture.normalized != (chosen > 1):
+        return False
+    if not routing.is_grouped:
+        return True
+    ranked_by = chosen // routing.groups_per_token
+    return ranked_by == routing.best_of_group and (routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1)
 
 
 def _mixture_attributes(mixture: MixtureOfExperts) -> dict[str, Any]:
@@ -118,7 +169,7 @@ def _mixture_attributes(mixture: MixtureOfExperts) -> dict[str, Any]:
 
 
 def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
-    return mixture.normalized and mixture.experts_per_token == 1
+    return mixture.routing.score == "softmax" and mixture.normalized and mixture.experts_per_token == 1
 
 
 def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -127,11 +178,11 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
     model: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": int(theta) if theta.is_integer() else theta,
-        "rotary_percent": 1.0,
+        "rotary_percent": architecture.rotary_fraction,
         "rope_scaling": False,
     }
     scaling = architecture.rope_scaling
-    if scaling is None:
+    if scaling is None or architecture.latent_attention is not None:
         return model, {}
     if scaling["type"] == "linear":
         return model | {"seq_len_interpolation_factor": scaling["factor"]}, {}
@@ -140,6 +191,11 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
             return model, {}
         return model | {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}, {}
     assert scaling["type"] == "yarn", scaling
+    if architecture.rotary_fraction != 1:
+        raise ConversionError(
+            f"yarn and partial_rotary_factor = {architecture.rotary_fraction!r}: Megatron-Core's YaRN always rotates whole heads",
+            _OTHER_BACKEND,
+        )
     return model | {"position_embedding_type": "yarn"}, _yarn_attributes(scaling)
 
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+from converters.routing import Routing, read_deepseek_routing
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     """Routed experts in place of the MLP, in some layers or in all.
 
-    The router takes a softmax over all experts, keeps the ``experts_per_token`` largest probabilities and weighs the experts by them. Where
-    there is a shared expert, every token goes through it as well, and its output is weighed by the sigmoid of a gate of one logit.
+    The router sends every token to the ``experts_per_token`` experts that it gives the best scores, and weighs the experts by them. Where
+    there is a shared expert, every token goes through it as well.
 
     Attributes:
         num_experts: experts of one layer.
         experts_per_token: experts that each token goes through.
         ffn_hidden_size: width of the gated MLP of one expert.
-        normalized: the probabilities of the chosen experts are divided by their sum.
+        normalized: the scores of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
         auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would do; not part of the logits.
-        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one.
+        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared experts are one of their width
+            together.
+        shared_gate: the output of the shared expert is weighed by the sigmoid of a gate of one logit.
+        routing: how experts are chosen.
     """
 
     num_experts: int
@@ -31,6 +37,8 @@ class MixtureOfExperts:
     sparse_layers: tuple[bool, ...]
     auxiliary_loss_coefficient: float
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = True
+    routing: Routing = field(default_factory=Routing)
 
 
 def read_mixture(
@@ -41,6 +49,7 @@ def read_mixture(
     normalized: bool,
     sparse_layers: tuple[bool, ...],
     shared_width_key: str | None = None,
+    routing: Routing = Routing(),  # noqa: B008  # frozen
 ) -> MixtureOfExperts | None:
     """The mixture that a config describes.
 
@@ -51,6 +60,7 @@ def read_mixture(
         normalized: see :class:`MixtureOfExperts`.
         sparse_layers: for each layer, whether it may have experts.
         shared_width_key: config key of the width of the shared expert; None for a family without one.
+        routing: how experts are chosen.
 
     Returns:
         None for a model without experts: no layer has them, or there are none.
@@ -71,7 +81,61 @@ def read_mixture(
         sparse_layers=sparse_layers,
         auxiliary_loss_coefficient=_coefficient(config, problems),
         shared_ffn_hidden_size=_whole(config, shared_width_key, problems) if shared_width_key is not None else 0,
+        routing=routing,
     )
+
+
+def read_deepseek_mixture(
+    config: Mapping[str, object],
+    problems: list[str],
+    *,
+    sparse_layers: tuple[bool, ...],
+    normalized: bool,
+    score: Literal["softmax", "sigmoid"] = "sigmoid",
+    best_of_group: int = 2,
+    grouped: bool = True,
+) -> MixtureOfExperts | None:
+    """The mixture of DeepSeek's models and of those that follow them: routing by groups, and shared experts without a gate.
+
+    Args:
+        config: flat, with the defaults of its class filled in.
+        problems: what is wrong is appended here.
+        sparse_layers: for each layer, whether it has experts.
+        normalized: see :class:`MixtureOfExperts`.
+        score, best_of_group, grouped: see :func:`converters.routing.read_deepseek_routing`.
+
+    Returns:
+        None for a model without experts.
+    """
+    if not any(sparse_layers):
+        return None
+    experts, chosen = _whole(config, "n_routed_experts", problems), _whole(config, "num_experts_per_tok", problems)
+    width, shared = _whole(config, "moe_intermediate_size", problems), config.get("n_shared_experts")
+    if isinstance(shared, bool) or not isinstance(shared, (int, type(None))) or (shared or 0) < 0:
+        problems.append(f"n_shared_experts = {shared!r}: a whole number of at least 0 is needed")
+        shared = 0
+    return MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=chosen,
+        ffn_hidden_size=width,
+        normalized=normalized,
+        sparse_layers=sparse_layers,
+        auxiliary_loss_coefficient=0.0,
+        shared_ffn_hidden_size=width * (shared or 0),
+        shared_gate=False,
+        routing=read_deepseek_routing(
+            config, problems, experts=experts, chosen=chosen, score=score, best_of_group=best_of_group, grouped=grouped
+        ),
+    )
+
+
+def read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+    """For each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
+    dense = config.get("first_k_dense_replace")
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        problems.append(f"first_k_dense_replace = {dense!r}: a whole number of at least 0 is needed")
+        dense = 0
+    return tuple(layer >= dense for layer in range(num_layers))
 
 
 def _whole(config: Mapping[str, object], key: str, problems: list[str]) -> int:

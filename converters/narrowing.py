@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from converters.errors import ConversionError
+from converters.exact import cast, unequal
 from converters.manifest import dtype_name
+from converters.rule import HuggingFaceTensor
 
 _SLICE = 2**20
+
+
+def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """What a tensor is written in: the dtype that was asked for, but at least float32 where it has to stay so; else what it was stored in,
+    if none was asked for."""
+    if asked is None:
+        return stored
+    return torch.promote_types(asked, torch.float32) if tensor.stays_float32 else asked
 
 
 class Narrowing:
@@ -34,14 +44,14 @@ class Narrowing:
         """
         if tensor.dtype == dtype:
             return tensor
-        result = tensor.to(dtype)
+        result = cast(tensor, dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             return result  # exact
         largest = max(
             (self._error(name, *pair) for pair in zip(*(each.reshape(-1).split(_SLICE) for each in (tensor, result)), strict=True)),
             default=0.0,
         )
-        if not self._asked and largest > 0:
+        if not self._asked and bool(unequal(cast(result, tensor.dtype), tensor).any()):
             raise ConversionError(
                 f"{name} was {dtype_name(dtype)} before it was imported, and now holds values that need {dtype_name(tensor.dtype)}",
                 f"pass --dtype {dtype_name(tensor.dtype)} to keep them, or --dtype {dtype_name(dtype)} to round them",

@@ -9,11 +9,21 @@ from typing import Any
 from converters.architecture import read_architecture
 from converters.artifacts import HF_DIRECTORY, read_config
 from converters.errors import ConversionError
+from converters.foreign.agreement import check_agreement
+from converters.foreign.hf_config import derived_config
+from converters.foreign.master_weights import optimizer_beside
+from converters.foreign.opening import are_stacked, canonical, read_settings, tensors_of
+from converters.foreign.options import MODEL_WEIGHTS, OpeningOptions
+from converters.foreign.settings import ForeignSettings
+from converters.foreign.special_tokens import token_entries, vocab_size_of
+from converters.foreign.view import EMBEDDING
 from converters.logical import HuggingFaceModel, MegatronModel
 from converters.manifest import Manifest, read_manifest
+from converters.plausible import check_plausible
+from converters.prediction_layers import as_stored
 from converters.source import HuggingFaceSource
 from converters.torch_dist.find import find_checkpoint
-from converters.torch_dist.reader import TorchDistCheckpoint
+from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
 MEGATRON, HUGGING_FACE = "megatron", "huggingface"
 
@@ -25,47 +35,99 @@ class MegatronCheckpoint:
     Attributes:
         directory: of the checkpoint itself.
         model: its tensors.
-        hf_directory: config, tokenizer and so on.
+        hf_directory: config, tokenizer and so on; None where there is nothing.
         config: the parsed ``config.json``.
         manifest: of the conversion that made it, if one did.
+        config_is_made: the config was made of the trainer's settings, and stands in no file.
+        unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do without.
+        padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says what it trained
+            starts them with anything.
+        weights: which of its weights the tensors are (:class:`converters.foreign.options.OpeningOptions`).
     """
 
     directory: Path
     model: MegatronModel
-    hf_directory: Path
+    hf_directory: Path | None
     config: dict[str, Any]
     manifest: Manifest | None
+    config_is_made: bool = False
+    unanswered: tuple[str, ...] = ()
+    padding_is_free: bool = False
+    weights: str = MODEL_WEIGHTS
 
-    def identity(self) -> list[list[str | int]]:
-        """Changes when the files do."""
-        files = sorted(path for path in self.directory.iterdir() if path.is_file()) + sorted(self.hf_directory.glob("*.json"))
+    def identity(self) -> list[Any]:
+        """Changes when the weights do: name, size and time of change of each file."""
+        places = [self.directory, *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory))]
+        files = [path for place in places for path in sorted(place.iterdir()) if path.is_file()]
         return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def open_megatron(path: Path, hf_directory: Path | None = None) -> MegatronCheckpoint:
+def open_megatron(path: Path, options: OpeningOptions | None = None) -> MegatronCheckpoint:
     """Open a Megatron checkpoint.
 
     Args:
         path: of the checkpoint, or a directory that trainers keep one in (:func:`converters.torch_dist.find.find_checkpoint`).
-        hf_directory: where its ``config.json`` is; by default what was stored with it.
+        options: what it does not say itself, and which of its weights are meant.
 
     Raises:
-        ConversionError: there is no checkpoint, or nothing says which model it holds.
+        ConversionError: there is no checkpoint, nothing says which model it holds, or what says so contradicts itself.
     """
+    options = options or OpeningOptions()
     directory = find_checkpoint(path)
-    hf_directory = hf_directory or _stored_config(directory, path)
-    config = read_config(hf_directory)
-    model = MegatronModel(TorchDistCheckpoint(directory), read_architecture(config))
-    return MegatronCheckpoint(directory, model, hf_directory, config, read_manifest(directory))
-
-
-def _stored_config(directory: Path, given: Path) -> Path:
-    for place in (directory / HF_DIRECTORY, directory, given / HF_DIRECTORY, directory.parent / HF_DIRECTORY):
-        if (place / "config.json").is_file():
-            return place
-    raise ConversionError(
-        f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)", "pass --hf-config DIRECTORY of the model"
+    checkpoint = TorchDistCheckpoint(directory)
+    tensors, settings = tensors_of(checkpoint, options.weights), read_settings(checkpoint)
+    hf_directory = options.hf_directory or _stored_config(directory, path)
+    config = _made_config(directory, settings, options, tensors) if hf_directory is None else _given_config(hf_directory, options)
+    architecture = as_stored(read_architecture(config), tensors)
+    check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
+    if settings is not None:
+        check_agreement(settings, architecture, options.ignored_settings)
+    made = hf_directory is None
+    manifest = read_manifest(directory) if options.weights == MODEL_WEIGHTS else None
+    return MegatronCheckpoint(
+        directory,
+        MegatronModel(canonical(tensors, architecture), architecture, are_stacked(tensors)),
+        options.tokenizer if made else hf_directory,
+        config,
+        manifest,
+        config_is_made=made,
+        unanswered=_unanswered(config, options) if made else (),
+        padding_is_free=settings is not None and manifest is None,
+        weights=options.weights,
     )
+
+
+def _stored_config(directory: Path, given: Path) -> Path | None:
+    places = (directory / HF_DIRECTORY, directory, given / HF_DIRECTORY, directory.parent / HF_DIRECTORY)
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]:
+    """The config of a directory; what the options say as well must not contradict it."""
+    config = read_config(hf_directory)
+    if options.tokenizer is not None:
+        raise ConversionError(f"{hf_directory} already says which config and tokenizer belong to the model", "leave --tokenizer out")
+    if options.vocab_size not in (None, config.get("vocab_size")):
+        raise ConversionError(
+            f"vocab-size = {options.vocab_size}, but {hf_directory / 'config.json'} says {config.get('vocab_size')!r}",
+            "leave --vocab-size out",
+        )
+    return config
+
+
+def _made_config(directory: Path, settings: ForeignSettings | None, options: OpeningOptions, tensors: StoredTensors) -> dict[str, Any]:
+    """A config made of what the trainer says."""
+    if settings is None:
+        raise ConversionError(
+            f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)", "pass --hf-config DIRECTORY of the model"
+        )
+    if EMBEDDING not in tensors:
+        raise ConversionError(f"{directory} has no {EMBEDDING}", "give the checkpoint of a whole language model")
+    return derived_config(settings, vocab_size_of(settings, options, tensors.shape(EMBEDDING)[0]), token_entries(options))
+
+
+def _unanswered(config: dict[str, Any], options: OpeningOptions) -> tuple[str, ...]:
+    return ("--eos-token-id",) if config.get("eos_token_id") is None and options.eos_token_ids is None else ()
 
 
 def open_huggingface(source: HuggingFaceSource) -> HuggingFaceModel:
@@ -74,7 +136,12 @@ def open_huggingface(source: HuggingFaceSource) -> HuggingFaceModel:
     Raises:
         ConversionError: it has no config, or one that cannot be carried over.
     """
-    return HuggingFaceModel(source, read_architecture(read_config(source.directory)))
+    config = source.read_json("config.json")
+    if config is None:
+        raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
+    architecture = as_stored(read_architecture(config), source.names())
+    check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
+    return HuggingFaceModel(source, architecture)
 
 
 def kind_of(path: Path) -> str:

@@ -70,7 +70,30 @@ def read_part(tensor: HuggingFaceTensor, place: Place, source: TensorSource, sli
         return source.read(place.name, tuple(slices) or None)
     wanted = [*slices, *(slice(0, size) for size in tensor.shape[len(slices) :])]
     rows = wanted[0]
+    if not place.is_consecutive:
+        return _read_apart(place, source, wanted)
     stored = [slice(place.start + rows.start, place.start + rows.stop), *wanted[1:]]
     if place.index is None:
         return source.read(place.name, tuple(stored))
     return source.read(place.name, (slice(place.index, place.index + 1), *stored)).squeeze(0)
+
+
+def _read_apart(place: Place, source: TensorSource, wanted: Sequence[slice]) -> Tensor:
+    """The same where the rows of the tensor do not lie one behind the other; what lies between them is read along."""
+    rows, others = wanted[0], wanted[1:]
+    first = place.start + rows.start * place.step
+    span = slice(first, max(first, first + (rows.stop - rows.start - 1) * place.step + 1))
+    stored = [*others, span] if place.transposed else [span, *others]
+    leading = () if place.index is None else (slice(place.index, place.index + 1),)
+    found = source.read(place.name, (*leading, *stored))
+    return _rows_of(found if place.index is None else found.squeeze(0), place.transposed, 0, place.step).contiguous()
+
+
+def rows_in(block: Tensor, place: Place) -> Tensor:
+    """The view of a stored tensor, without the dimension that ``place.index`` counts along, that is the tensor of a place; the tensors that
+    lie between its rows are taken to end with it."""
+    return _rows_of(block, place.transposed, place.start, place.step)
+
+
+def _rows_of(block: Tensor, transposed: bool, start: int, step: int) -> Tensor:
+    return (block.T if transposed else block)[start::step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 from collections.abc import Callable
@@ -13,7 +14,24 @@ import torch
 from converters.errors import ConversionError
 
 # a damaged pickle can fail in any of these ways
-DAMAGED = (EOFError, pickle.UnpicklingError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+DAMAGED = (
+    EOFError,
+    pickle.UnpicklingError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    RuntimeError,
+    AssertionError,
+)
+
+
+# Py_TPFLAGS_HEAPTYPE: a class that was made by Python code, and not by C
+_CHANGEABLE = 1 << 9
 
 
 class _Unpickler(pickle.Unpickler):
@@ -27,12 +45,40 @@ class _Unpickler(pickle.Unpickler):
             raise ConversionError(
                 f"{self._what} names {module}.{name}, which none needs; loading it could run code", "do not trust this file"
             )
-        return found
+        return _inert(found)
 
     def persistent_load(self, identifier: Any) -> Any:
         if self._persistent is None:
             raise TypeError(f"a reference to {identifier!r} outside the pickle")
         return self._persistent(identifier)
+
+
+class _Inert(type):
+    """Stands in a pickle for a class or function: called, it does what that does; that itself is out of reach, and stays as it is."""
+
+    real: Any
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        return cls.real(*given, **named)
+
+    def __setstate__(cls, state: Any) -> None:
+        # pickle would set the attributes of whatever it is told to
+        raise TypeError(f"an attribute of {cls.__name__} itself is set")
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"{name} of {cls.__name__} itself is set")
+
+
+@functools.lru_cache(maxsize=256)
+def _inert(found: Any) -> Any:
+    """The stand-in of a class or function whose attributes could be set; anything else itself."""
+    if not callable(found) or (isinstance(found, type) and not found.__flags__ & _CHANGEABLE):
+        return found
+
+    def make(cls: type, *given: Any, **named: Any) -> Any:
+        return found.__new__(found, *given, **named)
+
+    return _Inert(str(getattr(found, "__name__", found)), (), {"real": staticmethod(found), "__new__": make})
 
 
 def unpickle(file: IO[bytes], known: Callable[[str, str], Any], what: str, persistent: Callable[[Any], Any] | None = None) -> Any:

@@ -25,11 +25,12 @@ _KEYS: dict[str, frozenset[str]] = {
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
-def read_rope(config: Mapping[str, object], problems: list[str]) -> tuple[float, dict[str, object] | None]:
+def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool = False) -> tuple[float, dict[str, object] | None]:
     """Base and scaling of the rotary embedding.
 
     Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What cannot be represented is
-    appended to ``problems``.
+    appended to ``problems``; so is a rotation of a part of the head (:func:`rotated_fraction`), unless ``partly`` says that the family
+    does that.
 
     Returns:
         The base (theta), and None or one of
@@ -43,20 +44,36 @@ def read_rope(config: Mapping[str, object], problems: list[str]) -> tuple[float,
         problems.append(f"rope_parameters = {parameters!r}: one setting a layer type is not supported")
         return 0.0, None
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         problems.append(f"rope type {kind!r} is not supported (known: {', '.join(sorted(_KEYS))})")
         return 0.0, None
     for key in sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind]):
         if parameters[key] is not None:
             problems.append(f"rope parameter {key} = {parameters[key]!r} has no meaning for rope type {kind!r}")
     partial = parameters.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
+    if not partly and partial not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor = {partial!r}: only full rotation (1.0) is supported")
     theta = _number(parameters, "rope_theta", problems)
     if kind == "default":
         return theta, None
     read = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[str(kind)]
     return theta, read(parameters, config, problems)
+
+
+def rotated_fraction(config: Mapping[str, object], head_dim: int, problems: list[str]) -> float:
+    """The part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it where the config does not say."""
+    fraction = _parameters(config).get("partial_rotary_factor")
+    if fraction is None:
+        return 1.0
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        problems.append(f"partial_rotary_factor = {fraction!r}: a number above 0, up to 1, is needed")
+        return 1.0
+    if int(head_dim * fraction) % 2 or int(head_dim * fraction) == 0:
+        problems.append(
+            f"partial_rotary_factor = {fraction!r}: of {head_dim} dimensions of a head it rotates {int(head_dim * fraction)}, "
+            "which has to be an even number above 0"
+        )
+    return float(fraction)
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

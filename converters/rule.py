@@ -33,12 +33,24 @@ class Place:
         index: position along the first dimension of the stored tensor, which the tensor itself does not have (the expert, where experts
             are stacked); None if there is no such dimension.
         start: first row, along the first dimension that the tensor has.
+        step: from a row of the tensor to the next; more than 1 where tensors lie between one another.
+        transposed: the stored tensor has the two dimensions of the tensor in the other order. ``start`` and ``step`` count along the first
+            dimension that the tensor has all the same, which is the last of the stored one.
+        written: the tensor may be written in this form; False for one that is only read.
     """
 
     name: str
     shape: tuple[int, ...]
     index: int | None = None
     start: int = 0
+    step: int = 1
+    transposed: bool = False
+    written: bool = True
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether the tensor lies there as it is, row behind row."""
+        return self.step == 1 and not self.transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +61,21 @@ class HuggingFaceTensor:
         name: that ``save_pretrained`` gives it; it is written under this name.
         shape: full.
         alternatives: other places where transformers finds it; it is read from the one that exists.
+        alone: it may be stored by itself under its name. Where it may not, the first of ``alternatives`` is where it is written, and the
+            name, which then is nothing but ours, is that of an expert's tensor in other families.
+        stays_float32: asking for another dtype of the model does not narrow it.
     """
 
     name: str
     shape: tuple[int, ...]
     alternatives: tuple[Place, ...] = ()
+    stays_float32: bool = False
+    alone: bool = True
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every place where it may be stored, its own name first."""
-        return (Place(self.name, self.shape), *self.alternatives)
+        """Every place where it may be stored; the first is where it is written."""
+        return (Place(self.name, self.shape), *self.alternatives) if self.alone else self.alternatives
 
 
 @dataclass(frozen=True, slots=True)

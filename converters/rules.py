@@ -10,13 +10,17 @@ from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.experts import expert_index, is_expert, sequential_name
 from converters.families import family_of
+from converters.heads import head_rules
+from converters.prediction_layers import prediction_rules, usual_name
 from converters.rule import HuggingFaceTensor, Rule
 
-_LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
+_LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer\.)?)(.+)")
 # Transformer Engine keeps the norm inside the linear layer that follows it.
 _TRANSFORMER_ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 
 
@@ -32,20 +36,23 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
     Raises:
         ConversionError: the model has no such parameter.
     """
-    match = _LAYER.fullmatch(megatron_name)
+    match = _LAYER.fullmatch(usual_name(megatron_name))
     if match is None:
         rules = _model_rules(architecture)
         rule = rules.get(megatron_name)
     else:
-        layer, suffix = int(match.group(1)), match.group(2)
-        if layer >= architecture.num_layers:
+        prefix, block, layer, suffix = match.group(1), match.group(2), int(match.group(3)), match.group(4)
+        layers = architecture.num_layers if block == "decoder" else architecture.prediction_layers
+        if layer >= layers:
             raise ConversionError(
-                f"{megatron_name}: the model has layers 0 to {architecture.num_layers - 1}",
+                f"{megatron_name}: the model has {f'layers 0 to {layers - 1}' if layers else 'no such layers'}",
                 "give the global layer index, counted from 0 over all pipeline stages",
             )
+        # prediction layers are counted on behind the others
+        layer += 0 if block == "decoder" else architecture.num_layers
         rules = _layer_rules(architecture, layer)
         suffix = sequential_name(_TRANSFORMER_ENGINE_NAMES.get(suffix, suffix))
-        rule = rules.get(f"decoder.layers.{layer}.{suffix}")
+        rule = rules.get(f"{prefix}{suffix}")
         if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
             _refuse_expert(megatron_name, architecture.mixture.num_experts)
     if rule is None:
@@ -65,9 +72,11 @@ def _refuse_expert(megatron_name: str, num_experts: int) -> None:
 
 
 def all_rules(architecture: Architecture) -> list[Rule]:
-    """Every rule that emits tensors: embedding, layers in order, final norm, output layer. Tied models have no output layer here."""
+    """Every rule that emits tensors: embedding, layers in order with those that predict further tokens behind the others, final norm,
+    output layer. Tied models have no output layer here."""
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
-    layers = [rule for layer in range(architecture.num_layers) for rule in _layer_rules(architecture, layer).values()]
+    count = architecture.num_layers + architecture.prediction_layers
+    layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
     return [*model[:1], *layers, *model[1:]]
 
 
@@ -88,9 +97,19 @@ def hf_names(architecture: Architecture) -> list[str]:
 
 @lru_cache(maxsize=16)
 def _model_rules(architecture: Architecture) -> dict[str, Rule]:
-    return {rule.megatron_name: rule for rule in family_of(architecture.family).model_rules(architecture)}
+    rules = head_rules(family_of(architecture.family).model_rules(architecture), architecture)
+    return {rule.megatron_name: rule for rule in rules}
 
 
 @lru_cache(maxsize=1024)
 def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
-    return {rule.megatron_name: rule for rule in family_of(architecture.family).layer_rules(architecture, layer)}
+    rules = family_of(architecture.family).layer_rules(architecture, layer)
+    if layer >= architecture.num_layers:
+        rules = prediction_rules(architecture, layer - architecture.num_layers, rules)
+    return {rule.megatron_name: rule for rule in rules}
+
+
+def forget_rules() -> None:
+    """Forget what was looked up, after a family was registered anew."""
+    _model_rules.cache_clear()
+    _layer_rules.cache_clear()

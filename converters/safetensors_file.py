@@ -15,6 +15,7 @@ from torch import Tensor
 
 from converters.boxes import Box, read_box, whole
 from converters.errors import ConversionError
+from converters.open_files import OpenFiles
 
 DTYPES = {
     "F64": torch.float64,
@@ -41,39 +42,28 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """An open file. Safe to be read from several threads; memory in use is what is asked for.
+    """A file whose header was read. Safe to be read from several threads; memory in use is what is asked for.
 
     Args:
         path: of the file.
+        files: that opens it, for this and for others.
 
     Raises:
         ConversionError: it is no readable safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
         self.path = path
+        self._files = files or OpenFiles()
         try:
             # the library judges the header: sizes, overlaps, holes, the length of the file
             with safe_open(path, framework="pt", device="cpu") as judged:
                 names = set(judged.keys())
-            self._descriptor = os.open(path, os.O_RDONLY)
         except (SafetensorError, OSError) as error:
             raise ConversionError(f"{path} is not a readable safetensors file ({error})", "fetch or write the file again") from error
-        self._entries = self._read_header()
+        with self._files.use(path) as descriptor:
+            self._entries = _read_header(descriptor)
         assert names == set(self._entries)
-
-    def _read_header(self) -> dict[str, _Entry]:
-        (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
-        header: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
-        return {
-            name: _Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
@@ -106,4 +96,15 @@ class SafetensorsFile:
         """
         entry = self._entries[name]
         box = whole(entry.shape) if box is None else box
-        return read_box(self._descriptor, entry.offset, self.dtype(name), entry.shape, box, f"{name} in {self.path}")
+        with self._files.use(self.path) as descriptor:
+            return read_box(descriptor, entry.offset, self.dtype(name), entry.shape, box, f"{name} in {self.path}")
+
+
+def _read_header(descriptor: int) -> dict[str, _Entry]:
+    (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+    header: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
+    return {
+        name: _Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

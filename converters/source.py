@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Mapping
@@ -12,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.boxes import whole
+from converters.boxes import Box, whole
 from converters.errors import ConversionError
+from converters.json_file import read_json_object
+from converters.open_files import OpenFiles
 from converters.safetensors_file import SafetensorsFile
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Weights, configs and tokenizers at the top level of a repository; no pickles, no code, no second copies in other formats.
+# Weights, configs and tokenizers at the top level of a repository, and chat templates; no pickles, no code, no second copies.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
-_HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
+_TEMPLATES = "additional_chat_templates"
+# every directory whose name is not that of the templates: patterns know no "not", so letter by letter, from where the names part
+_OTHER_DIRECTORIES = [
+    pattern
+    for length, letter in enumerate(_TEMPLATES)
+    for pattern in (f"{_TEMPLATES[:length]}[!{letter}]*/*", *([f"{_TEMPLATES[:length]}/*"] if length else []))
+] + [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
+_HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
 
 
 def open_source(model_name: str | Path, revision: str | None = None) -> HuggingFaceSource:
@@ -59,13 +67,14 @@ def _download(repository: str, revision: str | None) -> Path:
 class HuggingFaceSource:
     """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files it names.
 
-    As in transformers, the single file wins where both exist. Files are opened when first needed, and stay open. Safe to be read from
-    several threads.
+    As in transformers, the single file wins where both exist. Headers are read when first needed. Safe to be read from several
+    threads.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, SafetensorsFile] = {}
+        self._open_files = OpenFiles()
         self._lock = threading.Lock()
         self._file_of: dict[str, str] = {}
         self._file_of = self._read_layout()
@@ -77,8 +86,8 @@ class HuggingFaceSource:
         return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
 
     def identity(self) -> list[list[str | int]]:
-        """Changes when the files do: name, size and time of change of each."""
-        files = sorted({self.directory / name for name in self._file_of.values()} | set(self.directory.glob("*.json")))
+        """Changes when the weights do: name, size and time of change of each of their files."""
+        files = sorted({self.directory / name for name in self._file_of.values()})
         return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
     def names(self) -> list[str]:
@@ -109,6 +118,10 @@ class HuggingFaceSource:
         """
         return self._file(name).shape(name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name. Raises as :meth:`shape` does."""
+        return {name: self.shape(name) for name in self.names()}
+
     def dtype(self, name: str) -> torch.dtype:
         """Stored dtype of a tensor, from the header.
 
@@ -130,14 +143,16 @@ class HuggingFaceSource:
         Raises:
             ConversionError: there is no such tensor, its file is damaged, or a slice leaves the tensor.
         """
-        shape = self.shape(name)
-        if slices is None:
-            return self._file(name).read(name)
+        return self._file(name).read(name, self.box(name, slices))
+
+    def box(self, name: str, slices: tuple[slice, ...] | None) -> Box:
+        """What :meth:`read` is asked for, on every dimension of the tensor. Arguments and errors as there."""
+        shape, slices = self.shape(name), slices or ()
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
                 raise ConversionError(f"{name} has shape {list(shape)}; dimension {dimension} has no {part}", "read inside the tensor")
         asked = tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=False))
-        return self._file(name).read(name, (*asked, *whole(shape[len(asked) :])))
+        return (*asked, *whole(shape[len(asked) :]))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the directory, such as ``config.json``; None where the file does not exist.
@@ -145,16 +160,10 @@ class HuggingFaceSource:
         Raises:
             ConversionError: the file holds something else.
         """
-        path = self.directory / name
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            return read_json_object(self.directory / name)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise ConversionError(f"{path} cannot be read as JSON ({error})", "fetch or write the file again") from error
-        if not isinstance(content, dict):
-            raise ConversionError(f"{path} holds a {type(content).__name__}, not a JSON object", "fetch or write the file again")
-        return content
 
     def _read_layout(self) -> dict[str, str]:
         """File name by tensor name."""
@@ -198,7 +207,7 @@ class HuggingFaceSource:
             if file_name in self._files:
                 return self._files[file_name]
             path = self.directory / file_name
-            opened = SafetensorsFile(path)
+            opened = SafetensorsFile(path, self._open_files)
             indexed = {name for name, place in self._file_of.items() if place == file_name}
             absent = sorted(indexed - set(opened.keys()))
             if absent:

@@ -13,10 +13,12 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from converters.errors import ConversionError
+from converters.fingerprints import changed
 
 _JOURNAL = "journal.jsonl"
 # what a kill may cost: records wait so long for the data that they vouch for to be on disk
@@ -28,18 +30,22 @@ class Staging:
 
     Args:
         target: the directory to be.
-        plan: a fingerprint of the work; a journal of other work is thrown away with its files.
+        plan: fingerprints of the work by the name of what decides about it (an option, a file of the source). A journal of other work
+            is thrown away with its files (:mod:`converters.fingerprints`).
         overwrite: replace an existing target, at the end.
         is_ours: says of an existing directory whether it is of the kind that may be replaced.
 
     Raises:
         ConversionError: the target exists, cannot be made, or another process is at work on it.
+
+    Attributes:
+        started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away for it.
     """
 
-    def __init__(self, target: Path, plan: str, *, overwrite: bool = False, is_ours: Any = None) -> None:
+    def __init__(self, target: Path, plan: Mapping[str, str], *, overwrite: bool = False, is_ours: Any = None) -> None:
         self.target = target
         _check_target(target, overwrite, is_ours)
-        self.directory = target.parent / f".{target.name}.partial"
+        self.directory = _partial(target)
         self._lock_path = target.parent / f".{target.name}.lock"
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -52,13 +58,14 @@ class Staging:
         try:
             # another run may have made the target while this one waited for nothing but its turn
             _check_target(target, overwrite, is_ours)
-        except ConversionError:
+            self.started_anew_because_of: list[str] = []
+            self._records = self._take_up(dict(plan))
+            self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
+            if not self._records:
+                self._append({"plan": dict(plan)})
+        except BaseException:
             self._unlock()
             raise
-        self._records = self._take_up(plan)
-        self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
-        if not self._records:
-            self._append({"plan": plan})
         self._waiting: list[tuple[dict[str, Any], Path]] = []
         self._recorded_at = time.monotonic()
         self._mutex = threading.Lock()
@@ -87,11 +94,13 @@ class Staging:
 
     def close(self) -> None:
         """Leave the work as it is, to be taken up again."""
-        with self._mutex:
-            if not self._journal.closed:
-                self._flush()
-                self._journal.close()
-        self._unlock()
+        try:
+            with self._mutex:
+                if not self._journal.closed:
+                    self._flush()
+                    self._journal.close()
+        finally:
+            self._unlock()
 
     def _unlock(self) -> None:
         self._lock_path.unlink(missing_ok=True)
@@ -110,22 +119,31 @@ class Staging:
         self._journal.write(json.dumps(entry) + "\n")
         self._journal.flush()
 
-    def _take_up(self, plan: str) -> list[dict[str, Any]]:
+    def _take_up(self, plan: dict[str, str]) -> list[dict[str, Any]]:
         path = self.directory / _JOURNAL
         records = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    records.append(json.loads(line))
+                    record = json.loads(line)
                 except ValueError:  # the line that was being written when the run ended
                     break
+                if not isinstance(record, dict):
+                    break
+                records.append(record)
         if records and records[0].get("plan") == plan:
             # without the torn line that may be at the end
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
             return records
+        if records:
+            self.started_anew_because_of = changed(records[0].get("plan"), plan)
         for entry in self.directory.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
+
+
+def _partial(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial"
 
 
 def _lock(path: Path) -> IO[str]:
@@ -146,15 +164,21 @@ def _lock(path: Path) -> IO[str]:
         file.close()  # who had it before removed it: what is locked is no longer what others will meet
 
 
-def check_apart(source: Path, target: Path) -> None:
-    """Refuse to write into what is being read.
+def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> None:
+    """Refuse to write into what is being read, or to replace it; both by the target and by the unfinished directory beside it.
+
+    Args:
+        source: directory that is read.
+        target: directory to be.
+        may_be_inside: the target may lie in the source, of which only files at the top are read.
 
     Raises:
         ConversionError: one directory is, or lies in, the other.
     """
-    one, other = source.resolve(), target.resolve()
-    if one == other or one in other.parents or other in one.parents:
-        raise ConversionError(f"{target} and {source} overlap", "write to a directory outside the source")
+    one = source.resolve()
+    for other in (target.resolve(), _partial(target).resolve()):
+        if one == other or other in one.parents or (one in other.parents and not may_be_inside):
+            raise ConversionError(f"{target} and {source} overlap", "write to a directory outside the source")
 
 
 def _check_target(target: Path, overwrite: bool, is_ours: Any) -> None:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from converters.check import check_source
-from converters.compare import Difference, config_differences, hash_differences, padding_differences, tensor_differences
+from converters.compare import (
+    Difference,
+    Recorded,
+    config_differences,
+    hash_differences,
+    padding_differences,
+    tensor_differences,
+    value_problems,
+)
 from converters.errors import ConversionError
 from converters.export_plan import account, plan_export
 from converters.exporting import export_model
+from converters.foreign.options import OpeningOptions
+from converters.import_plan import plan_import
+from converters.importing import import_model
 from converters.logical import HuggingFaceModel, MegatronModel
-from converters.manifest import Manifest, read_manifest
+from converters.manifest import MANIFEST_FILE, Manifest, read_manifest
 from converters.opening import MEGATRON, MegatronCheckpoint, kind_of, open_huggingface, open_megatron
-from converters.rules import hf_tensors
-from converters.source import open_source
+from converters.quantized import DequantizedSource, open_dequantized
 
 
 @dataclass(frozen=True)
@@ -30,52 +40,106 @@ class Opened:
     manifest: Manifest | None
     megatron: MegatronCheckpoint | None = None
 
+    @property
+    def recorded(self) -> Recorded:
+        """The model with its manifest."""
+        return Recorded(self.model, self.manifest)
 
-def open_any(path: Path, hf_config: Path | None = None) -> Opened:
-    """Open a checkpoint, whatever its format.
+
+def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
+    """Open a checkpoint, whatever its format; the options are for one of Megatron-Core.
 
     Raises:
         ConversionError: it is neither, or damaged.
     """
     if kind_of(path) == MEGATRON:
-        checkpoint = open_megatron(path, hf_config)
+        checkpoint = open_megatron(path, options)
         return Opened(path, MEGATRON, checkpoint.model, checkpoint.manifest, checkpoint)
-    return Opened(path, "huggingface", open_huggingface(open_source(path)), read_manifest(path))
+    return Opened(path, "huggingface", open_huggingface(open_dequantized(path)), read_manifest(path))
 
 
-def problems_of(opened: Opened) -> Iterator[Difference]:
+def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
     """What is wrong with one checkpoint by itself: its keys and shapes against its config, ties, padding, its manifest."""
     try:
         if isinstance(opened.model, MegatronModel):
-            account(opened.model)
+            account(opened.model, tuple(excused))
         else:
-            check_source(opened.model.source, opened.model.architecture)
+            check_source(opened.model.source, opened.model.architecture, excused=excused)
     except ConversionError as error:
         for detail in error.details or (error.what,):
             yield Difference("keys", opened.path.name, detail)
         return
-    if isinstance(opened.model, MegatronModel):
+    if isinstance(opened.model, MegatronModel) and not (opened.megatron is not None and opened.megatron.padding_is_free):
         yield from padding_differences(opened.model)
     if opened.manifest is not None:
-        yield from hash_differences(opened.model, opened.manifest)
+        yield from hash_differences(opened.model, opened.manifest, excused)
 
 
-def verify(one: Opened, other: Opened | None = None) -> list[Difference]:
-    """Everything that is wrong with a checkpoint, and everything in which it differs from another; empty when all is well."""
-    found = list(problems_of(one))
-    if other is None:
-        return found
-    found += problems_of(other)
+def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()) -> list[Difference]:
+    """Everything that is wrong with a checkpoint, and everything in which it differs from another; empty when all is well.
+
+    Every tensor is read. With neither another checkpoint nor a manifest to compare them with, the values still have to be finite.
+
+    Args:
+        one, other: the checkpoints.
+        excused: patterns (``*`` and ``?``) of names that need no counterpart, besides those that a manifest says were excused.
+    """
+    alone = (*excused, *recorded_excuses(one, other))
+    found = list(problems_of(one, alone))
+    if other is not None:
+        found += problems_of(other, alone)
     # what is missing cannot be compared
     if any(difference.kind == "keys" for difference in found):
         return found
+    if other is None:
+        return found + (list(value_problems(one.model)) if one.manifest is None else [])
     found += config_differences(one.model.architecture, other.model.architecture)
-    return found + list(tensor_differences(one.model, other.model))
+    agree_on_dtypes(one, other)
+    # what a conversion was excused from may be missing on both sides, but not on one
+    return found + list(tensor_differences(one.recorded, other.recorded, excused))
+
+
+def agree_on_dtypes(one: Opened, other: Opened) -> None:
+    """Let the numbers of quantised weights, which have no dtype of their own, be computed in the dtype that the other checkpoint has."""
+    for this, that in ((one, other), (other, one)):
+        source = this.model.source if isinstance(this.model, HuggingFaceModel) else None
+        if not isinstance(source, DequantizedSource):
+            continue
+        tensors = that.recorded.tensors
+        for name, tensor in this.recorded.tensors.items():
+            if name in tensors and any(source.is_dequantized(place.name) for place in tensor.places):
+                source.dequantized_dtype = that.recorded.dtype(tensors[name])
+                break
+
+
+def recorded_excuses(one: Opened, other: Opened | None = None) -> tuple[str, ...]:
+    """Patterns of the names that a conversion which made one of the checkpoints was excused from."""
+    manifests = [opened.manifest for opened in (one, other) if opened is not None and opened.manifest is not None]
+    return tuple(dict.fromkeys(name for manifest in manifests for name in manifest.excused))
+
+
+def scope(one: Opened, other: Opened | None, found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """What :func:`verify` checked, and what it did not, in words."""
+    checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], ["tokenizer and other files beside the weights"]
+    if any(isinstance(opened.model, MegatronModel) for opened in (one, other) if opened is not None):
+        checked.append("every element is stored exactly once; rows behind the vocabulary are zero")
+    if any(difference.kind == "keys" for difference in found):
+        return checked[:1], ["values: names or shapes are wrong already", *unchecked]
+    for opened in (one, other):
+        if opened is not None and opened.manifest is not None:
+            checked.append(f"the values of {opened.path.name} against the hashes in its {MANIFEST_FILE}")
+    if other is not None:
+        checked.append("config and values of both, bit for bit")
+    elif one.manifest is None:
+        checked.append("every value was read and is finite" if not found else "every value was read")
+        unchecked.insert(0, f"whether the values are the right ones: there is no {MANIFEST_FILE} and no second checkpoint")
+    names = [*excused, *recorded_excuses(one, other)]
+    return checked, [*unchecked, *([f"excused: {', '.join(names)}"] if names else [])]
 
 
 def tensor_count(opened: Opened) -> int:
-    """Hugging Face tensors of the model."""
-    return len(hf_tensors(opened.model.architecture))
+    """Hugging Face tensors that the checkpoint has."""
+    return len(opened.recorded.tensors)
 
 
 def logits_difference(one: Opened, other: Opened, tokens: int = 16) -> float:
@@ -89,16 +153,24 @@ def logits_difference(one: Opened, other: Opened, tokens: int = 16) -> float:
 
 def _logits(opened: Opened, tokens: int) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+    head: Any = opened.model.architecture.head
+    scoring = AutoModelForTokenClassification if head is not None and head.bias else AutoModelForSequenceClassification
+    model_class = AutoModelForCausalLM if head is None else scoring
     with tempfile.TemporaryDirectory() as temporary:
         directory = opened.path
         if opened.megatron is not None:
             directory = Path(temporary) / "model"
             export_model(plan_export(opened.megatron), directory)
+        elif isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
+            # transformers computes with quantised weights on a GPU alone
+            directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
+            import_model(plan_import(opened.model.source), imported)
+            export_model(plan_export(open_megatron(imported)), directory)
         # the grouped product of experts that transformers prefers does not take every width
         options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-        model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+        model = model_class.from_pretrained(directory, **options).eval()
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, opened.model.architecture.vocab_size, (2, tokens), generator=generator)
         with torch.no_grad():

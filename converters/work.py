@@ -117,6 +117,14 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
             raise error
 
 
+def say_why_anew(changed: Sequence[str], progress: Progress) -> dict[str, list[str]]:
+    """Say why an earlier run's unfinished work is not taken up; also as a note of the outcome. Nothing where nothing has changed."""
+    if not changed:
+        return {}
+    progress.say(f"an unfinished run is not taken up, since these have changed: {', '.join(changed)}")
+    return {"started_anew_because_of": list(changed)}
+
+
 class Progress:
     """Bytes done of all, with the time that is left: one line rewritten on a terminal, a line now and then elsewhere.
 
@@ -131,6 +139,12 @@ class Progress:
         self._done = self._skipped = 0
         self._begun = self._shown = time.monotonic()
         self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """Write a line of its own."""
+        if self._stream is not None:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
 
     def skip(self, size: int) -> None:
         """Count bytes that an earlier run did."""

@@ -6,7 +6,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from converters.errors import ConversionError
 from megarl import __version__
@@ -137,6 +139,13 @@ def parity(arguments: argparse.Namespace) -> int:
     return run(options)
 
 
+def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[Any]:
+    """For ``convert selftest``; see :func:`megarl.parity.converted.megatron_logprobs`."""
+    from megarl.parity.converted import megatron_logprobs
+
+    return megatron_logprobs(family_files)
+
+
 def report(error: MegarlError | ConversionError) -> int:
     """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is shown without tracebacks."""
     found_by_worker = isinstance(error.__cause__, ConversionError)
@@ -158,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "convert":
             from converters.command import run as convert
 
-            return convert(arguments)
+            return convert(arguments, _megatron_logprobs)
         return plot(arguments.run)
     except (MegarlError, ConversionError) as error:
         return report(error)

@@ -13,7 +13,7 @@ LAYERS = 3
 
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window")
-SPARSE_FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen2_moe_mixed")
+SPARSE_FAMILIES = ("glm4_moe", "glm4_moe_mixed", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen2_moe_mixed")
 WINDOW = 7
 
 
@@ -22,9 +22,22 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
 
     ``mistral_window`` has a sliding window of ``WINDOW`` tokens. The mixtures have 8 experts, of which a token goes through 3 (Mixtral)
     or 5; the middle layer of ``qwen3_moe_mixed`` is dense, and its probabilities are not normalised. Those of Qwen2-MoE have a shared
-    expert beside them, and a token goes through 3; the first layer of ``qwen2_moe_mixed`` is dense, and its probabilities are normalised.
+    expert beside them, and a token goes through 3; the first layer of ``qwen2_moe_mixed`` is dense, and its probabilities are
+    normalised. Those of GLM-4.5 have 16 experts in 4 groups, of which a token goes to 2; it goes through 4 experts, and in
+    ``glm4_moe_mixed``, whose first layer is dense, which has two shared experts and whose scores are not normalised, through 3.
+    In ``gpt_oss`` every second layer has a window of ``WINDOW`` tokens, and a token goes through 3 of 8 experts.
     """
-    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        Glm4MoeConfig,
+        GptOssConfig,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen2MoeConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = dict(
         vocab_size=VOCABULARY,
@@ -62,13 +75,52 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
         mixed = family == "qwen3_moe_mixed"
         experts = {"num_experts": 8, "num_experts_per_tok": 5, "moe_intermediate_size": 28, "norm_topk_prob": not mixed}
         return Qwen3MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope, mlp_only_layers=[1] if mixed else [])
+    if family == "gpt_oss":
+        yarn = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 16}
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 1.5, "sliding_window": WINDOW}
+        return GptOssConfig(**sizes, **experts, head_dim=10, rope_parameters={**rope, **yarn})
+    if family in {"glm4_moe", "glm4_moe_mixed"}:
+        mixed = family == "glm4_moe_mixed"
+        experts = {"n_routed_experts": 16, "num_experts_per_tok": 3 if mixed else 4, "moe_intermediate_size": 28, "n_group": 4}
+        experts |= {"topk_group": 2, "norm_topk_prob": not mixed, "n_shared_experts": 1 + mixed, "first_k_dense_replace": int(mixed)}
+        experts |= {"use_qk_norm": mixed, "attention_bias": not mixed, "routed_scaling_factor": 1.7}
+        return Glm4MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope, partial_rotary_factor=0.4)
     if family in {"qwen2_moe", "qwen2_moe_mixed"}:
         mixed = family == "qwen2_moe_mixed"
         experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": mixed}
         experts |= {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0] if mixed else []}
         return Qwen2MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope)
+    if family.startswith("deepseek_"):
+        return _deepseek_config(family, sizes)
     if family == "qwen3":
         return Qwen3Config(**sizes, head_dim=10, rope_parameters=rope)
+    raise ValueError(f"no tiny model of family {family!r}")
+
+
+def _deepseek_config(family: str, sizes: dict[str, Any]) -> Any:
+    """Latent attention with every width another one; the first of the layers is dense, in ``deepseek_v3_dense`` all of them are.
+
+    Of 8 experts in 4 groups a token goes through 4 of 2 groups. ``deepseek_v2`` has no groups and no rank of queries. The rotary embedding
+    is scaled, but for ``deepseek_v2_groups``, and the sequences of tests are longer than it was scaled from.
+    """
+    from transformers import DeepseekV2Config, DeepseekV3Config
+
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0}
+    latent = {"kv_lora_rank": 14, "q_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 28, "n_shared_experts": 2}
+    experts |= {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    options = {**sizes, **latent, **experts, "num_key_value_heads": 6, "routed_scaling_factor": 1.7}
+    rope: dict[str, Any] = {"rope_parameters": {**yarn, "mscale": 0.9, "mscale_all_dim": 0.6}}
+    if family == "deepseek_v2":
+        return DeepseekV2Config(**{**options, "q_lora_rank": None}, **rope)
+    if family == "deepseek_v2_groups":
+        return DeepseekV2Config(**options, topk_method="group_limited_greedy")
+    if family == "deepseek_v3":
+        return DeepseekV3Config(**options, **rope)
+    if family == "deepseek_v3_dense":
+        # no scale on cosine and sine, and another epsilon than that of the norms inside attention
+        rope = {"rope_parameters": {**yarn, "mscale_all_dim": 0.6}}
+        return DeepseekV3Config(**{**options, "first_k_dense_replace": sizes["num_hidden_layers"], "rms_norm_eps": 1e-3}, **rope)
     raise ValueError(f"no tiny model of family {family!r}")
 
 
@@ -90,6 +142,9 @@ def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0, layers
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if name.endswith("embed_tokens.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) - 0.5)
     model.save_pretrained(directory)
     return directory
 

@@ -6,11 +6,38 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from converters.errors import ConversionError
-from converters.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from converters.families import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from converters.families.base import Family
 
-_FAMILIES = (llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen2_moe.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in _FAMILIES})
+_FAMILIES = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
+    qwen2.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+)
+_BUILT_IN = frozenset(family.model_type for family in _FAMILIES)
+_known = {family.model_type: family for family in _FAMILIES}
+FAMILIES: Mapping[str, Family] = MappingProxyType(_known)
+"""By ``model_type``; those of a user, once they are registered, as well."""
+
+
+def register_family(family: Family) -> None:
+    """Make a family known that is not part of this package (:mod:`converters.family_file`). One registered earlier under the same name is
+    replaced.
+
+    Raises:
+        ConversionError: the package has a family of that name.
+    """
+    if family.model_type in _BUILT_IN:
+        raise ConversionError(f"model_type = {family.model_type!r} is a family that is built in", "give the family a model_type of its own")
+    _known[family.model_type] = family
 
 
 def family_of(model_type: object) -> Family:
@@ -23,6 +50,7 @@ def family_of(model_type: object) -> Family:
     if family is None:
         raise ConversionError(
             f"model_type = {model_type!r} has no mapping rules; known families are {', '.join(sorted(FAMILIES))}",
-            "use a model of a known family, or a backend that runs the transformers model itself",
+            "use a model of a known family, describe this one (megarl convert --family-file), or use a backend that runs the transformers "
+            "model itself",
         )
     return family

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from converters.latent_attention import LatentAttention
 from converters.mixture import MixtureOfExperts
 from converters.rule import Rule
 
@@ -21,11 +22,24 @@ class Features:
     attention_output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool = False
 
 
 def no_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     """The mixture of a dense family."""
     del config, num_layers, problems
+    return None
+
+
+def no_limit(config: Mapping[str, object], problems: list[str]) -> float | None:
+    """The limit of a family whose gated MLP has none."""
+    del config, problems
+    return None
+
+
+def no_latent_attention(config: Mapping[str, object], problems: list[str]) -> LatentAttention | None:
+    """The latent attention of a family that has ordinary attention."""
+    del config, problems
     return None
 
 
@@ -42,6 +56,14 @@ class Family:
         layer_rules: rules of one layer, by its global index.
         read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the list.
         has_uniform_window: ``sliding_window``, when it is set, holds for every layer.
+        read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
+        may_predict_further: behind its layers a model may have layers that predict further tokens
+            (:mod:`converters.prediction_layers`).
+        has_layer_windows: ``sliding_window`` holds for the layers that ``layer_types`` says.
+        read_gate_limit: bound of what the gated MLP multiplies, from the config (:class:`converters.architecture.Architecture`).
+        rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
+        config_like: ``model_type`` of the transformers config class that fills in what a ``config.json`` leaves out, for a family that
+            transformers does not know; without it, such a config has to say everything.
     """
 
     model_type: str
@@ -52,3 +74,9 @@ class Family:
     layer_rules: Callable[[Architecture, int], tuple[Rule, ...]]
     read_mixture: Callable[[Mapping[str, object], int, list[str]], MixtureOfExperts | None] = no_mixture
     has_uniform_window: bool = False
+    read_latent_attention: Callable[[Mapping[str, object], list[str]], LatentAttention | None] = no_latent_attention
+    may_predict_further: bool = False
+    has_layer_windows: bool = False
+    read_gate_limit: Callable[[Mapping[str, object], list[str]], float | None] = no_limit
+    rotates_partly: bool = False
+    config_like: str | None = None

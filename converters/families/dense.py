@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from converters import latent_attention
 from converters.rule import HuggingFaceTensor, Kind, Rule
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def layer_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
 
 def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
     """Attention and the norm before it."""
+    if architecture.latent_attention is not None:
+        return latent_attention.attention_rules(architecture, layer)
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
     query, key = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
     megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."

@@ -26,6 +26,7 @@ class MixtureNames:
         blocks: names that the block below a layer may have; it is written under the first.
         gate, up, down: the matrices of one expert.
         shared: the shared expert below the block, and with ``_gate`` behind it its gate.
+        router: the router below the block.
     """
 
     blocks: tuple[str, ...]
@@ -33,6 +34,7 @@ class MixtureNames:
     up: str
     down: str
     shared: str = "shared_expert"
+    router: str = "gate"
 
 
 def read_sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
@@ -58,17 +60,25 @@ def layer_rules(architecture: Architecture, layer: int, names: MixtureNames) -> 
     return (
         *dense.attention_rules(architecture, layer),
         dense.mlp_norm_rule(architecture, layer),
-        _router_rule(architecture, mixture, layer, names),
+        *router_rules(architecture, mixture, layer, names),
         *_expert_rules(architecture, mixture, layer, names),
         *(_shared_expert_rules(architecture, mixture, layer, names) if mixture.shared_ffn_hidden_size else ()),
     )
 
 
-def _router_rule(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Rule:
-    shape = (mixture.num_experts, architecture.hidden_size)
-    first, *others = [f"model.layers.{layer}.{block}.gate.weight" for block in names.blocks]
-    tensor = HuggingFaceTensor(first, shape, tuple(Place(name, shape) for name in others))
-    return Rule(f"decoder.layers.{layer}.mlp.router.weight", Kind.REPLICATED, (tensor,))
+def router_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+    """Of the weights of a router and its biases."""
+    experts = mixture.num_experts
+    tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, architecture.hidden_size))]
+    if mixture.routing.has_bias:
+        tensors.append(("bias", "bias", (experts,)))
+    if mixture.routing.has_correction_bias:
+        tensors.append(("expert_bias", "e_score_correction_bias", (experts,)))
+    for megatron, name, shape in tensors:
+        first, *others = [f"model.layers.{layer}.{block}.{names.router}.{name}" for block in names.blocks]
+        places = tuple(Place(other, shape) for other in others)
+        tensor = HuggingFaceTensor(first, shape, places, stays_float32=megatron == "expert_bias")
+        yield Rule(f"decoder.layers.{layer}.mlp.router.{megatron}", Kind.REPLICATED, (tensor,))
 
 
 def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
@@ -93,7 +103,8 @@ def _shared_expert_rules(architecture: Architecture, mixture: MixtureOfExperts, 
     gated = tuple(HuggingFaceTensor(f"{prefix}.{name}.weight", (width, hidden)) for name in (names.gate, names.up))
     yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, gated)
     yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (HuggingFaceTensor(f"{prefix}.{names.down}.weight", (hidden, width)),))
-    yield Rule(f"{megatron}gate_weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),))
+    if mixture.shared_gate:
+        yield Rule(f"{megatron}gate_weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),))
 
 
 def _expert_tensor(blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: Place) -> HuggingFaceTensor:

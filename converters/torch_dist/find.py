@@ -9,7 +9,7 @@ from converters.errors import ConversionError
 from converters.torch_dist.index import INDEX_FILE
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-_INSIDE = ("dist_ckpt", "release", "weights", "policy/weights")
+_INSIDE = ("dist_ckpt", "actor/dist_ckpt", "release", "weights", "policy/weights")
 _ITERATION = re.compile(r"iter_\d{7,}")
 
 

@@ -82,7 +82,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
     Raises:
         ConversionError: there is no such archive, or it holds something else than one plain tensor.
     """
-    window = _Window(descriptor, offset, length)
+    window = _Window(descriptor, offset, length, what)
     try:
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -192,8 +192,8 @@ def _storage(identifier: Any) -> tuple[str, torch.dtype]:
 class _Window(io.RawIOBase):
     """A part of a file as a file."""
 
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+    def __init__(self, descriptor: int, offset: int, length: int, what: str) -> None:
+        self._descriptor, self._offset, self._length, self._position, self._what = descriptor, offset, length, 0, what
 
     def seekable(self) -> bool:
         return True
@@ -211,6 +211,10 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         rest = max(0, self._length - self._position)
-        data = os.pread(self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position)
+        try:
+            data = os.pread(self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position)
+        # zipfile would take it for the end of what is no archive
+        except (OSError, OverflowError) as error:
+            raise ConversionError(f"{self._what} cannot be read ({error})", "check the disk, or fetch the checkpoint again") from error
         self._position += len(data)
         return data

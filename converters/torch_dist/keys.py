@@ -15,9 +15,14 @@ from converters.architecture import Architecture
 from converters.rule import Rule
 
 _LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
+_PREDICTION_LAYER = re.compile(r"(mtp\.layers\.(0|[1-9]\d*)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(0|[1-9]\d*)\.(.+)")
 _NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 _INSIDE_ATTENTION, _INSIDE_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+_LATENT_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
 _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.")
 
 
@@ -42,21 +47,35 @@ def is_stacked(architecture: Architecture) -> bool:
 
 
 def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> StoredPlace:
-    """The place of a parameter in a checkpoint whose layers are stacked or not."""
+    """The place of a parameter in a checkpoint whose layers are stacked or not. Layers that predict further tokens never are."""
+    prediction = _PREDICTION_LAYER.fullmatch(rule.megatron_name)
+    if prediction is not None:
+        layer = architecture.num_layers + int(prediction.group(2))
+        return _place_in_layer(prediction.group(1), prediction.group(3), architecture, layer, (), ())
     match = _LAYER.fullmatch(rule.megatron_name)
     if match is None:
         return StoredPlace(rule.megatron_name)
     layer, suffix = int(match.group(1)), match.group(2)
-    index, grid = ((layer,), (architecture.num_layers,)) if stacked else ((), ())
-    prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
+    if stacked:
+        return _place_in_layer("decoder.layers.", suffix, architecture, layer, (layer,), (architecture.num_layers,))
+    return _place_in_layer(f"decoder.layers.{layer}.", suffix, architecture, layer, (), ())
+
+
+def _place_in_layer(
+    prefix: str, suffix: str, architecture: Architecture, layer: int, index: tuple[int, ...], grid: tuple[int, ...]
+) -> StoredPlace:
+    """The place of the parameter ``suffix`` of a layer whose keys begin with ``prefix``."""
     expert = _EXPERT.fullmatch(suffix)
     if expert is not None:
         assert architecture.mixture is not None
         suffix = f"mlp.experts.experts.{expert.group(2)}"
         return StoredPlace(prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts))
-    if suffix == _NORM_BEFORE_ATTENTION:
+    if architecture.latent_attention is not None:
+        # nothing is fused with the norm before the first projections
+        suffix = _LATENT_NORMS.get(suffix, suffix)
+    elif suffix == _NORM_BEFORE_ATTENTION:
         suffix = _INSIDE_ATTENTION
-    elif suffix == _NORM_BEFORE_MLP and not architecture.is_sparse(layer):
+    if suffix == _NORM_BEFORE_MLP and not architecture.is_sparse(layer):
         suffix = _INSIDE_MLP
     return StoredPlace(prefix + suffix, index, grid)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from converters.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
-from converters.torch_dist.index import read_index
+from converters.open_files import OpenFiles
+from converters.restricted import DAMAGED
+from converters.torch_dist.index import INDEX_FILE, read_index
 from converters.torch_dist.items import RawTensor, find_tensor, read_raw
 
 
@@ -42,6 +43,23 @@ class _Stored:
     chunks: Mapping[tuple[int, ...], tuple[_Chunk, ...]]
 
 
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint by key, in one directory or put together; what :class:`TorchDistCheckpoint` says of each method holds.
+
+    Attributes:
+        directory: to call the checkpoint by.
+    """
+
+    @property
+    def directory(self) -> Path: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __contains__(self, key: str) -> bool: ...
+    def shape(self, key: str) -> tuple[int, ...]: ...
+    def dtype(self, key: str) -> torch.dtype: ...
+    def read(self, key: str, box: Box) -> Tensor: ...
+    def is_saved(self, key: str, box: Box) -> bool: ...
+
+
 class TorchDistCheckpoint:
     """The tensors of one checkpoint directory, by key. Safe to be read from several threads.
 
@@ -55,14 +73,23 @@ class TorchDistCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         index = read_index(directory)
-        self._tensors = {
-            key: _stored(key, entry, index.storage_data)
-            for key, entry in index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.objects = tuple(key for key in index.state_dict_metadata if key not in self._tensors)
+        try:
+            self._tensors = {
+                key: _stored(key, entry, index.storage_data)
+                for key, entry in index.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            self.objects = tuple(key for key in index.state_dict_metadata if key not in self._tensors)
+            self._object_places = {place.fqn: where for place, where in index.storage_data.items() if place.fqn not in self._tensors}
+        except ConversionError:
+            raise
+        # a pickle may set any attribute to anything
+        except DAMAGED as error:
+            raise ConversionError(
+                f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
+            ) from error
         self._check_files({chunk.file for stored in self._tensors.values() for chunks in stored.chunks.values() for chunk in chunks})
-        self._descriptors: dict[str, int] = {}
+        self._files = OpenFiles()
         self._found: dict[tuple[str, int], RawTensor] = {}
         self._lock = threading.Lock()
 
@@ -111,16 +138,33 @@ class TorchDistCheckpoint:
             part(out, relative(common, origin)).copy_(self._read_piece(key, stored, common, chunk))
         return out
 
+    def read_object(self, key: str) -> bytes:
+        """An object that is no tensor, as ``torch.save`` wrote it.
+
+        Raises:
+            ConversionError: there is none of that name, or its file is missing or too short.
+        """
+        place = self._object_places.get(key)
+        name = "" if place is None else str(place.relative_path)
+        if place is None or PurePosixPath(name).name != name or "\\" in name:
+            raise ConversionError(f"{self.directory} has no object {key!r}", "check that the checkpoint is complete")
+        try:
+            with (self.directory / name).open("rb") as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
+        except OSError as error:
+            raise ConversionError(f"{key} in {self.directory / name} cannot be read ({error})", "fetch the checkpoint again") from error
+        if len(content) != place.length:
+            raise ConversionError(f"{self.directory / name} ends inside {key}", "fetch the checkpoint again")
+        return content
+
     def is_saved(self, key: str, box: Box) -> bool:
         """Whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
         return _missing(box, self._pieces(self._entry(key), box)) == 0
 
     def close(self) -> None:
         """Close the files."""
-        with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+        self._files.close()
 
     def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
         return [(common, chunk) for chunk in self._candidates(stored, box) if (common := intersection(box, chunk.box)) is not None]
@@ -132,16 +176,14 @@ class TorchDistCheckpoint:
         return [chunk for chunks in stored.chunks.values() for chunk in chunks]
 
     def _read_piece(self, key: str, stored: _Stored, box: Box, chunk: _Chunk) -> Tensor:
-        raw, descriptor = self._locate(key, stored, chunk)
         inside = relative(box, [start for start, _ in chunk.box])
-        return read_raw(descriptor, raw, inside, key)
+        with self._files.use(self.directory / chunk.file) as descriptor:
+            return read_raw(descriptor, self._locate(key, stored, chunk, descriptor), inside, key)
 
-    def _locate(self, key: str, stored: _Stored, chunk: _Chunk) -> tuple[RawTensor, int]:
+    def _locate(self, key: str, stored: _Stored, chunk: _Chunk, descriptor: int) -> RawTensor:
         place = (chunk.file, chunk.offset)
         with self._lock:
-            if chunk.file not in self._descriptors:
-                self._descriptors[chunk.file] = os.open(self.directory / chunk.file, os.O_RDONLY)
-            descriptor, raw = self._descriptors[chunk.file], self._found.get(place)
+            raw = self._found.get(place)
         if raw is None:
             raw = find_tensor(descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}")
             if raw.shape != shape_of(chunk.box) or raw.dtype != stored.dtype:
@@ -151,7 +193,7 @@ class TorchDistCheckpoint:
                 )
             with self._lock:
                 self._found[place] = raw
-        return raw, descriptor
+        return raw
 
     def _entry(self, key: str) -> _Stored:
         if key not in self._tensors:
@@ -177,6 +219,8 @@ def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:
 
 def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -> _Stored:
     shape = tuple(entry.size)
+    if not isinstance(key, str) or not isinstance(entry.properties.dtype, torch.dtype) or not _are_sizes(shape):
+        raise ValueError(f"{key!r} of shape {shape}")
     chunks = []
     for number, described in enumerate(entry.chunks):
         # an index that names the chunk by its number as well is equal to one that does not
@@ -187,6 +231,8 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
             )
         if getattr(place, "transform_descriptors", None):
             raise ConversionError(f"{key} is stored with {place.transform_descriptors}", "save the checkpoint without compression")
+        if not _are_sizes((*described.offsets, *described.sizes, place.offset, place.length)):
+            raise ValueError(f"a piece of {key!r} at {described.offsets}")
         box = tuple((first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True))
         chunks.append(_Chunk(box, str(place.relative_path), place.offset, place.length))
     leading = 0
@@ -198,6 +244,10 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
     for group in by_place.values():
         _check_apart(key, shape, [chunk.box for chunk in group])
     return _Stored(shape, entry.properties.dtype, leading, {place: tuple(group) for place, group in by_place.items()})
+
+
+def _are_sizes(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(value, int) and 0 <= value < 2**63 for value in values)
 
 
 def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:

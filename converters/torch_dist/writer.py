@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from converters.torch_dist.index import INDEX_FILE, write_index
+from converters.whole_file import whole_file
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"
@@ -71,7 +72,7 @@ class ItemFile:
     def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
         """Append a piece of the tensor ``key`` at ``offsets``; ``tensor`` has all of its dimensions."""
         begin = self._file.tell()
-        torch.save(tensor, self._file)
+        _save(tensor, self._file)
         self.items.append(StoredItem(key, offsets, tuple(tensor.shape), self._name, begin, self._file.tell() - begin))
 
     def close(self) -> None:
@@ -100,12 +101,12 @@ def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: I
         for tensor in tensors
     }
     with (directory / OBJECTS_FILE).open("wb") as file:
-        torch.save([None], file)
+        _save([None], file)
         length = file.tell()
     for name in object_names:
         entries[name] = BytesStorageMetadata()
         places[MetadataIndex(name)] = _StorageInfo(OBJECTS_FILE, 0, length)
-    with (directory / INDEX_FILE).open("wb") as file:
+    with whole_file(directory / INDEX_FILE) as file:
         write_index(Metadata(state_dict_metadata=entries, storage_data=places), file)
     write_common(directory, {})
     (directory / CONFIG_FILE).write_text(json.dumps(_BACKEND), encoding="utf-8")
@@ -113,4 +114,13 @@ def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: I
 
 def write_common(directory: Path, state: Mapping[str, Any]) -> None:
     """Write what is no tensor; plain values only, so that it can be read safely."""
-    torch.save(dict(state), directory / COMMON_FILE)
+    with (directory / COMMON_FILE).open("wb") as file:
+        _save(dict(state), file)
+
+
+def _save(value: Any, file: IO[bytes]) -> None:
+    """``torch.save``, which raises a RuntimeError in place of what the file system said."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from error

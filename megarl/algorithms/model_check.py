@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.architecture import read_architecture
 from converters.check import check_source
 from converters.megatron_settings import megatron_settings
+from converters.prediction_layers import as_stored
 from converters.source import HuggingFaceSource, open_source
 from megarl.config.backend import enabled_backend
 from megarl.config.model_facts import read_model_facts
@@ -79,7 +80,7 @@ def _check(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | N
     megatron_settings(architecture)
     if source is not None:
         # Whether tied weights are equal takes reading them; the worker that holds them compares.
-        check_source(source, architecture, compare_tied=False)
+        check_source(source, as_stored(architecture, source.names()), compare_tied=False)
     return architecture.vocab_size
 
 

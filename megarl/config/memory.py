@@ -58,9 +58,12 @@ def layer_parameters(facts: ModelFacts, tensor: int) -> int:
 
 def attention_parameters(facts: ModelFacts, tensor: int) -> int:
     """Parameters of one layer on one tensor-parallel rank without its MLP: attention and norms."""
+    if facts.latent is not None:
+        return facts.latent.parameters(facts.hidden_size, facts.num_attention_heads, tensor) + 2 * facts.hidden_size
     query = facts.num_attention_heads * facts.head_dim
     key_value = 2 * facts.num_key_value_heads * facts.head_dim
     divided = facts.hidden_size * (query + key_value) + query * facts.hidden_size + (query + key_value) * facts.qkv_bias
+    divided += facts.num_attention_heads * facts.attention_sinks
     whole = 2 * facts.hidden_size + 2 * facts.head_dim * facts.qk_norm + facts.hidden_size * facts.attention_output_bias
     return divided // tensor + whole
 
@@ -68,10 +71,11 @@ def attention_parameters(facts: ModelFacts, tensor: int) -> int:
 def sparse_layer_parameters(facts: ModelFacts, tensor: int) -> int:
     """Parameters of one layer with experts on one tensor-parallel rank: attention, norms, router, shared expert, but no routed ones.
 
-    Source: the shapes of Megatron-Core's ``TopKRouter``, which every rank has, and of its ``SharedExpertMLP``, whose gate every rank has.
+    Source: the shapes of Megatron-Core's ``TopKRouter``, which every rank has, and of its ``SharedExpertMLP``, whose gate, where it has
+    one, every rank has.
     """
     shared = facts.shared_expert_ffn_hidden_size
-    whole = facts.hidden_size * (facts.num_experts + (shared > 0))
+    whole = facts.hidden_size * (facts.num_experts + facts.shared_expert_gate) + facts.num_experts * facts.mlp_bias
     return attention_parameters(facts, tensor) + 3 * facts.hidden_size * shared // tensor + whole
 
 
@@ -83,7 +87,9 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
         expert: ranks that the experts are divided over.
         expert_tensor: ranks that each of them is cut over.
     """
-    return facts.num_experts // expert * 3 * facts.hidden_size * (facts.expert_ffn_hidden_size // expert_tensor)
+    width = facts.expert_ffn_hidden_size // expert_tensor
+    biases = (2 * width + facts.hidden_size) * facts.mlp_bias
+    return facts.num_experts // expert * (3 * facts.hidden_size * width + biases)
 
 
 def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
@@ -131,10 +137,11 @@ def layer_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence
     without a stored score matrix). Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
     Models", section 4, without dropout, for grouped queries and a gated MLP.
     """
-    query = facts.num_attention_heads * facts.head_dim
-    key_value = 2 * facts.num_key_value_heads * facts.head_dim
-    outside = 4 * facts.hidden_size * element
-    inside = (2 * query + key_value + 4 * facts.ffn_hidden_size) * element + 4 * facts.num_attention_heads
+    attention, whole = 2 * (facts.num_attention_heads + facts.num_key_value_heads) * facts.head_dim, 0
+    if facts.latent is not None:
+        attention, whole = facts.latent.kept_columns(facts.num_attention_heads)
+    outside = (4 * facts.hidden_size + whole) * element
+    inside = (attention + 4 * facts.ffn_hidden_size) * element + 4 * facts.num_attention_heads
     return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
 
 
@@ -145,14 +152,14 @@ def sparse_layer_activation_bytes(
     tokens evenly.
 
     All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over tensor ranks with sequence
-    parallelism) float32 scores of all experts before and after softmax, the output of the shared expert and its weight, and for each of its
-    chosen experts: input and output (whole on each of the expert's tensor ranks), gate, up, activated gate and their product.
+    parallelism) float32 scores of all experts before and after softmax, the output of a gated shared expert and its weight, and for each of
+    its chosen experts: input and output (whole on each of the expert's tensor ranks), gate, up, activated gate and their product.
     """
     shared = facts.shared_expert_ffn_hidden_size
     dense = replace(facts, ffn_hidden_size=shared)
     own = tokens // tensor if sequence_parallel else tokens
     chosen = 2 * facts.hidden_size * expert_tensor + 4 * facts.expert_ffn_hidden_size
-    weighed = facts.hidden_size + 1 if shared else 0
+    weighed = facts.hidden_size + 1 if facts.shared_expert_gate else 0
     experts = own * ((facts.experts_per_token * chosen + weighed) * element + 8 * facts.num_experts)
     return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element) + experts
 
@@ -241,4 +248,6 @@ def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelF
     if policy["generation"] is None:
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
-    return int(2 * layers * facts.num_key_value_heads * facts.head_dim // layout.tensor * element * tokens)
+    # latent attention keeps keys and values of all heads, not what they are projected up from
+    width = 2 * facts.head_dim if facts.latent is None else facts.latent.head + facts.latent.value
+    return int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)

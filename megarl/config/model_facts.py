@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.latent_facts import LatentWidths, read_latent_widths
 from megarl.errors import ConfigError, Violation
 
 KEY = "policy.model_name"
@@ -30,12 +31,15 @@ class ModelFacts:
         num_experts: experts of a layer that has them; 0 for a dense model.
         qkv_bias: query, key and value have biases.
         attention_output_bias: so has the attention's output.
-        mlp_bias: so has the MLP.
+        mlp_bias: so have the MLP and, in a mixture of experts, these and their router.
+        attention_sinks: each head has a learnt logit beside those of the keys.
         qk_norm: query and key are normalised by head.
         experts_per_token: experts that each token goes through; 0 for a dense model.
         expert_ffn_hidden_size: width of the gated MLP of one expert; 0 for a dense model.
         dense_layers: of a mixture of experts, the layers without experts, counted from 0.
         shared_expert_ffn_hidden_size: width of the gated MLP of the expert that every token goes through; 0 without one.
+        shared_expert_gate: its output is weighed by a gate.
+        latent: widths of latent attention; None for ordinary attention.
     """
 
     model_type: str
@@ -52,11 +56,14 @@ class ModelFacts:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: bool = False
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     dense_layers: frozenset[int] = frozenset()
     shared_expert_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
+    latent: LatentWidths | None = None
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of that index has experts instead of a dense MLP."""
@@ -128,7 +135,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     text = content.get("text_config") or content
     heads = int(text["num_attention_heads"])
     model_type = str(text.get("model_type") or content["model_type"])
-    attention_bias = bool(text.get("attention_bias", False))
+    attention_bias = bool(text.get("attention_bias", model_type == "gpt_oss"))
     dense_layers = _dense_layers(text)
     num_experts = _num_experts(text, model_type) if len(dense_layers) < int(text["num_hidden_layers"]) else 0
     return ModelFacts(
@@ -144,13 +151,16 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         max_position=_max_position(text),
         num_experts=num_experts,
         qkv_bias=attention_bias or model_type == "qwen2" or (model_type == "qwen2_moe" and bool(text.get("qkv_bias", True))),
-        attention_output_bias=attention_bias and model_type not in {"qwen2", "qwen2_moe"},
-        mlp_bias=bool(text.get("mlp_bias", False)),
-        qk_norm=model_type in {"qwen3", "qwen3_moe", "gemma3_text", "gemma3"},
+        attention_output_bias=attention_bias and model_type not in {"qwen2", "qwen2_moe", "glm4_moe"},
+        mlp_bias=bool(text.get("mlp_bias", False)) or model_type == "gpt_oss",
+        attention_sinks=model_type == "gpt_oss",
+        qk_norm=model_type in {"qwen3", "qwen3_moe", "gemma3_text", "gemma3"} or bool(text.get("use_qk_norm")),
         experts_per_token=int(text.get("num_experts_per_tok") or 0) if num_experts else 0,
         expert_ffn_hidden_size=int(text.get("moe_intermediate_size") or text["intermediate_size"]) if num_experts else 0,
         dense_layers=dense_layers if num_experts else frozenset(),
-        shared_expert_ffn_hidden_size=int(text["shared_expert_intermediate_size"]) if num_experts and model_type == "qwen2_moe" else 0,
+        shared_expert_ffn_hidden_size=_shared_expert_width(text, model_type) if num_experts else 0,
+        shared_expert_gate=num_experts > 0 and model_type == "qwen2_moe",
+        latent=read_latent_widths(text),
     )
 
 
@@ -163,10 +173,22 @@ def _num_experts(text: dict[str, Any], model_type: str) -> int:
     return 0
 
 
+def _shared_expert_width(text: dict[str, Any], model_type: str) -> int:
+    """DeepSeek's shared experts, and those of the models that follow it, are one of their width together."""
+    if model_type == "qwen2_moe":
+        return int(text["shared_expert_intermediate_size"])
+    return int(text.get("n_shared_experts") or 0) * int(text.get("moe_intermediate_size") or 0)
+
+
 def _dense_layers(text: dict[str, Any]) -> frozenset[int]:
-    """Layers that Qwen's mixtures leave dense: those named, and all but every ``decoder_sparse_step``-th, counted from one."""
-    named, step = set(text.get("mlp_only_layers") or ()), int(text.get("decoder_sparse_step") or 1)
-    return frozenset(layer for layer in range(int(text["num_hidden_layers"])) if layer in named or (layer + 1) % step)
+    """Layers that mixtures leave dense: the first ``first_k_dense_replace`` (DeepSeek), those named, and all but every
+    ``decoder_sparse_step``-th, counted from one (Qwen)."""
+    first, named, step = (
+        int(text.get("first_k_dense_replace") or 0),
+        set(text.get("mlp_only_layers") or ()),
+        int(text.get("decoder_sparse_step") or 1),
+    )
+    return frozenset(layer for layer in range(int(text["num_hidden_layers"])) if layer < first or layer in named or (layer + 1) % step)
 
 
 def _max_position(text: dict[str, Any]) -> int | None:

@@ -40,8 +40,8 @@ def make_models(root: Path) -> dict[str, Path]:
         "remote": make_tiny(root / "remote", "qwen2", tied=False, layers=1),
     }
     words = [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)]
-    made |= {name: _tokenizer(root / name, words) for name in ("tokenizer", "coded")}
-    made["backwards"] = _tokenizer(root / "backwards", words[::-1])
+    made |= {name: tokenizer_of_words(root / name, words) for name in ("tokenizer", "coded")}
+    made["backwards"] = tokenizer_of_words(root / "backwards", words[::-1])
     _bring_code(made["remote"], "config.json", {"AutoConfig": "RemoteConfig", "AutoModelForCausalLM": "RemoteModel"})
     _bring_code(made["coded"], "tokenizer_config.json", {"AutoTokenizer": [None, "RemoteTokenizer"]})
     return made
@@ -59,7 +59,7 @@ def _bring_code(folder: Path, file_name: str, classes: dict[str, Any]) -> None:
     (folder / file_name).write_text(json.dumps(content), encoding="utf-8")
 
 
-def _tokenizer(path: Path, words: list[str]) -> Path:
+def tokenizer_of_words(path: Path, words: list[str]) -> Path:
     """Whole words, one token each; every text that is decoded holds a ``w``."""
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate([*SPECIAL, *words])}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

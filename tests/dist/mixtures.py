@@ -28,7 +28,7 @@ def weights_of(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tenso
 
 
 def gates(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
 
 
 class Balanced:
@@ -44,14 +44,17 @@ class Balanced:
         self.loss_fn = loss_fn
         self.kind = megatron["moe_router_load_balancing_type"]
         given = megatron["moe_aux_loss_coeff"]
-        self.coefficient = model.config.router_aux_loss_coef if given is None else given
+        self.coefficient = getattr(model.config, "router_aux_loss_coef", 0.0) if given is None else given
         self.z = megatron["moe_z_loss_coeff"] or 0.0
         self.chosen = model.config.num_experts_per_tok
+        self.sigmoid = any(hasattr(gate, "e_score_correction_bias") for gate in gates(model))
+        self.grouped = getattr(model.config, "topk_method", None) == "group_limited_greedy"
+        self.experts = gates(model)[0].weight.shape[0]
         self.logits: list[torch.Tensor] = []
         self.plain = 0.0
         self.figures: dict[str, float] = {}
         for gate in gates(model):
-            gate.register_forward_hook(lambda module, inputs, outputs: self.logits.append(outputs[0]))
+            gate.register_forward_hook(lambda module, inputs, outputs: self.logits.append(self.marked(outputs[0], outputs[2])))
             if megatron["freeze_moe_router"]:
                 gate.weight.requires_grad_(False)
 
@@ -69,7 +72,7 @@ class Balanced:
             balance = [torch.stack([self.switch(sequence) for sequence in layer]).mean() for layer in sequences]
         else:
             balance = [self.switch(tokens) for tokens in whole]
-        z = [torch.stack([token.exp().sum().log() ** 2 for token in tokens]).mean() for tokens in whole]
+        z = [torch.stack([token[: self.experts].exp().sum().log() ** 2 for token in tokens]).mean() for tokens in whole]
         loads = torch.stack([self.load(tokens) for tokens in whole])
         loads = loads / loads.mean(1, keepdim=True)
         self.figures = {
@@ -82,22 +85,34 @@ class Balanced:
             loss = loss + self.coefficient * torch.stack(balance).sum()
         return loss + self.z * torch.stack(z).sum(), metrics
 
-    def load(self, logits: torch.Tensor) -> torch.Tensor:
-        """[E]: tokens that went to each expert, one by one."""
-        counts = torch.zeros(logits.shape[1])
-        for token in logits:
-            for expert in token.topk(self.chosen).indices:
-                counts[expert] += 1
-        return counts
+    def marked(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """[t, 2 E]: the logits of some tokens, and behind them 1 for the experts that they go to. For softmax these are the highest logits;
+        for sigmoids, with groups and corrections, those that transformers chose."""
+        marks = torch.zeros_like(logits)
+        for token, experts in enumerate(chosen):
+            marks[token, experts if self.sigmoid or self.grouped else logits[token].topk(self.chosen).indices] = 1
+        return torch.cat([logits, marks], 1)
 
-    def switch(self, logits: torch.Tensor) -> torch.Tensor:
-        """E * sum_i f_i * P_i over some tokens, [t, E]."""
-        tokens, experts = logits.shape
-        counts = self.load(logits)
+    def load(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[E]: tokens that went to each expert."""
+        return tokens.detach()[:, self.experts :].sum(0)
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of one token."""
+        if not self.sigmoid:
+            return logits.softmax(0)
+        scores = [1 / (1 + (-logit).exp()) for logit in logits]
+        return torch.stack(scores) / sum(scores)
+
+    def switch(self, marked: torch.Tensor) -> torch.Tensor:
+        """E * sum_i f_i * P_i over some tokens, [t, 2 E]."""
+        logits, tokens, experts = marked[:, : self.experts], len(marked), self.experts
+        counts = self.load(marked)
+        by_token = torch.stack([self.probabilities(token) for token in logits])
         total = logits.new_zeros(())
         for expert in range(experts):
             fraction = counts[expert] / (tokens * self.chosen)
-            probability = sum(token.softmax(0)[expert] for token in logits) / tokens
+            probability = by_token[:, expert].sum() / tokens
             total = total + fraction * probability
         return experts * total
 

@@ -46,14 +46,14 @@ def greedy(model: Any, batch: Mapping[str, Any], new_tokens: int, stop: list[int
 
 
 class ReferenceTrainer:
-    """Gradient of the whole batch at once, clipped by its norm, AdamW without decay on vectors; the warm-up of ``policy_config``."""
+    """Gradient of the whole batch at once, clipped by its norm, AdamW without decay on vectors and biases; ``policy_config``'s warm-up."""
 
     def __init__(self, model: torch.nn.Module, policy: Mapping[str, Any]) -> None:
         self.model = model.train()
         self.policy = policy
         chosen = policy["megatron_cfg"]["optimizer"]
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
+        vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or name.endswith("_bias")]  # of all experts in one matrix
+        matrices = [p for p in model.parameters() if not any(p is vector for vector in vectors)]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": chosen["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
             lr=chosen["lr"],

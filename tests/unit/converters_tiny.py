@@ -9,6 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -41,7 +45,96 @@ QWEN2_MOE: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
 }
 
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 22,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "partial_rotary_factor": 0.4,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 0,
+}
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 14,
+    "q_lora_rank": 18,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 10,
+}
+DEEPSEEK: dict[str, Any] = {
+    **LATENT,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 22,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+# transformers saves no prediction layers (tests/unit/test_prediction_layers.py)
+DEEPSEEK_V3: dict[str, Any] = {**DEEPSEEK, "num_nextn_predict_layers": 0}
+DEEPSEEK_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.7,
+}
+
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "sliding_window": 9,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
+
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "deepseek_v2": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v2_groups_tied": (
+        DeepseekV2Config,
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3": (DeepseekV3Config, DEEPSEEK_V3),
+    "deepseek_v3_dense": (DeepseekV3Config, {**DEEPSEEK_V3, "first_k_dense_replace": 3, "q_lora_rank": None}),
+    "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
+    "glm4_moe_all_experts_tied": (
+        Glm4MoeConfig,
+        {
+            **GLM4_MOE,
+            "first_k_dense_replace": 0,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (GptOssConfig, GPT_OSS),
+    "gpt_oss_full_tied": (
+        GptOssConfig,
+        {**GPT_OSS, "layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
     "llama": (LlamaConfig, {}),
     "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 3}),
     "llama_all_biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
@@ -64,6 +157,10 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
+# every tensor is stored by itself; of GPT-OSS the experts are stacked always (tests/unit/test_converters_gpt_oss.py)
+ALONE = [name for name in CONFIGS if not name.startswith("gpt_oss")]
+
+
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     """The config called ``name``, with changes."""
     config_class, options = CONFIGS[name]
@@ -79,6 +176,9 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape) * 0.2
             parameter.copy_((1.0 + noise if parameter.dim() == 1 else noise).to(dtype))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):  # as large as the scores that it corrects, and not of half precision
+                buffer.copy_(torch.rand(buffer.shape) - 0.5)
     return model
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megarl.models.engine.attention import causal_attention
+from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
 from tests.choice import newest_megatron
 
 pytestmark = newest_megatron
@@ -40,6 +40,19 @@ def test_equals_the_loops(queries: int, keys: int, heads: int, groups: int, scal
     value = torch.randn(2, groups, keys, 5, generator=generator, requires_grad=True)
     output = causal_attention(query, key, value, scale)
     torch.testing.assert_close(output.double(), by_loops(query.detach(), key.detach(), value.detach(), scale), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("width", "values"), [(6, 4), (3, 8)])
+def test_values_may_have_another_width(width: int, values: int, scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(width)
+    query = torch.randn(2, 6, 7, width, generator=generator)
+    key, value = (torch.randn(2, 2, 7, size, generator=generator) for size in (width, values))
+    torch.testing.assert_close(attention(query, key, value, scale=scale).double(), by_loops(query, key, value, scale), atol=1e-5, rtol=1e-5)
+    packed = attention(query[:1], key[:1], value[:1], SequenceLayout((0, 3, 7)), scale=scale)
+    for start, end in ((0, 3), (3, 7)):
+        alone = by_loops(*(tensor[:1, :, start:end] for tensor in (query, key, value)), scale)
+        torch.testing.assert_close(packed[:, :, start:end].double(), alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("keys", [6, 9])

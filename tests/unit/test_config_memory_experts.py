@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
@@ -38,7 +49,31 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 101,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 2,
+    "attention_bias": True,
+}
+DEEPSEEK: dict[str, Any] = {
+    **{key: GLM4_MOE[key] for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")},
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 26,
+    "q_lora_rank": 30,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 14,
+}
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "deepseek_v2": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
+    "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
+    "glm4_moe-norms": (Glm4MoeConfig, {**GLM4_MOE, "use_qk_norm": True, "attention_bias": False, "first_k_dense_replace": 0}),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 8, "num_experts_per_tok": 3, "layer_types": ["full_attention"] * 6}),
     "mistral": (MistralConfig, {}),
     "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 3}),
     "qwen2_moe": (Qwen2MoeConfig, {**EXPERTS, "shared_expert_intermediate_size": 36}),
@@ -78,11 +113,14 @@ def test_ranks_and_stages_hold_each_parameter_once(
             inside += parameter.numel()
             continue
         count = padded * facts.hidden_size if "embed_tokens" in key or "lm_head" in key else parameter.numel()
-        outside += count * (tensor if "norm" in key or key.endswith("gate.weight") else 1)
+        everywhere = "norm" in key or ".router." in key or key.endswith(("gate.weight", "o_proj.bias"))
+        outside += count * (tensor if everywhere else 1)
     if facts.tied and len(stages) > 1:
         outside += padded * facts.hidden_size
     assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
     sparse = sum(stage_layers(facts, stage, stages)[1] for stage in range(len(stages)))
+    if facts.mlp_bias:  # such experts are not cut
+        expert_tensor = 1
     assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor
     assert [facts.is_sparse(layer) for layer in range(6)] == [hasattr(layer.mlp, "experts") for layer in model.model.layers]
 
@@ -130,7 +168,7 @@ SHARED = facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "mlp_only_laye
 
 def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
     """Its gate and the scores that it weighs are each rank's own."""
-    without = dataclasses.replace(SHARED, shared_expert_ffn_hidden_size=0)
+    without = dataclasses.replace(SHARED, shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
     assert (SHARED.shared_expert_ffn_hidden_size, SHARED.qkv_bias, SHARED.attention_output_bias, SHARED.qk_norm) == (36, True, False, False)
     assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).shared_expert_ffn_hidden_size == 0
     assert sparse_layer_parameters(SHARED, 3) - sparse_layer_parameters(without, 3) == 3 * 36 // 3 * 48 + 48

@@ -74,7 +74,7 @@ def test_there_and_back_is_bit_exact(name: str, dtype: torch.dtype, tmp_path: Pa
     assert verify(open_any(tmp_path / "mcore"), open_any(tmp_path / "back")) == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"])
+@pytest.mark.parametrize("name", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"])
 def test_stacked_experts_come_back_stacked(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", name, stacked_experts=True)
     save_tiny(tmp_path / "alone", name)
@@ -153,8 +153,7 @@ def test_allowed_names_need_no_counterpart(tmp_path: Path) -> None:
     allowed = {"allow_missing": ("model.layers.1.mlp.down*", "extra.*")}
     outcome = bring_in(tmp_path / "hf", tmp_path / "mcore", allowed)
     assert outcome.notes["left_out"] == ["extra.weight"]
-    (problem,) = verify(open_any(tmp_path / "mcore"))
-    assert problem.text == "missing: decoder.layers.mlp.linear_fc2.weight of decoder.layers.1.mlp.linear_fc2.weight"
+    assert verify(open_any(tmp_path / "mcore")) == []
     with pytest.raises(ConversionError, match=r"decoder\.layers\.1\.mlp\.linear_fc2"):
         bring_out(tmp_path / "mcore", tmp_path / "back")
     bring_out(tmp_path / "mcore", tmp_path / "back", {"allow_missing": ("model.layers.1.mlp.down*",)})

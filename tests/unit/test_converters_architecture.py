@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_concentration_factor_from_config
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import BertConfig, LlamaConfig
 
 from converters.architecture import Architecture, read_architecture
@@ -44,14 +44,19 @@ def test_every_size_lands_in_its_field(name: str) -> None:
     assert architecture.num_layers == 3
     assert (architecture.hidden_size, architecture.ffn_hidden_size, architecture.vocab_size) == (42, 52, 101)
     assert (architecture.num_attention_heads, architecture.num_key_value_heads) == (6, config.num_key_value_heads)
-    assert (architecture.head_dim, architecture.max_position) == (10, 64)
+    assert (architecture.head_dim, architecture.max_position) == (6 if config.model_type.startswith("deepseek") else 10, 64)
     assert (architecture.norm_epsilon, architecture.initializer_range) == (3e-5, 0.07)
-    assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
+    if config.model_type == "gpt_oss":
+        assert architecture.rope_theta == 10000.0 and architecture.rope_scaling is not None
+        assert (architecture.activation, architecture.sinks) == ("clamped_swiglu", True)
+    else:
+        assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
     assert architecture.tied_embeddings == name.endswith("tied")
-    assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe"})
-    assert architecture.sliding_window == (9 if "window" in name else None)
-    assert architecture.qkv_bias == (config.model_type in {"qwen2", "qwen2_moe"} or name == "llama_all_biases")
-    assert architecture.attention_output_bias == architecture.mlp_bias == (name == "llama_all_biases")
+    assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe"} or name == "glm4_moe_all_experts_tied")
+    assert architecture.sliding_window == (9 if "window" in name or name == "gpt_oss" else None)
+    assert architecture.qkv_bias == (name in {"llama_all_biases", "glm4_moe"} or config.model_type in {"qwen2", "qwen2_moe", "gpt_oss"})
+    assert architecture.attention_output_bias == (name == "llama_all_biases" or config.model_type == "gpt_oss")
+    assert architecture.mlp_bias == (name == "llama_all_biases" or config.model_type == "gpt_oss")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3"])
@@ -103,7 +108,7 @@ REFUSED = [
     ("llama", {"sliding_window": 8}, "sliding_window = 8"),
     ("llama", {"logits_multiplier": 0.0}, "logits_multiplier = 0.0"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+    ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "only LlamaForCausalLM"),
     ("llama", {"num_key_value_heads": 4}, "not a multiple of num_key_value_heads = 4"),
     ("llama", {"intermediate_size": 0}, "intermediate_size = 0"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "2 layers of 'sliding_attention'"),
@@ -147,7 +152,7 @@ def test_unknown_keys_pass_when_off_or_named_by_the_caller() -> None:
 
 @pytest.mark.parametrize("config", [BertConfig(), {"hidden_size": 3}, {"model_type": ["llama"]}, {"model_type": "gpt2"}])
 def test_unknown_families_are_refused(config: Any) -> None:
-    with pytest.raises(ConversionError, match=r"known families are llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
+    with pytest.raises(ConversionError, match=r"known families are deepseek_v2, .*, llama, .*, qwen3_moe"):
         read_architecture(config)
 
 
@@ -162,10 +167,11 @@ def test_something_that_is_no_config_is_refused() -> None:
 def test_megatron_accepts_every_argument(name: str) -> None:
     architecture = read_architecture(tiny_config(name, rms_norm_eps=3e-6))
     settings = megatron_settings(architecture)
-    config = TransformerConfig(**settings.transformer, activation_func=torch.nn.functional.silu)
+    latent = architecture.latent_attention is not None
+    config = (MLATransformerConfig if latent else TransformerConfig)(**settings.transformer, activation_func=torch.nn.functional.silu)
     assert set(settings.model) <= set(inspect.signature(GPTModel).parameters)
     assert (config.kv_channels, config.num_query_groups, config.layernorm_epsilon) == (10, architecture.num_key_value_heads, 3e-6)
-    assert (config.gated_linear_unit, config.normalization, config.qk_layernorm) == (True, "RMSNorm", architecture.qk_norm)
+    assert (config.gated_linear_unit, config.normalization, config.qk_layernorm) == (True, "RMSNorm", architecture.qk_norm or latent)
     assert (config.add_bias_linear or config.add_qkv_bias) == architecture.qkv_bias
     assert config.add_bias_linear == architecture.mlp_bias
     assert settings.model["share_embeddings_and_output_weights"] == architecture.tied_embeddings

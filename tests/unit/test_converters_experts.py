@@ -30,7 +30,7 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron
 
-SPARSE = ["mixtral", "mixtral_window_tied", "qwen2_moe", "qwen2_moe_mixed_tied", "qwen3_moe", "qwen3_moe_mixed"]
+SPARSE = ["glm4_moe", "mixtral", "mixtral_window_tied", "qwen2_moe", "qwen2_moe_mixed_tied", "qwen3_moe", "qwen3_moe_mixed"]
 SEQUENTIAL = "decoder.layers.1.mlp.experts.local_experts.4.linear_fc1.weight"
 GROUPED = "decoder.layers.1.mlp.experts.linear_fc1.weight4"
 

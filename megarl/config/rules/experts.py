@@ -50,6 +50,8 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
     view.require(size >= 1)
     if width % size:
         yield Violation(EXPERT_TENSOR, size, f"it must divide the {width} columns of the model's experts", "write a divisor of that")
+    if size > 1 and view.facts.mlp_bias:
+        yield Violation(EXPERT_TENSOR, size, "Megatron-Core does not cut experts that have biases", f"write 1; raise {EXPERT} instead")
 
 
 def expert_ranks_divide(view: View) -> Iterator[Violation]:
@@ -77,10 +79,10 @@ def _as_yaml(value: object) -> str:
 
 
 def router_options_fit(view: View) -> Iterator[Violation]:
-    """The routers of the families that are supported have no bias, and a coefficient needs a loss."""
+    """What a router adds to choose experts by stays as it was loaded, and a coefficient needs a loss."""
     _of_a_mixture(view)
     if view.get(BIAS_RATE, 0):
-        bound = f"the routers of {view.facts.model_type} have no bias that could be updated"
+        bound = f"no bias of the routers of {view.facts.model_type} is updated in training: it stays as it was loaded, where there is one"
         yield Violation(BIAS_RATE, view[BIAS_RATE], bound, f"write 0; to balance the experts set {BALANCING}")
     if view.get(COEFFICIENT) and view.get(BALANCING) == "none":
         yield Violation(COEFFICIENT, view[COEFFICIENT], f"{BALANCING} is none", "write null, or choose aux_loss or seq_aux_loss")

@@ -150,6 +150,9 @@ def widths_divide(view: View) -> Iterator[Violation]:
     tensor, facts = view[key], view.facts
     view.require(tensor >= 1)
     widths = {"attention heads": facts.num_attention_heads, "key-value heads": facts.num_key_value_heads}
+    if facts.latent is not None and key == TENSOR:
+        widths["columns of latent keys and values"] = facts.latent.keys_and_values + facts.latent.rotated
+        widths["columns of latent queries"] = facts.latent.queries
     if facts.has_dense_layers:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.shared_expert_ffn_hidden_size:

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megarl.models.engine.context import ContextShare, gather_shared
 from megarl.models.engine.ring_attention import ring_attention
@@ -35,7 +35,12 @@ ROWS = SequenceLayout()
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, window: int | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention in which the queries are the *last* S of K positions (all of them when training, a few when decoding with a cache).
 
@@ -45,11 +50,14 @@ def causal_attention(
         value: [B, G, K, D].
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
+        sinks: [H] logits, one a head, that take their share of every softmax beside the scores and have no value; None for none.
 
     Returns:
         [B, H, S, D] in the dtype of ``query``.
     """
     queries, keys = query.shape[2], key.shape[2]
+    if sinks is not None:
+        return _with_sinks(query, key, value, scale, window, sinks)
     grouped = query.shape[1] != key.shape[1]
     narrow = window is not None and window < keys
     if queries == keys and not narrow:
@@ -62,6 +70,33 @@ def causal_attention(
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The sinks as one more key, in front of the others, which every query sees and whose value is zero.
+
+    One more element of queries and keys gives that key its score: the head's logit times 1, and 0 for the other keys.
+    """
+    batch, heads, queries, width = query.shape
+    groups, keys = key.shape[1:3]
+    scale = width**-0.5 if scale is None else scale
+    logits = (sinks / scale).to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    sink = torch.nn.functional.one_hot(torch.tensor([width], device=key.device), width + 1).to(key.dtype)
+    key = torch.cat([sink.view(1, 1, 1, -1).expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(diagonal=keys - queries)
+    if window is not None:
+        mask = mask.triu(diagonal=keys - queries - window + 1)
+    mixed = scaled_dot_product_attention(
+        torch.cat([query, logits], dim=3),
+        key,
+        pad(value, (0, 1, 1, 0)),
+        attn_mask=pad(mask, (1, 0), value=True),
+        scale=scale,
+        enable_gqa=heads != groups,
+    )
+    return mixed[..., :-1]
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -70,34 +105,58 @@ def attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside every sequence of ``layout``.
 
     Args:
         query: [B, H, s, D], this context rank's part; packed sequences have B = 1.
-        key, value: [B, G, s, D].
+        key: [B, G, s, D].
+        value: [B, G, s, V]; V may be another width than D.
         layout: packed sequences and context parallelism. Packed lengths, and without packing the row length, are multiples of
             2 * context size.
-        scale, window: as in :func:`causal_attention`.
+        scale, window, sinks: as in :func:`causal_attention`; sinks do not go with a ring of context-parallel ranks.
 
     Returns:
-        [B, H, s, D], the part of the queries.
+        [B, H, s, V], the part of the queries.
     """
+    if value.shape[3] != key.shape[3]:
+        return _of_equal_widths(query, key, value, layout, scale=scale, window=window, sinks=sinks)
     context = layout.context
     if layout.starts is None and context.size == 1:
-        return causal_attention(query, key, value, scale, window)
+        return causal_attention(query, key, value, scale, window, sinks)
     starts = layout.starts or (0, query.shape[2] * context.size)
     if context.size > 1 and context.ring:
+        assert sinks is None, "refused where the model is built"
         return ring_attention(query, key, value, starts, context, scale, window)
     if context.size > 1:
         key, value = _whole_keys_and_values(key, value, starts, context)
     pieces = _pieces(starts, context)
-    kernel = varlen_kernel() if layout.starts is not None and serves(query) else None
+    kernel = varlen_kernel() if layout.starts is not None and sinks is None and serves(query) else None
     if kernel is not None:
         return varlen_attention(query, key, value, pieces, kernel, scale=scale, window=window)
     return torch.cat(
-        [causal_attention(query[:, :, here], key[:, :, seen], value[:, :, seen], scale, window) for here, seen in pieces], dim=2
+        [causal_attention(query[:, :, here], key[:, :, seen], value[:, :, seen], scale, window, sinks) for here, seen in pieces], dim=2
     )
+
+
+def _of_equal_widths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SequenceLayout,
+    *,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros, which change no score and give
+    zeros that are cut off."""
+    keys, values = key.shape[3], value.shape[3]
+    wide = max(keys, values)
+    query, key, value = (pad(tensor, (0, wide - tensor.shape[3])) for tensor in (query, key, value))
+    scale = keys**-0.5 if scale is None else scale
+    return attention(query, key, value, layout, scale=scale, window=window, sinks=sinks)[..., :values]
 
 
 def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice, slice]]:

@@ -83,8 +83,8 @@ class Backend(Protocol):
     def schedule_values(self) -> dict[str, float]:
         """``lr`` and ``wd`` of the next optimizer step. Local."""
 
-    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's shards, by the backend's own names. Local."""
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's shards, by the backend's own names, and what else a checkpoint has and gradients do not reach. Local."""
 
     def sync_parameters(self) -> None:
         """Finish whatever still brings updated parameters together, so that parameters may be read or written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoConfig
 
 from converters.architecture import Architecture, read_architecture
 from converters.check import check_source
+from converters.prediction_layers import as_stored
 from converters.source import HuggingFaceSource
 from megarl.config.arithmetic import sequence_share
 from megarl.config.layout import pipeline_chunks
@@ -35,6 +37,7 @@ from megarl.models.megatron.mover import move_part
 from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values
 from megarl.models.megatron.schedule import forward_backward
 from megarl.models.megatron.settings import balance_settings
+from megarl.models.megatron.weight_stream import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,15 @@ class MegatronBackend:
         self._model_directory = source.directory
         self.runtime = runtime
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=bool(policy.get("trust_remote_code", False)))
-        self.architecture: Architecture = read_architecture(self.hf_config)
+        self._stored = as_stored(read_architecture(self.hf_config), source.names())
+        # neither log-probabilities nor losses depend on layers that predict further tokens
+        self.architecture: Architecture = replace(self._stored, prediction_layers=0)
+        if self._stored.prediction_layers:
+            logger.warning(
+                "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither trained nor exported",
+                source.directory,
+                self._stored.prediction_layers,
+            )
         cuda_redirect.install()
         try:
             self._build(policy, source, seed, with_optimizer)
@@ -86,7 +97,7 @@ class MegatronBackend:
         self._equal_tokens = megatron.get("moe_token_dispatcher_type") == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
         self.shapes = Shapes(math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1)
-        check_source(source, self.architecture, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
+        check_source(source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
         with cuda_redirect.cuda_literals():
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
@@ -103,6 +114,7 @@ class MegatronBackend:
             self.groups.tensor if self.groups.tensor_size > 1 else None,
         )
         self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
+        self._weights = WeightStream(stages, self.architecture, self.groups, self.experts)
 
     @property
     def stages(self) -> list[Any]:
@@ -159,7 +171,7 @@ class MegatronBackend:
     def schedule_values(self) -> dict[str, float]:
         return schedule_values(self.optimizer) if self.optimizer is not None else {}
 
-    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return hf_state.parameters_of(self.stages, self.experts)
 
     def sync_parameters(self) -> None:
@@ -193,7 +205,7 @@ class MegatronBackend:
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sync_parameters()
-        return hf_state.stream_to_hf(self.stages, self.architecture, self.groups, self.experts)
+        return iter(self._weights)
 
     def move(self, part: Part, place: Place) -> None:
         move_part(self.chunks, self.optimizer, self.runtime, part, place)

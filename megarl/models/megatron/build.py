@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architecture import Architecture
@@ -15,7 +16,8 @@ from converters.experts import is_expert
 from converters.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.models.engine.groups import ParallelGroups
-from megarl.models.megatron.moe_router import routers
+from megarl.models.megatron.latent_attention import set_latent_norm_epsilon
+from megarl.models.megatron.moe_router import routers, teach_routing
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
 
@@ -42,10 +44,14 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     ]
     for chunk in chunks:
         scale_rotary_like_llama3(chunk, settings.llama3)
+        set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
+    teach_routing(chunks, architecture)
     _mark_experts(chunks)
+    _mend_expert_biases(chunks)
     if policy["megatron_cfg"].get("freeze_moe_router"):
         for router in routers(chunks):
-            router.weight.requires_grad_(False)
+            for parameter in router.parameters():
+                parameter.requires_grad_(False)
     return chunks
 
 
@@ -72,6 +78,21 @@ def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
                 parameter.allreduce = False
+
+
+def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
+    """Biases behind the second matrix of experts, which Megatron-Core allows only where experts are not cut over ranks.
+
+    It takes such a bias for a copy of that of the first tensor-parallel rank, although the others have other experts: it leaves it out of
+    the gradient's norm there, and with sequence parallelism adds up the gradients of different experts. And where all experts are on one
+    rank it adds the bias in place to the result of a reduction that does nothing but get in the way of its gradient.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+                module.bias.tensor_model_parallel = True
+                module.bias.sequence_parallel = False
+                module.explicit_expert_comm = True
 
 
 def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: Mapping[str, Any]) -> list[DistributedDataParallel]:

@@ -120,9 +120,10 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
         longest = max(output_split_sizes)
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: input_.shape[0]] = input_
-        whole = input_.new_empty(group.size() * longest, *input_.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, padded, group=group)
-        parts = zip(whole.split(longest), output_split_sizes, strict=True)
+        whole = input_.new_empty(group.size(), longest, *input_.shape[1:])
+        if longest:  # experts that no token goes to
+            torch.distributed.all_gather_into_tensor(whole.flatten(0, 1), padded, group=group)
+        parts = zip(whole, output_split_sizes, strict=True)
         return torch.cat([part[:length] for part, length in parts])
 
     def reduce_scatter_uneven(

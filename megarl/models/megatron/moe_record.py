@@ -2,7 +2,8 @@
 
 Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as the engine's losses do. With
 T real tokens in the global batch, E experts of which a token goes to k, p[t, i] the softmax over all of a router's logits and c[i] the
-tokens that went to expert i:
+tokens that went to expert i (of a router whose scores are sigmoids, p are these divided by their sum; DeepSeek-V3, arXiv:2412.19437,
+equations 17 to 20):
 
 * ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T`` (Fedus et al., Switch
   Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all experts get the same. ``f`` carries no gradient, so
@@ -35,6 +36,7 @@ class BalanceSettings:
         kind: load-balancing loss.
         coefficient: its weight in the loss, for each layer.
         z_coefficient: weight of the z-loss.
+        score: what the router makes of its logits.
         experts, chosen: experts of a layer, and how many of them a token goes through.
         sparse_layers: for each layer of the model, whether it has experts.
     """
@@ -45,6 +47,7 @@ class BalanceSettings:
     experts: int
     chosen: int
     sparse_layers: tuple[bool, ...]
+    score: Literal["softmax", "sigmoid"] = "softmax"
 
     @property
     def counts_ahead(self) -> bool:
@@ -128,7 +131,7 @@ class RoutingRecord:
         self._load[layer] += went_to.sum(0)
         if self._counting:
             return None
-        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)) * real[:, None]
+        probabilities = self._probabilities(logits) * real[:, None]
         self._mass[layer] += probabilities.detach().sum(0)
         losses = [
             weight * loss
@@ -139,6 +142,13 @@ class RoutingRecord:
             if loss is not None
         ]
         return torch.stack(losses).sum() if losses else None
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.settings.score == "softmax":
+            return wide.softmax(-1)
+        scores = wide.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _balancing(self, layer: int, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
         settings, census = self.settings, self._census

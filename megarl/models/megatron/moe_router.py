@@ -6,31 +6,48 @@ multiplied by a number of tokens that nothing divides by again; releases 0.16 an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
+from converters.architecture import Architecture
+from converters.megatron_settings import megatron_settings
+from megarl.models.megatron.moe_choice import choose
 from megarl.models.megatron.moe_record import RoutingRecord
+
+
+class Choice(Protocol):
+    """See :func:`megarl.models.megatron.moe_choice.choose`."""
+
+    def __call__(self, logits: torch.Tensor, *, correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [t, E] and which experts, [t, E] bool."""
+        ...
 
 
 class BalancedRouter(TopKRouter):
     """Megatron's top-k router, reporting to a :class:`RoutingRecord`.
 
     Attributes:
+        choose: how experts are chosen, from logits [t, E] and the correction bias; None where Megatron's own way is the model's.
         record: shared by the routers of a model; None reports to nobody.
         sequences: [s, b] int64 of the micro-batch at hand, as :meth:`RoutingRecord.report` wants them; None in a pass without record.
     """
 
+    choose: Choice | None = None
     record: RoutingRecord | None = None
     sequences: torch.Tensor | None = None
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [t, E] of the experts that each token goes to, 0 for the others, and which they are, [t, E] bool."""
-        probabilities, went_to = super().routing(logits, padding_mask)
+        if self.choose is None:
+            probabilities, went_to = super().routing(logits, padding_mask)
+        else:
+            probabilities, went_to = self.choose(logits.reshape(-1, logits.shape[-1]), correction_bias=self.expert_bias)
         if self.record is None or self.sequences is None or not self.record.is_open:
             return probabilities, went_to
         by_token = logits.reshape(-1, logits.shape[-1])
@@ -47,6 +64,15 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
         for module in chunk.modules():
             if isinstance(module, BalancedRouter):
                 yield module
+
+
+def teach_routing(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> None:
+    """Let routers choose experts as the model does, where Megatron's own way is another."""
+    mixture, routing = architecture.mixture, megatron_settings(architecture).routing
+    if mixture is None or routing is None:
+        return
+    for router in routers(chunks):
+        router.choose = functools.partial(choose, chosen=mixture.experts_per_token, routing=routing, normalized=mixture.normalized)
 
 
 def _expert_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[MoELayer]:

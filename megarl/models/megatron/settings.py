@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from converters.architecture import Architecture
 from converters.megatron_settings import megatron_settings
+from converters.routing import Routing
 from megarl.config.layout import pipeline_chunks
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
@@ -49,9 +51,9 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
     else:
         interleaved = {"deallocate_pipeline_outputs": True}
     settings = megatron_settings(architecture)
-    config = TransformerConfig(
+    config = (MLATransformerConfig if architecture.latent_attention is not None else TransformerConfig)(
         **settings.transformer,
-        activation_func=F.silu,
+        activation_func=F.silu if architecture.gate_limit is None else quick_gelu,
         tensor_model_parallel_size=megatron["tensor_model_parallel_size"],
         pipeline_model_parallel_size=megatron["pipeline_model_parallel_size"],
         context_parallel_size=megatron["context_parallel_size"],
@@ -71,28 +73,34 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         embedding_init_method=_leave_as_is,
         use_cpu_initialization=False,
         attention_softmax_in_fp32=True,
-        apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)),
+        # fused, latent attention could neither rotate without yarn nor generate
+        apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)) and architecture.latent_attention is None,
         bias_activation_fusion=fused,
-        bias_dropout_fusion=fused,
+        # with biases Transformer Engine's experts do without
+        bias_dropout_fusion=fused and not (architecture.mixture is not None and architecture.mlp_bias),
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
         **recompute,
         **interleaved,
-        **(_experts(megatron, fused) if architecture.mixture is not None else {}),
+        **(_experts(megatron, architecture.mixture.routing, fused) if architecture.mixture is not None else {}),
     )
     for name, value in settings.attributes.items():
         setattr(config, name, value)
+    if architecture.latent_attention is not None and not fused:
+        # Asked for norms of queries, Megatron adds up the gradients of whatever is called q_layernorm over the tensor-parallel ranks. Here
+        # that is the norm of the latent queries, whose gradient is whole on every rank; the portable spec has it unasked.
+        config.qk_layernorm = False
     return config
 
 
-def _experts(megatron: Mapping[str, Any], fused: bool) -> dict[str, Any]:
+def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict[str, Any]:
     """How a mixture of experts is laid out. Its router is balanced by us (:func:`balance_settings`), so Megatron's own losses stay off."""
     return {
         "expert_model_parallel_size": megatron.get("expert_model_parallel_size", 1),
         "expert_tensor_parallel_size": megatron.get("expert_tensor_parallel_size", 1),
         "moe_token_dispatcher_type": megatron.get("moe_token_dispatcher_type", "alltoall"),
-        "moe_router_dtype": megatron.get("moe_router_dtype"),
+        "moe_router_dtype": megatron.get("moe_router_dtype") or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         # without Transformer Engine there is no grouped product whose weights are those of single experts
@@ -110,6 +118,7 @@ def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> B
         kind=megatron.get("moe_router_load_balancing_type", "none"),
         coefficient=mixture.auxiliary_loss_coefficient if coefficient is None else coefficient,
         z_coefficient=megatron.get("moe_z_loss_coeff") or 0.0,
+        score=mixture.routing.score,
         experts=mixture.num_experts,
         chosen=mixture.experts_per_token,
         sparse_layers=mixture.sparse_layers,

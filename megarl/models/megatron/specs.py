@@ -18,19 +18,23 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
+from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
 
 logger = logging.getLogger(__name__)
@@ -44,7 +48,15 @@ class PackedSequences(PackedSeqParams):
 
 
 class PortableAttention(MegatronModule):
-    """Megatron's ``core_attention`` on the engine's portable attention: causal, packed sequences, context parallelism, sliding window."""
+    """Megatron's ``core_attention`` on the engine's portable attention: causal, packed sequences, context parallelism, sliding window in
+    all layers or in some, and sinks.
+
+    Attributes:
+        softmax_offset: [H of this rank] logits of the sinks, under the name that Megatron's own attention gives them; None without.
+
+    Raises:
+        ModelError: the model has sinks, and keys and values are to be sent round the context-parallel ranks.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
@@ -53,10 +65,21 @@ class PortableAttention(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         window = getattr(config, "window_size", None)
-        self.window = None if window is None or window[0] < 0 else window[0] + 1
+        windowed = is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number)
+        self.window = None if window is None or window[0] < 0 or not windowed else window[0] + 1
         group = pg_collection.cp if pg_collection is not None else None
         size = 1 if group is None else dist.get_world_size(group)
         self.context = ContextShare(dist.get_rank(group), size, group, config.cp_comm_type == "p2p") if size > 1 else ContextShare()
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            if self.context.ring:
+                raise ModelError(
+                    "context_parallel_comm_type = p2p: attention with sinks does not send keys and values round; choose all_gather"
+                )
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -73,15 +96,22 @@ class PortableAttention(MegatronModule):
         """
         if packed_seq_params is not None:
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-            mixed = attention(query, key, value, packed_seq_params.layout, scale=self.softmax_scale, window=self.window)
+            mixed = self._mixed(query, key, value, packed_seq_params.layout)
             return mixed[0].transpose(0, 1).flatten(1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        mixed = attention(query, key, value, SequenceLayout(None, self.context), scale=self.softmax_scale, window=self.window)
+        mixed = self._mixed(query, key, value, SequenceLayout(None, self.context))
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
-    def sharded_state_dict(self, *unused: Any, **ignored: Any) -> dict[str, Any]:
-        """Nothing to save: no parameters."""
-        return {}
+    def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        return attention(query, key, value, layout, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The sinks; nothing where there are none."""
+        own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return sharded
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
@@ -92,40 +122,65 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def _with_our_router(experts: Any) -> Any:
+def with_our_router(experts: Any) -> Any:
     """Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial constructor later) with our router in it."""
     submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
     submodules.router = BalancedRouter
     return experts
 
 
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    head_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PortableAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PortableAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=PortableRMSNorm,
+            kv_layernorm=PortableRMSNorm,
+        ),
+    )
+
+
 def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
     """One layer, ``sparse`` with experts. Without Transformer Engine experts run one after another."""
-    head_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's; nothing is fused with the
     # norm in front of experts
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if sparse:
         del names["pre_mlp_layernorm."]
+    if config.multi_latent_attention:
+        del names["input_layernorm."]
+        names |= {f"self_attention.{norm}_layernorm.": f"self_attention.linear_{norm}_up_proj.layer_norm_" for norm in ("q", "kv")}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=PortableRMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PortableAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=PortableRMSNorm,
-            mlp=_with_our_router(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)) if sparse else dense,
+            mlp=with_our_router(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)) if sparse else dense,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
         ),
@@ -160,8 +215,10 @@ def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlo
         logger.info("layer spec: Transformer Engine")
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, has_experts in zip(block.layer_specs, sparse, strict=True):
+            if config.multi_latent_attention:
+                layer.submodules.self_attention.module = LatentSelfAttention
             if has_experts:
-                _with_our_router(layer.submodules.mlp)
+                with_our_router(layer.submodules.mlp)
         return block
     reason = "no CUDA device" if not torch.cuda.is_available() else "Transformer Engine is not installed: attention and norms are unfused"
     logger.info("layer spec: portable (%s)", reason)

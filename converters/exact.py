@@ -1,0 +1,49 @@
+"""Changes of dtype in which a NaN keeps its sign and its payload, which ``Tensor.to`` does not promise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# the integers of the same width, and how many bits of a number are its mantissa
+_FORMATS = {
+    torch.float16: (torch.int16, 10),
+    torch.bfloat16: (torch.int16, 7),
+    torch.float32: (torch.int32, 23),
+    torch.float64: (torch.int64, 52),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in ``dtype``; the tensor itself when it has it.
+
+    A NaN keeps the leading bits of its payload: all of them on the way to a wider dtype, and so on the way back. One whose payload is
+    nothing but bits that a narrower dtype does not have becomes the usual NaN of its sign.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    result = tensor.to(dtype)
+    # a sum is NaN where an element is, and takes no memory; infinities of both signs make it one too, which costs time alone
+    if tensor.dtype in _FORMATS and dtype in _FORMATS and bool(tensor.sum().isnan()):
+        places = tensor.isnan()
+        result[places] = _same_nans(tensor[places], dtype)
+    return result
+
+
+def unequal(one: Tensor, other: Tensor) -> Tensor:
+    """Where the bits of two tensors of one dtype differ; also the sign of zero and the payload of a NaN."""
+    integers = _INTEGERS[one.element_size()]
+    return one.view(integers) != other.view(integers)
+
+
+def _same_nans(nans: Tensor, dtype: torch.dtype) -> Tensor:
+    """Elements that are all NaN, in another dtype."""
+    (integers, mantissa), (wanted, wanted_mantissa) = _FORMATS[nans.dtype], _FORMATS[dtype]
+    bits = nans.view(integers).to(torch.int64)
+    payload, shift = bits & (2**mantissa - 1), wanted_mantissa - mantissa
+    payload = payload << shift if shift > 0 else payload >> -shift
+    payload = torch.where(payload == 0, 2 ** (wanted_mantissa - 1), payload)
+    width = 8 * dtype.itemsize
+    exponent = 2 ** (width - 1) - 2**wanted_mantissa
+    return (payload + exponent + (bits < 0).to(torch.int64) * -(2 ** (width - 1))).to(wanted).view(dtype)

@@ -1,0 +1,47 @@
+"""DeepSeek-V2 and -V2-Lite: latent attention, and behind the first layers a mixture of experts whose router takes a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters import latent_attention
+from converters.families.base import Family
+from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES, read_features, require
+from converters.families.dense import model_rules
+from converters.families.sparse import layer_rules
+from converters.mixture import MixtureOfExperts, read_deepseek_mixture, read_dense_first
+
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    if config.get("mlp_bias"):
+        problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core has no biases in MLPs alone")
+    require(config, "scoring_func", "softmax", "transformers computes no other score for this family", problems)
+    require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
+    require(config, "norm_topk_prob", False, "transformers never divides the scores of this family by their sum", problems)
+    method = config.get("topk_method")
+    if method not in _METHODS:
+        problems.append(f"topk_method = {method!r}: only {' and '.join(map(repr, _METHODS))} are supported")
+    return read_deepseek_mixture(
+        config,
+        problems,
+        sparse_layers=read_dense_first(config, num_layers, problems),
+        normalized=False,
+        score="softmax",
+        best_of_group=1,
+        grouped=method == "group_limited_greedy",
+    )
+
+
+FAMILY = Family(
+    model_type="deepseek_v2",
+    architecture_class="DeepseekV2ForCausalLM",
+    config_keys=CONFIG_KEYS | {"mlp_bias"},
+    read_features=read_features,
+    model_rules=model_rules,
+    layer_rules=partial(layer_rules, names=NAMES),
+    read_mixture=_read_mixture,
+    read_latent_attention=latent_attention.read_latent_attention,
+)

@@ -1,0 +1,78 @@
+"""DeepSeek-V3 and -R1: latent attention, a mixture of experts behind the first layers, and layers that predict further tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters import latent_attention, prediction_layers
+from converters.families.base import Family, Features
+from converters.families.dense import model_rules
+from converters.families.sparse import MixtureNames, layer_rules
+from converters.mixture import MixtureOfExperts, read_deepseek_mixture, read_dense_first
+
+NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
+
+CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
+    # transformers has the model itself; the code that this names is copied along and never run
+    "auto_map",
+    # about the loss of DeepSeek's own training, which transformers does not compute
+    "aux_loss_alpha",
+    "seq_aux",
+    # how many ranks DeepSeek's own code would divide experts and matrices over
+    "ep_size",
+    "pretraining_tp",
+    # what transformers gives back
+    "output_router_logits",
+    "first_k_dense_replace",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_group",
+    "topk_method",
+}
+"""Config keys that both generations have."""
+
+
+def read_features(config: Mapping[str, object]) -> Features:
+    """No bias anywhere: :func:`converters.latent_attention.read_latent_attention` refuses those that a config can ask for."""
+    del config
+    return Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
+
+
+def require(config: Mapping[str, object], key: str, only: object, why: str, problems: list[str]) -> None:
+    """Append a problem if a key is there with another value than the only one that transformers computes with."""
+    value = config.get(key)
+    if value is not None and value != only:
+        problems.append(f"{key} = {value!r}: only {only!r} is supported; {why}")
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
+    require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
+    require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
+    return read_deepseek_mixture(
+        config,
+        problems,
+        sparse_layers=read_dense_first(config, num_layers, problems),
+        normalized=bool(config.get("norm_topk_prob")),
+    )
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture_class="DeepseekV3ForCausalLM",
+    config_keys=CONFIG_KEYS | prediction_layers.CONFIG_KEYS,
+    read_features=read_features,
+    model_rules=model_rules,
+    layer_rules=partial(layer_rules, names=NAMES),
+    read_mixture=_read_mixture,
+    read_latent_attention=latent_attention.read_latent_attention,
+    may_predict_further=True,
+)

@@ -1,0 +1,65 @@
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention that rotates a part of each head, and in all but the first layers DeepSeek's
+mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters import prediction_layers
+from converters.families.base import Family, Features
+from converters.families.dense import model_rules
+from converters.families.sparse import MixtureNames, layer_rules
+from converters.mixture import MixtureOfExperts, read_deepseek_mixture, read_dense_first
+
+_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
+
+
+def _read_features(config: Mapping[str, object]) -> Features:
+    """Biases on query, key and value, never on the attention output."""
+    return Features(
+        qkv_bias=bool(config.get("attention_bias")),
+        attention_output_bias=False,
+        mlp_bias=False,
+        qk_norm=bool(config.get("use_qk_norm")),
+    )
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    if config.get("n_shared_experts") == 0:
+        problems.append("n_shared_experts = 0: transformers then has a shared expert of no width; at least 1 is needed")
+    return read_deepseek_mixture(
+        config,
+        problems,
+        sparse_layers=read_dense_first(config, num_layers, problems),
+        normalized=bool(config.get("norm_topk_prob")),
+    )
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    architecture_class="Glm4MoeForCausalLM",
+    config_keys=prediction_layers.CONFIG_KEYS
+    | frozenset(
+        {
+            "attention_bias",
+            "first_k_dense_replace",
+            "moe_intermediate_size",
+            "n_group",
+            "n_routed_experts",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "num_experts_per_tok",
+            "output_router_logits",  # what transformers gives back
+            "routed_scaling_factor",
+            "topk_group",
+            "use_qk_norm",
+        }
+    ),
+    read_features=_read_features,
+    model_rules=model_rules,
+    layer_rules=partial(layer_rules, names=_NAMES),
+    read_mixture=_read_mixture,
+    rotates_partly=True,
+    may_predict_further=True,
+)

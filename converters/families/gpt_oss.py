@@ -1,0 +1,139 @@
+"""GPT-OSS: biases everywhere, attention sinks, windows in some layers, and in every layer experts whose gate is clamped.
+
+All experts of a layer are stored together, transposed, and rows of gate and up in turns. Weights quantised to MXFP4 (``*_blocks`` and
+``*_scales``) are not transposed; a source that dequantises them has them under the name of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from converters.families import dense
+from converters.families.base import Family, Features
+from converters.families.sparse import MixtureNames, router_rules
+from converters.mixture import MixtureOfExperts, read_mixture
+from converters.routing import Routing
+from converters.rule import HuggingFaceTensor, Kind, Place, Rule
+
+if TYPE_CHECKING:
+    from converters.architecture import Architecture
+
+_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", router="router")
+# the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change
+_ALPHA = 1.702
+
+
+def _layer_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+    """All parameters of one layer, in forward order."""
+    assert architecture.mixture is not None
+    sinks = HuggingFaceTensor(f"model.layers.{layer}.self_attn.sinks", (architecture.num_attention_heads,))
+    return (
+        *dense.attention_rules(architecture, layer),
+        Rule(f"decoder.layers.{layer}.self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,)),
+        dense.mlp_norm_rule(architecture, layer),
+        *router_rules(architecture, architecture.mixture, layer, _NAMES),
+        *_expert_rules(architecture, architecture.mixture, layer),
+    )
+
+
+def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int) -> Iterator[Rule]:
+    hidden, width = architecture.hidden_size, mixture.ffn_hidden_size
+    for expert in range(mixture.num_experts):
+        megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+        tensors = _ExpertTensors(f"model.layers.{layer}.mlp.experts", expert, mixture.num_experts)
+        gated = tuple(
+            tensors.matrix(name, "gate_up_proj", (width, hidden), start, 2) for start, name in enumerate(("gate_proj", "up_proj"))
+        )
+        yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, gated)
+        biases = tuple(tensors.bias(name, "gate_up_proj", width, start, 2) for start, name in enumerate(("gate_proj", "up_proj")))
+        yield Rule(f"{megatron}linear_fc1.bias", Kind.GATED, biases)
+        yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (tensors.matrix("down_proj", "down_proj", (hidden, width), 0, 1),))
+        yield Rule(f"{megatron}linear_fc2.bias", Kind.REPLICATED, (tensors.bias("down_proj", "down_proj", hidden, 0, 1),))
+
+
+class _ExpertTensors:
+    """Tensors of one expert inside those of all.
+
+    Args:
+        block: name of the experts of a layer.
+        expert: counted from 0.
+        experts: how many there are.
+    """
+
+    def __init__(self, block: str, expert: int, experts: int) -> None:
+        self._block, self._expert, self._experts = block, expert, experts
+
+    def matrix(self, name: str, stored: str, shape: tuple[int, int], start: int, step: int) -> HuggingFaceTensor:
+        """A matrix [rows, columns] whose rows are every ``step``-th column of the stored one, from ``start`` on."""
+        rows, columns = shape[0] * step, shape[1]
+        places = (
+            Place(f"{self._block}.{stored}", (self._experts, columns, rows), self._expert, start, step, transposed=True),
+            Place(f"{self._block}.{stored}_blocks", (self._experts, rows, columns), self._expert, start, step, written=False),
+        )
+        return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.weight", shape, places, alone=False)
+
+    def bias(self, name: str, stored: str, length: int, start: int, step: int) -> HuggingFaceTensor:
+        """A bias of every ``step``-th element of the stored one, from ``start`` on."""
+        place = Place(f"{self._block}.{stored}_bias", (self._experts, length * step), self._expert, start, step)
+        return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.bias", (length,), (place,), alone=False)
+
+
+def _read_features(config: Mapping[str, object]) -> Features:
+    del config
+    return Features(qkv_bias=True, attention_output_bias=True, mlp_bias=True, qk_norm=False, sinks=True)
+
+
+def _read_gate_limit(config: Mapping[str, object], problems: list[str]) -> float | None:
+    alpha, limit = config.get("swiglu_alpha"), config.get("swiglu_limit")
+    if alpha is not None and alpha != _ALPHA:
+        problems.append(f"swiglu_alpha = {alpha!r}: only {_ALPHA} is supported, which is written into Megatron-Core's code")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit <= 0:
+        problems.append(f"swiglu_limit = {limit!r}: a positive number is needed")
+        return 1.0
+    return float(limit)
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    if config.get("attention_bias") is not True:
+        problems.append(f"attention_bias = {config.get('attention_bias')!r}: only true is supported; Megatron-Core has all biases or none")
+    if config.get("num_local_experts") == 0:
+        problems.append("num_local_experts = 0: a layer has no other MLP")
+    chosen = config.get("experts_per_token")
+    if chosen is not None and chosen != config.get("num_experts_per_tok"):
+        problems.append(f"experts_per_token = {chosen!r}: num_experts_per_tok, which transformers reads, says otherwise")
+    return read_mixture(
+        config,
+        problems,
+        width_key="intermediate_size",
+        normalized=True,
+        sparse_layers=(True,) * num_layers,
+        routing=Routing(has_bias=True),
+    )
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture_class="GptOssForCausalLM",
+    config_keys=frozenset(
+        {
+            "attention_bias",
+            "experts_per_token",
+            "initial_context_length",  # what rope_scaling says as original_max_position_embeddings; transformers reads that
+            "layer_types",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "output_router_logits",  # this and the next are about the loss that transformers computes from labels
+            "router_aux_loss_coef",
+            "sliding_window",
+            "swiglu_alpha",
+            "swiglu_limit",
+        }
+    ),
+    read_features=_read_features,
+    model_rules=dense.model_rules,
+    layer_rules=_layer_rules,
+    read_mixture=_read_mixture,
+    has_layer_windows=True,
+    read_gate_limit=_read_gate_limit,
+)

@@ -1,0 +1,66 @@
+"""A family of a user's own, from a Python file.
+
+The file is a module with one name that matters, ``FAMILY``, a :class:`converters.families.base.Family`. It may import whatever it needs;
+:mod:`converters.families.dense` and :mod:`converters.families.sparse` have the rules of plain decoders and of mixtures of experts to begin
+from. A family that is Qwen2 with other names for its MLP::
+
+    from dataclasses import replace
+
+    from converters.families import dense, qwen2
+
+    def layer_rules(architecture, layer):
+        for rule in dense.layer_rules(architecture, layer):
+            parts = tuple(replace(part, name=part.name.replace(".mlp.", ".ffn.")) for part in rule.parts)
+            yield replace(rule, parts=parts)
+
+    FAMILY = replace(
+        qwen2.FAMILY,
+        model_type="my_family",                   # of its config.json
+        architecture_class="MyFamilyForCausalLM",  # in its config.json under "architectures"
+        config_like="qwen2",                      # the transformers config whose defaults apply
+        layer_rules=lambda architecture, layer: tuple(layer_rules(architecture, layer)),
+    )
+
+``megarl convert selftest --family-file my_family.py`` checks it (:mod:`converters.selftest`); every other command takes the same option.
+The file runs only where a user names it: nothing in a checkpoint can cause that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from converters.errors import ConversionError
+from converters.families import register_family
+from converters.families.base import Family
+from converters.rules import forget_rules
+
+
+def load_family_file(path: Path) -> Family:
+    """Run the file and make its family known.
+
+    Raises:
+        ConversionError: the file cannot be read, fails, or has no ``FAMILY`` that can be registered.
+    """
+    try:
+        text = path.read_bytes()
+        code = compile(text, str(path), "exec")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read as a Python file ({error})", "give a file that defines FAMILY") from error
+    module = ModuleType(f"converters_family_{hashlib.sha256(text).hexdigest()[:16]}")
+    module.__file__ = str(path)
+    # where dataclasses and pickles look a class of the file up
+    sys.modules[module.__name__] = module
+    try:
+        exec(code, module.__dict__)
+    # a user's code may fail in any way
+    except Exception as error:
+        raise ConversionError(f"{path} failed ({type(error).__name__}: {error})", "mend the file; python FILE says where") from error
+    family = getattr(module, "FAMILY", None)
+    if not isinstance(family, Family):
+        raise ConversionError(f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family")
+    register_family(family)
+    forget_rules()
+    return family

@@ -1,0 +1,121 @@
+"""Proves that what a trainer says of its model and a Hugging Face config describe the same function.
+
+The config is translated to Megatron-Core's settings as for training, and compared value by value. A setting that the config says nothing of
+must have a value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.foreign.known_settings import DEFAULTS, NEUTRAL, NEUTRAL_OF_MIXTURES, is_suspicious
+from converters.foreign.settings import ForeignSettings
+from converters.megatron_settings import megatron_settings
+
+# learning alone, or asked elsewhere
+_NOT_COMPARED = {
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "max_sequence_length",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+    "vocab_size",
+}
+# of Megatron-Bridge's providers: what is neither part of TransformerConfig nor of the function
+_PROVIDER = frozenset(
+    {"generation_config", "hf_model_id", "make_vocab_size_divisible_by", "seq_length", "should_pad_vocab", "parallel_output"}
+)
+
+
+def check_agreement(settings: ForeignSettings, architecture: Architecture, ignored: Collection[str] = ()) -> None:
+    """Check that a config and the settings of a trainer belong together.
+
+    Args:
+        settings: of the trainer.
+        architecture: from the config.
+        ignored: settings that the caller knows to be harmless.
+
+    Raises:
+        ConversionError: with every setting in which they differ, and every one that neither the config nor this library knows.
+    """
+    problems = [*_differences(settings, architecture, ignored), *_unknown(settings, ignored)]
+    if problems:
+        raise ConversionError(
+            f"{settings.origin} does not describe the model that its Hugging Face config ({architecture.family}) describes",
+            "pass --hf-config DIRECTORY of the model that was trained, or --ignore-setting NAME for what is known to be harmless",
+            problems,
+        )
+
+
+def _differences(settings: ForeignSettings, architecture: Architecture, ignored: Collection[str]) -> Iterator[str]:
+    wanted = megatron_settings(architecture)
+    expected = {**wanted.transformer, **wanted.model, **wanted.attributes, "activation": architecture.activation}
+    expected["mtp_num_layers"] = architecture.prediction_layers or None
+    for reason, own in (("llama3", wanted.llama3), ("routing", wanted.routing), ("latent_norm_epsilon", wanted.latent_norm_epsilon)):
+        if own is not None and reason not in ignored:
+            yield f"{reason}: the config asks for {own}, which Megatron-Core cannot compute"
+    if architecture.mixture is not None and all(architecture.mixture.sparse_layers):
+        expected.pop("ffn_hidden_size")  # no layer has a dense MLP
+    if architecture.latent_attention is not None:
+        expected.pop("kv_channels")  # widths of their own
+    values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
+    for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):
+        if not _same(name, values.get(name), expected[name], architecture.num_layers):
+            yield f"{name} = {values.get(name)!r}, by the config {expected[name]!r}"
+    neutral = NEUTRAL | ({} if architecture.mixture is None else NEUTRAL_OF_MIXTURES)
+    if architecture.mixture is None and "num_moe_experts" not in ignored and values.get("num_moe_experts"):
+        yield f"num_moe_experts = {values['num_moe_experts']!r}, by the config there are none"
+    for name in sorted(set(neutral) - set(expected) - set(ignored)):
+        if values.get(name) is not None and values[name] not in neutral[name]:
+            yield f"{name} = {values[name]!r}: nothing in the config says so"
+
+
+def _unknown(settings: ForeignSettings, ignored: Collection[str]) -> Iterator[str]:
+    """Settings that are on, that may decide on the function, and that are not known here."""
+    known = _PROVIDER | set(ignored)
+    for name, value in sorted(settings.values.items()):
+        if is_suspicious(name) and name not in known and not name.startswith(("yarn_", "_")) and not _is_off(value):
+            yield f"{name} = {value!r}: unknown setting, which may change the forward pass"
+
+
+def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
+    if name == "moe_layer_freq":
+        return _pattern(found, layers) == _pattern(wanted, layers)
+    if isinstance(wanted, list | tuple):
+        return isinstance(found, list | tuple) and list(found) == list(wanted)
+    if isinstance(wanted, bool) or wanted is None:
+        return found == wanted or (not wanted and not found)
+    return found == wanted
+
+
+def _pattern(value: Any, layers: int) -> list[int] | None:
+    """For each layer whether it has experts; None for what is no pattern."""
+    if isinstance(value, list | tuple):
+        return [int(bool(one)) for one in value]
+    if isinstance(value, int) and value > 0:
+        return [int(layer % value == 0) for layer in range(layers)]
+    return None
+
+
+def sparse_layers(settings: ForeignSettings) -> list[bool]:
+    """For each layer whether it has experts.
+
+    Raises:
+        ConversionError: the settings do not say it in a form that is known.
+    """
+    layers = settings.values["num_layers"]
+    value = settings.values.get("moe_layer_freq", 1)
+    pattern = _pattern(1 if value is None else value, layers)
+    if pattern is None or len(pattern) != layers:
+        raise ConversionError(
+            f"{settings.origin}: moe_layer_freq = {value!r} is no pattern of {layers} layers", "pass --hf-config DIRECTORY"
+        )
+    return [bool(one) for one in pattern]
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)

@@ -1,0 +1,154 @@
+"""What Megatron-LM wants to find beside the tensors to take a checkpoint with ``--load``: its arguments, and the file that names it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.megatron_settings import MegatronSettings, megatron_settings
+from converters.torch_dist.find import TRACKER_FILE
+
+RELEASE = "release"
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "max_sequence_length": "max_position_embeddings",
+}
+# nothing of a model, all of a run that saved weights alone
+_OF_A_RUN: dict[str, Any] = {
+    "async_save": False,
+    "ckpt_format": "torch_dist",
+    "ckpt_fully_parallel_save": False,
+    "data_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "iteration": 0,
+    "no_save_optim": True,
+    "no_save_rng": True,
+    "pipeline_model_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "tokenizer_type": None,
+    "virtual_pipeline_model_parallel_size": None,
+    "world_size": 1,
+}
+_OF_OTHER_MODELS: dict[str, Any] = {
+    "apply_query_key_layer_scaling": False,
+    "layernorm_zero_centered_gamma": False,
+    "apply_layernorm_1p": False,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "num_experts": None,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "spec": None,
+    "squared_relu": False,
+    "use_rotary_position_embeddings": False,
+    "window_size": None,
+}
+# what --use-checkpoint-args does not take over, with the value that Megatron-LM has without the flag
+_FLAGS: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
+    "moe_router_num_groups": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_gate": False,
+    "multi_latent_attention": False,
+    "norm_epsilon": 1e-5,
+    "q_lora_rank": None,
+    "qk_head_dim": 128,
+    "qk_layernorm": False,
+    "qk_pos_emb_head_dim": 64,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "v_head_dim": 128,
+    "window_size": None,
+}
+
+
+def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The common state of a checkpoint that Megatron-LM saved.
+
+    Args:
+        architecture: of the model.
+        padded_vocab: rows of the stored embedding.
+        dtype: of most weights.
+
+    Raises:
+        ConversionError: Megatron-LM has no arguments for the model.
+    """
+    settings = megatron_settings(architecture)
+    _require_arguments(settings)
+    found = {**settings.transformer, **settings.model, **settings.attributes}
+    arguments = _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
+    for name in ("gated_linear_unit", "share_embeddings_and_output_weights", "layernorm_epsilon"):
+        arguments.pop(name)
+    arguments |= {
+        "add_position_embedding": False,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "group_query_attention": architecture.num_key_value_heads != architecture.num_attention_heads,
+        "layernorm_epsilon": architecture.norm_epsilon,  # since Megatron-Core 0.19
+        "make_vocab_size_divisible_by": _multiple(architecture.vocab_size, padded_vocab),
+        "mtp_num_layers": architecture.prediction_layers or None,
+        "norm_epsilon": architecture.norm_epsilon,
+        "padded_vocab_size": padded_vocab,
+        "params_dtype": dtype,
+        "seq_length": architecture.max_position,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
+        "vocab_size": architecture.vocab_size,
+    }
+    return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
+
+
+def further_flags(state: dict[str, Any]) -> str:
+    """The flags that Megatron-LM needs beside ``--use-checkpoint-args``, which leaves some of the model's arguments out."""
+    arguments = vars(state["args"])
+    flags = []
+    for name, default in _FLAGS.items():
+        value = arguments.get(name, default)
+        if value != default:
+            flag = f"--{name.replace('_', '-')}"
+            flags.append(flag if value is True else f"{flag} {str(value).replace(' ', '')}")
+    return " ".join(flags)
+
+
+def write_tracker(directory: Path) -> None:
+    """Let the file that names the newest iteration name ``release``.
+
+    Raises:
+        ConversionError: it names an iteration of a training run.
+    """
+    tracker = directory / TRACKER_FILE
+    if tracker.is_file():
+        named = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if named != RELEASE:
+            raise ConversionError(f"{tracker} names {named!r}: a training run keeps its checkpoints there", "choose another target")
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    tracker.write_text(RELEASE, encoding="utf-8")
+
+
+def _require_arguments(settings: MegatronSettings) -> None:
+    own = {"llama3": settings.llama3, "routing": settings.routing, "latent_norm_epsilon": settings.latent_norm_epsilon}
+    problems = [f"{name} = {value}" for name, value in own.items() if value is not None]
+    problems += [f"{name} = {value!r}" for name, value in settings.attributes.items() if not name.startswith("yarn_")]
+    if problems:
+        raise ConversionError(
+            "Megatron-LM has no arguments for this model", "leave --layout out; megarl computes what Megatron-LM alone cannot", problems
+        )
+
+
+def _multiple(vocab_size: int, padded_vocab: int) -> int:
+    """A divisor of the padded vocabulary that Megatron-LM pads to it with."""
+    if padded_vocab == vocab_size:
+        return 1
+    return next(one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab)

@@ -1,0 +1,66 @@
+"""The flags of the command line that say of a Megatron checkpoint what it does not say itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOptions
+
+MEGARL, MEGATRON_LM = "megarl", "megatron-lm"
+
+
+def add_opening_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags to a command that reads Megatron checkpoints."""
+    group = command.add_argument_group("what a Megatron checkpoint does not say itself")
+    group.add_argument("--hf-config", type=Path, metavar="DIR", help="config and tokenizer of a checkpoint that has none with it")
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer for a config made of the trainer's settings")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, for such a config")
+    group.add_argument(
+        "--eos-token-id", type=read_token_ids, metavar="N[,N]", help="ends of a text, for such a config: numbers, or the word none"
+    )
+    group.add_argument(
+        "--ignore-setting", action="append", default=[], metavar="NAME", help="setting of the trainer that is harmless; several times"
+    )
+    group.add_argument(
+        "--source-weights",
+        choices=[MODEL_WEIGHTS, MASTER_WEIGHTS],
+        default=MODEL_WEIGHTS,
+        help="master: the float32 weights of the optimizer (default: the model's own)",
+    )
+
+
+def add_layout_flag(command: argparse.ArgumentParser) -> None:
+    """Add the flag that says for whom a checkpoint is written."""
+    command.add_argument(
+        "--layout",
+        choices=[MEGARL, MEGATRON_LM],
+        default=MEGARL,
+        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
+    )
+
+
+def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
+    """The options that the flags say."""
+    return OpeningOptions(
+        hf_directory=arguments.hf_config,
+        tokenizer=arguments.tokenizer,
+        vocab_size=arguments.vocab_size,
+        eos_token_ids=arguments.eos_token_id,
+        ignored_settings=tuple(arguments.ignore_setting),
+        weights=arguments.source_weights,
+    )
+
+
+def read_token_ids(text: str) -> tuple[int, ...]:
+    """``2``, ``151643,151645`` or ``none``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    if text == "none":
+        return ()
+    numbers = text.split(",")
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id; write for example 2 or 151643,151645, or none")
+    return tuple(map(int, numbers))

@@ -1,0 +1,223 @@
+"""What the settings of Megatron-Core mean to the function that a model computes: which decide on it, and with which value they do not.
+
+Settings of initialisation, dropout, learning, parallelism, kernels and precision are not here: weights trained with them are weights of the
+same function. ``TransformerConfig`` of Megatron-Core 0.16.1 and 0.19.2 was gone through field by field, and so were the arguments of
+Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "attention_output_gate": (False, None),
+    "clone_attention_heads": (False, None),
+    "embedding_multiplier": (None, 1, 1.0),
+    "experimental_attention_variant": (None,),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "attn_logit_softcapping": (None, 0, 0.0),
+    "glu_linear_offset": (0.0, None),
+    "heterogeneous_block_specs": (False, None),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "heterogeneous_layers_config_path": (None, ""),
+    "hybrid_attention_ratio": (None, 0, 0.0),
+    "hybrid_layer_pattern": (None, ""),
+    "hybrid_mlp_ratio": (None, 0, 0.0),
+    "hybrid_override_pattern": (None, ""),
+    "is_hybrid_model": (False, None),
+    "layernorm_zero_centered_gamma": (False, None),
+    "linear_attention_freq": (None,),
+    "mrope_section": (None,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False, None),
+    "no_rope_freq": (None, 0),
+    "qk_l2_norm": (False, None),
+    "query_pre_attn_scalar": (None,),
+    "rotary_interleaved": (False, None),
+    "seq_len_interpolation_factor": (None, 1, 1.0),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla", None),
+    "spec": (None, []),
+    "transformer_layer_spec": (None,),
+    "use_legacy_models": (False, None),
+    "use_mup": (False, None),
+    "window_attn_skip_freq": (None,),
+    "window_size": (None, (-1, -1), (-1, 0)),
+}
+"""Settings that change the function, unless the architecture asks for them or they have one of these values."""
+NEUTRAL_OF_MIXTURES: dict[str, tuple[Any, ...]] = {
+    "moe_apply_probs_on_input": (False, None),
+    "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None, 0, 0.0),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_router_force_biased": (None, 0, 0.0),
+    "moe_router_force_load_balancing": (False, None),
+    "moe_router_group_topk": (None,),
+    "moe_router_num_groups": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_shared_expert_gate": (False, None),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_token_dropping": (False, None),
+}
+"""As ``NEUTRAL``, of models with experts."""
+READ = frozenset(
+    {
+        "activation",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "ffn_hidden_size",
+        "gated_linear_unit",
+        "hidden_size",
+        "init_method_std",
+        "kv_channels",
+        "kv_lora_rank",
+        "layernorm_epsilon",
+        "max_sequence_length",
+        "moe_aux_loss_coeff",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_router_enable_expert_bias",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk",
+        "moe_router_topk_scaling_factor",
+        "normalization",
+        "num_attention_heads",
+        "num_layers",
+        "num_moe_experts",
+        "num_query_groups",
+        "padded_vocab_size",
+        "position_embedding_type",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_layernorm",
+        "qk_pos_emb_head_dim",
+        "rope_scaling",
+        "rope_scaling_factor",
+        "rotary_base",
+        "rotary_percent",
+        "share_embeddings_and_output_weights",
+        "v_head_dim",
+        "vocab_size",
+    }
+)
+"""Settings that a config is made of, and compared with."""
+DEFAULTS: dict[str, Any] = {
+    "moe_layer_freq": 1,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_pre_softmax": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "original_max_position_embeddings": 4096,
+    "qk_layernorm": False,
+    "rope_scaling": False,
+    "rope_type": "yarn",
+    "rotary_percent": 1.0,
+    "rotary_scaling_factor": 40,
+}
+"""What Megatron-Core takes where an older release had no such setting."""
+_LOOKS_LIKE_THE_MODEL = re.compile(
+    r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation|gelu|swiglu|glu|expert|experts|router"
+    r"|multiplier|residual|sink|sinks|window|sliding|mamba|linear|latent|mla|mtp|mup|embedding|gate|gated|bias|heads?|hyper|engram)(_|$)|^moe_"
+)
+_NEVER_THE_MODEL = re.compile(
+    r"(accumulate|adam|apply_wd|async|bert|check|checkpoint|ckpt|cp|cpu|cross_entropy|cuda|data|ddp|decode|decoupled|defer|delay|dino|disable"
+    r"|dist|distribute|distributed|dsa|dump|enable|eod|eval|exit|expert_model_parallel|expert_tensor_parallel|external|fim|fine_grained"
+    r"|finetune|flash|fp16|fp32_residual_connection|fp4|fp8|freeze|fsdp|ft|fused_residual_rmsnorm|global|grad|gradient|grpo|head_lr|ict"
+    r"|inference|init_method|init_model|inprocess|keep|kitchen|langrl|linear_(conv|key|num|value)|lion|load|logits_(load|save)|log|lr|mamba"
+    r"|masked_softmax_fusion|megatron_fsdp|memory|micro|min_lr|mlp_chunks|mtp_(detach|grad|loss|standalone|use_repeated|hybrid)|muon|mup|nccl"
+    r"|no_(load|persist|save|weight_decay)|non_persistent|offload|one_logger|optimizer|output_bert|overlap|persist|pin|pipeline|profile"
+    r"|qk_clip|recompute|refit|relative_attention|rerun|reset|rl|rollout|sample|save|sequence|sglang|sharp|straggler|swin|te|tensor"
+    r"|tensorboard|test|tp|train|transformer_impl|update_weight|vision|wandb|weight_decay|wgrad"
+    r"|use_(cpu|dist|flash|fused|gloo|grouped_gemm|kitchen|mamba|megatron_fsdp|ring|te|torch|tp|transformer_engine))(_|$)"
+)
+INERT = frozenset(
+    {
+        "activation_func_fp8_input_store",
+        "activation_offload_fraction",
+        "ep_overlap_early_attn_memory_release",
+        "experimental_attention_variant_loss_scale_func",
+        "expert_gtp_weight_remat_size",
+        "fused_single_qkv_rope",
+        "loss_scale_window",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "add_position_embedding",
+        "apply_query_key_layer_scaling",
+        "apply_rope_fusion",
+        "attention_backend",
+        "attention_dropout",
+        "attention_softmax_in_fp32",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "bias_gelu_fusion",
+        "bias_swiglu_fusion",
+        "cache_mla_latents",
+        "create_attention_mask_in_dataloader",
+        "embedding_init_method",
+        "embedding_init_method_std",
+        "embedding_path",
+        "hidden_dropout",
+        "memory_efficient_layer_norm",
+        "mla_down_proj_fusion",
+        "moe_deepep_num_sms",
+        "moe_enable_deepep",
+        "moe_enable_routing_replay",
+        "moe_extended_tp",
+        "moe_flex_dispatcher_backend",
+        "moe_flex_dispatcher_num_sms",
+        "moe_grad_scale_func",
+        "moe_grouped_gemm",
+        "moe_layer_recompute",
+        "moe_pad_expert_input_to_capacity",
+        "moe_pad_experts_for_cuda_graph_inference",
+        "moe_per_layer_logging",
+        "moe_router_bias_update_rate",
+        "moe_router_dtype",
+        "moe_router_fusion",
+        "moe_router_load_balancing_type",
+        "moe_router_padding_for_fp8",
+        "moe_router_padding_for_quantization",
+        "moe_router_quantile_balancing_ema",
+        "moe_shared_expert_overlap",
+        "moe_single_grouped_bias",
+        "moe_single_grouped_weight",
+        "moe_token_dispatcher_type",
+        "moe_token_drop_policy",
+        "moe_upcycling_granularity",
+        "moe_use_legacy_grouped_gemm",
+        "moe_use_upcycling",
+        "moe_z_loss_coeff",
+        "account_for_embedding_in_pipeline_split",
+        "clone_scatter_output_in_embedding",
+        "scatter_embedding_sequence_parallel",
+        "symmetric_ar_type",
+        "use_arbitrary_attention_mask",
+    }
+)
+"""Settings that sound like the model, and do not change its function."""
+_INERT_PREFIXES = ("moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "moe_permute_", "moe_routing_trace_")
+
+
+def is_suspicious(name: str) -> bool:
+    """Whether a setting that nobody knows may decide on the function, by its name."""
+    return not is_known(name) and not is_inert(name) and bool(_LOOKS_LIKE_THE_MODEL.search(name))
+
+
+def is_known(name: str) -> bool:
+    """Whether a setting is compared with the config."""
+    return name in READ or name in DEFAULTS or name in NEUTRAL or name in NEUTRAL_OF_MIXTURES
+
+
+def is_inert(name: str) -> bool:
+    """Whether a setting is known not to decide on the function."""
+    return not is_known(name) and (name in INERT or name.startswith(_INERT_PREFIXES) or bool(_NEVER_THE_MODEL.match(name)))

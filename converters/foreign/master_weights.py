@@ -1,0 +1,111 @@
+"""The float32 weights that an optimizer of Megatron-Core keeps, in place of the model's own, which are rounded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from converters.boxes import Box
+from converters.errors import ConversionError
+from converters.foreign.view import RenamedTensors
+from converters.torch_dist.find import is_checkpoint
+from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
+
+# "param": fully_reshardable. "fp32_param": the optimizer that is not distributed, and fully_sharded_model_space.
+_MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.(.+)")
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.")
+_OPTIMIZER_DIRECTORY = "optimizer"
+
+
+class MasterTensors:
+    """A checkpoint whose parameters are replaced by those of its optimizer; itself :class:`converters.torch_dist.reader.StoredTensors`.
+
+    Args:
+        model: the tensors of the model.
+        master: the optimizer's, under the keys of the model.
+
+    Raises:
+        ConversionError: the optimizer has no float32 weights, lacks one, or one has another shape than the model's.
+    """
+
+    def __init__(self, model: StoredTensors, master: StoredTensors) -> None:
+        self._model, self._master = model, master
+        problems = []
+        for key in self:
+            if key not in master:
+                if model.dtype(key) != torch.float32:
+                    problems.append(f"missing: {key} ({model.dtype(key)} in the model)")
+            elif master.dtype(key) != torch.float32 or master.shape(key) != model.shape(key):
+                problems.append(
+                    f"{key} is {model.dtype(key)} {list(model.shape(key))}, its float32 weights are {master.dtype(key)} "
+                    f"{list(master.shape(key))}"
+                )
+        if problems:
+            raise ConversionError(
+                f"the optimizer state of {model.directory} does not hold the float32 weights of the model in its own shapes",
+                "save with distrib_optim_sharding_type fully_reshardable (Megatron-LM: --dist-ckpt-optim-fully-reshardable), or leave "
+                "--source-weights master out",
+                problems,
+            )
+
+    @property
+    def directory(self) -> Path:
+        """See :class:`StoredTensors`."""
+        return self._model.directory
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(key for key in self._model if "optimizer." not in key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._model
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """See :class:`StoredTensors`."""
+        return self._of(key).shape(key)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """See :class:`StoredTensors`."""
+        return self._of(key).dtype(key)
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """See :class:`StoredTensors`."""
+        return self._of(key).read(key, box)
+
+    def is_saved(self, key: str, box: Box) -> bool:
+        """See :class:`StoredTensors`."""
+        return self._of(key).is_saved(key, box)
+
+    def _of(self, key: str) -> StoredTensors:
+        return self._master if key in self._master else self._model
+
+
+def optimizer_beside(directory: Path) -> list[Path]:
+    """The checkpoint of an optimizer that a trainer keeps beside that of the weights, if it does."""
+    beside = directory.parent / _OPTIMIZER_DIRECTORY
+    return [beside] if is_checkpoint(beside) else []
+
+
+def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
+    """A checkpoint with the weights of its optimizer, which stands in it or in the directory ``optimizer`` beside it.
+
+    Raises:
+        ConversionError: there is no optimizer, or its state is in a form that cannot be read without the ranks that wrote it.
+    """
+    places = [checkpoint, *map(TorchDistCheckpoint, optimizer_beside(checkpoint.directory))]
+    for place in places:
+        names = {match.group(1): key for key in place if (match := _MASTER.fullmatch(key)) is not None}
+        if names:
+            return MasterTensors(checkpoint, RenamedTensors(place, names))
+    readable = "readable are fully_reshardable and, not flattened, fully_sharded_model_space"
+    if any(_BUCKETS.match(key) for place in places for key in (*place, *place.objects)):
+        raise ConversionError(
+            f"the optimizer of {checkpoint.directory} was saved by buckets (dp_reshardable or dp_zero_gather_scatter); {readable}",
+            "save it again with --dist-ckpt-optim-fully-reshardable, or leave --source-weights master out",
+        )
+    raise ConversionError(
+        f"{checkpoint.directory} has no optimizer state with float32 weights; {readable}", "leave --source-weights master out"
+    )

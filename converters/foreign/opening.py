@@ -1,0 +1,56 @@
+"""Finds out what a checkpoint says of its model, and shows its tensors in the form that this library's own checkpoints have."""
+
+from __future__ import annotations
+
+from converters.architecture import Architecture
+from converters.foreign.common_state import arguments_of, read_common_state
+from converters.foreign.master_weights import with_master_weights
+from converters.foreign.options import MASTER_WEIGHTS
+from converters.foreign.run_config import find_run_config, read_model_section
+from converters.foreign.settings import ForeignSettings, settings_from_arguments, settings_from_provider
+from converters.foreign.view import CanonicalTensors, without_prefix
+from converters.rules import all_rules
+from converters.torch_dist.keys import stored_place
+from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
+
+
+def read_settings(checkpoint: TorchDistCheckpoint) -> ForeignSettings | None:
+    """What the trainer of a checkpoint says of its model; None where it left nothing.
+
+    Raises:
+        ConversionError: what it left is damaged.
+    """
+    run_config = find_run_config(checkpoint.directory)
+    if run_config is not None:
+        return settings_from_provider(read_model_section(run_config), str(run_config))
+    arguments = arguments_of(read_common_state(checkpoint))
+    return None if arguments is None else settings_from_arguments(arguments, f"args of {checkpoint.directory}")
+
+
+def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
+    """The tensors without prefixes.
+
+    Args:
+        checkpoint: as it lies there.
+        weights: see :class:`converters.foreign.options.OpeningOptions`.
+
+    Raises:
+        ConversionError: there is not one model in it, or there are no such weights.
+    """
+    return without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
+
+
+def are_stacked(tensors: StoredTensors) -> bool:
+    """Whether the layers of a decoder are stacked."""
+    return any(key.startswith("decoder.layers.self_attention.") for key in tensors)
+
+
+def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTensors:
+    """The tensors under the keys that the architecture asks for.
+
+    Raises:
+        ConversionError: one tensor is stored under two names.
+    """
+    stacked = are_stacked(tensors)
+    places = [stored_place(rule, architecture, stacked=stacked) for rule in all_rules(architecture)]
+    return CanonicalTensors(tensors, {place.key: place.grid for place in places})

@@ -1,0 +1,29 @@
+"""What a user can say of a checkpoint that does not say it itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL_WEIGHTS, MASTER_WEIGHTS = "model", "master"
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningOptions:
+    """Options of :func:`converters.opening.open_megatron`.
+
+    Attributes:
+        hf_directory: config and tokenizer of the model.
+        tokenizer: directory with the tokenizer's files alone, for a config that is made from the trainer's settings.
+        vocab_size: rows of the embedding that belong to tokens, without padding.
+        eos_token_ids: ends of a text; empty for none.
+        ignored_settings: settings of the trainer that are known to be harmless.
+        weights: ``model``, or ``master`` for the float32 weights that the optimizer keeps.
+    """
+
+    hf_directory: Path | None = None
+    tokenizer: Path | None = None
+    vocab_size: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+    ignored_settings: tuple[str, ...] = ()
+    weights: str = MODEL_WEIGHTS

@@ -1,0 +1,132 @@
+"""What a foreign checkpoint says of its model, under the names that Megatron-Core's own configuration has for it.
+
+The names are those of ``TransformerConfig`` and of ``GPTModel``, as :mod:`converters.megatron_settings` uses them; ``activation``, the name
+of the function, stands for ``activation_func``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from converters.errors import ConversionError
+from converters.foreign.stand_ins import StandIn
+
+_SILU = ("silu", "swish")
+
+
+@dataclass(frozen=True)
+class ForeignSettings:
+    """Settings of a model.
+
+    Attributes:
+        origin: where they stand, for messages.
+        values: by name; whatever the trainer had no value for is missing or None.
+    """
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> ForeignSettings:
+    """The arguments that Megatron-LM was started with, or a trainer built on it such as slime.
+
+    Raises:
+        ConversionError: they do not say even the size of the model.
+    """
+    values = {name: value for name, value in arguments.items() if name not in _ARGUMENTS_OF_THEIR_OWN}
+    for name, others in _RENAMED_ARGUMENTS.items():
+        for other in others:
+            if values.get(name) is None and arguments.get(other) is not None:
+                values[name] = arguments[other]
+    values["num_query_groups"] = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    values["share_embeddings_and_output_weights"] = not arguments.get("untie_embeddings_and_output_weights")
+    if arguments.get("disable_bias_linear") is not None and arguments.get("add_bias_linear") is None:
+        values["add_bias_linear"] = not arguments["disable_bias_linear"]
+    if arguments.get("use_rotary_position_embeddings"):
+        values["position_embedding_type"] = "rope"
+    values["gated_linear_unit"] = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
+    chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
+    values["activation"] = "silu" if chosen == ["swiglu"] else " and ".join(chosen) or "gelu"
+    return _filled(values, origin)
+
+
+def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:
+    """The section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model provider, or those of a model config with the
+    transformer's in a section of its own.
+
+    Raises:
+        ConversionError: they do not say even the size of the model.
+    """
+    nested = model.get("transformer")
+    merged = {**model, **nested} if isinstance(nested, Mapping) else dict(model)
+    values = {str(name): value for name, value in merged.items() if name not in ("_target_", "transformer", "builder")}
+    values["activation"] = _function_name(values.pop("activation_func", None))
+    if values.get("max_sequence_length") is None:
+        values["max_sequence_length"] = values.get("seq_length")
+    return _filled(values, origin)
+
+
+# larger numbers are damage, and would be counted through
+_SIZES = {"num_layers": 10_000, "hidden_size": 10**7, "num_attention_heads": 10**5}
+_RENAMED_ARGUMENTS = {
+    "num_moe_experts": ("num_experts",),
+    "layernorm_epsilon": ("norm_epsilon",),
+    "layernorm_zero_centered_gamma": ("apply_layernorm_1p",),
+    "rope_scaling": ("use_rope_scaling",),
+    "seq_len_interpolation_factor": ("rotary_seq_len_interpolation_factor",),
+    "max_sequence_length": ("max_position_embeddings", "seq_length"),
+}
+_ARGUMENTS_OF_THEIR_OWN = frozenset(
+    {
+        "activation",
+        "add_position_embedding",
+        "disable_bias_linear",
+        "group_query_attention",
+        "onnx_safe",
+        "openai_gelu",
+        "quick_geglu",
+        "squared_relu",
+        "swiglu",
+        "untie_embeddings_and_output_weights",
+        "use_rotary_position_embeddings",
+        *(other for others in _RENAMED_ARGUMENTS.values() for other in others),
+    }
+)
+
+
+def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
+    """With the values that Megatron-Core works out from others."""
+    missing = [name for name, most in _SIZES.items() if not _is_size(values.get(name), most)]
+    if missing:
+        raise ConversionError(f"{origin} does not say {', '.join(missing)} of the model", "pass --hf-config DIRECTORY of the model")
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    followed = {
+        "num_query_groups": heads,
+        "kv_channels": hidden // heads,
+        "ffn_hidden_size": 4 * hidden,
+    }
+    for name, value in followed.items():
+        if values.get(name) is None:
+            values[name] = value
+    if values.get("moe_ffn_hidden_size") is None:
+        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+    values["add_qkv_bias"] = bool(values.get("add_qkv_bias") or values.get("add_bias_linear"))
+    if isinstance(values.get("window_size"), list):
+        values["window_size"] = tuple(values["window_size"])
+    return ForeignSettings(origin, values)
+
+
+def _is_size(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _function_name(value: Any) -> str:
+    """``silu`` for torch.nn.functional.silu, however it is written down; what cannot be read comes back as text."""
+    if isinstance(value, Mapping):
+        value = value.get("_target_", value)
+    if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
+        value = value.what
+    name = str(value).rpartition(".")[2]
+    return "silu" if name in _SILU else name

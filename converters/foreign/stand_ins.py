@@ -1,0 +1,101 @@
+"""What the names in a foreign pickle become: objects that remember what they were called with, and do nothing.
+
+Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and whatever classes a fork has added. None of them has to be
+imported to read the arguments; none is.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+# what arguments consist of; everything else of the standard library is a reason to distrust the file
+_STANDARD = frozenset(
+    {
+        ("_codecs", "encode"),
+        ("argparse", "Namespace"),
+        ("builtins", "bytearray"),
+        ("builtins", "complex"),
+        ("builtins", "getattr"),
+        ("builtins", "object"),
+        ("builtins", "range"),
+        ("builtins", "slice"),
+        ("collections", "defaultdict"),
+        ("collections", "deque"),
+        ("copyreg", "_reconstructor"),
+        ("functools", "partial"),
+        ("types", "SimpleNamespace"),
+    }
+)
+_STANDARD_MODULES = frozenset({"datetime", "decimal", "enum", "fractions", "pathlib", "signal", "uuid"})
+# torch.save writes the names of Python 2
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_REAL: dict[tuple[str, str], Any] = {
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): tuple,
+}
+
+
+class StandIn:
+    """Something in a pickle that is not needed. Takes everything that unpickling does to an object.
+
+    Attributes:
+        what: module and name of the class or function.
+        given: what it was called with.
+        state: what it was told to be.
+    """
+
+    what = ""
+
+    def __new__(cls, *given: Any, **named: Any) -> StandIn:
+        self = object.__new__(cls)
+        self.given, self.state = (*given, *named.values()), None
+        return self
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.given: tuple[Any, ...]
+        self.state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """As a dictionary would."""
+
+    def append(self, value: Any) -> None:
+        """As a list would."""
+
+    def extend(self, values: Any) -> None:
+        """As a list would."""
+
+    def add(self, value: Any) -> None:
+        """As a set would."""
+
+    def __repr__(self) -> str:
+        return self.what + (repr(self.given) if self.given else "")
+
+
+class Arguments(StandIn):
+    """An ``argparse.Namespace``: its state is the dictionary of its attributes."""
+
+    what = "argparse.Namespace"
+
+
+def stand_in(module: str, name: str) -> Any:
+    """What a name in a pickle of arguments stands for; None for what has no business there."""
+    module = _OLD_MODULES.get(module, module)
+    if (module, name) in _REAL:
+        return _REAL[module, name]
+    if (module, name) in {("argparse", "Namespace"), ("types", "SimpleNamespace")}:
+        return Arguments
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    root = module.partition(".")[0]
+    known = (module, name) in _STANDARD or module in _STANDARD_MODULES
+    if root in sys.stdlib_module_names and not known:
+        return None
+    return type(name.rpartition(".")[2], (StandIn,), {"what": f"{module}.{name}"})

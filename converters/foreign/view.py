@@ -1,0 +1,247 @@
+"""The tensors of a checkpoint under the keys of :mod:`converters.torch_dist.keys`, whatever its writer called them and however it cut them.
+
+Known are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as Transformer Engine fuses them, experts stored one by
+one, and gate and up stored apart (``singleton_local_shards``). Legacy ``GroupedMLP`` stores the same tensors as the other experts do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from converters.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.errors import ConversionError
+from converters.torch_dist.reader import StoredTensors
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
+    ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
+)
+_EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias))")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A stored tensor in a larger one: ``box`` is its place there, with an axis of size 1, ``added_axis``, that it does not have itself."""
+
+    key: str
+    box: Box
+    added_axis: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the view: the tensors of one checkpoint that it is made of."""
+
+    tensors: StoredTensors
+    shape: tuple[int, ...]
+    pieces: tuple[_Piece, ...]
+
+
+class CanonicalTensors:
+    """The view, itself :class:`converters.torch_dist.reader.StoredTensors`.
+
+    Args:
+        tensors: as they are stored.
+        grids: for each key that a model asks for, the sizes of its leading axes of layers and experts.
+
+    Raises:
+        ConversionError: one tensor is stored under two names.
+    """
+
+    def __init__(self, tensors: StoredTensors, grids: Mapping[str, tuple[int, ...]]) -> None:
+        self._tensors = tensors
+        self._entries = {key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None}
+        used = {piece.key for entry in self._entries.values() for piece in entry.pieces}
+        self._others = frozenset(key for key in tensors if key not in used and key not in self._entries)
+
+    @property
+    def directory(self) -> Path:
+        """See :class:`StoredTensors`."""
+        return self._tensors.directory
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted((*self._entries, *self._others)))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries or key in self._others
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """See :class:`StoredTensors`."""
+        return self._entries[key].shape if key in self._entries else self._tensors.shape(key)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """See :class:`StoredTensors`; where pieces differ, the dtype that holds the values of all."""
+        if key not in self._entries:
+            return self._tensors.dtype(key)
+        entry = self._entries[key]
+        dtype, *others = {entry.tensors.dtype(piece.key) for piece in entry.pieces}
+        for other in others:
+            dtype = torch.promote_types(dtype, other)
+        return dtype
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """See :class:`StoredTensors`."""
+        if key not in self._entries:
+            return self._tensors.read(key, box)
+        entry = self._entries[key]
+        found = _parts(entry, box)
+        if len(found) == 1 and found[0][0] == box:
+            return _read(entry.tensors, found[0][1], box).to(self.dtype(key))
+        _require_whole(key, box, [common for common, _ in found])
+        out = torch.empty(shape_of(box), dtype=self.dtype(key))
+        for common, piece in found:
+            part(out, relative(common, [start for start, _ in box])).copy_(_read(entry.tensors, piece, common))
+        return out
+
+    def is_saved(self, key: str, box: Box) -> bool:
+        """See :class:`StoredTensors`."""
+        if key not in self._entries:
+            return self._tensors.is_saved(key, box)
+        entry = self._entries[key]
+        found = _parts(entry, box)
+        size = sum(math.prod(shape_of(common)) for common, _ in found)
+        return size == math.prod(shape_of(box)) and all(
+            entry.tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found
+        )
+
+
+class RenamedTensors:
+    """Tensors of which some are found under other keys.
+
+    Args:
+        tensors: as they are stored.
+        names: stored key by the key it is shown under; what is not in it is not shown.
+    """
+
+    def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
+        self._tensors, self._names = tensors, dict(names)
+
+    @property
+    def directory(self) -> Path:
+        """See :class:`StoredTensors`."""
+        return self._tensors.directory
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._names
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """See :class:`StoredTensors`."""
+        return self._tensors.shape(self._names[key])
+
+    def dtype(self, key: str) -> torch.dtype:
+        """See :class:`StoredTensors`."""
+        return self._tensors.dtype(self._names[key])
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """See :class:`StoredTensors`."""
+        return self._tensors.read(self._names[key], box)
+
+    def is_saved(self, key: str, box: Box) -> bool:
+        """See :class:`StoredTensors`."""
+        return self._tensors.is_saved(self._names[key], box)
+
+
+def without_prefix(tensors: StoredTensors) -> StoredTensors:
+    """The tensors without what stands before every key of the model (``model.``, ``module.``). Other keys, of optimizers, stay as they are.
+
+    Raises:
+        ConversionError: there are several models in the checkpoint.
+    """
+    embeddings = [key for key in tensors if key.endswith(EMBEDDING) and "optimizer." not in key]
+    prefixes = {key.removesuffix(EMBEDDING) for key in embeddings}
+    if len(prefixes) > 1:
+        raise ConversionError(f"{tensors.directory} holds several models: {', '.join(sorted(embeddings))}", "convert a checkpoint of one")
+    prefix = prefixes.pop() if prefixes else ""
+    if not prefix or not prefix.endswith("."):
+        return tensors
+    names = {key.removeprefix(prefix): key for key in tensors}
+    if len(names) != len(list(tensors)):
+        raise ConversionError(f"{tensors.directory} has the same keys with and without {prefix!r}", "convert a checkpoint of one model")
+    return RenamedTensors(tensors, names)
+
+
+def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
+    """What a key of a model is made of; None where nothing of it is stored."""
+    names = [key, *_other_norms(key)]
+    found = [name for name in names if name in tensors]
+    entries = [_Entry(tensors, tensors.shape(name), (_Piece(name, whole(tensors.shape(name))),)) for name in found]
+    entries += [entry for name in names if (entry := _halves(tensors, name)) is not None]
+    one_by_one = _experts(tensors, key, grid)
+    if one_by_one is not None:
+        entries.append(one_by_one)
+    if len(entries) > 1:
+        stored = ", ".join(entry.pieces[0].key for entry in entries)
+        raise ConversionError(f"{key} is stored more than once: {stored}", "keep one of them in the checkpoint")
+    return entries[0] if entries else None
+
+
+def _other_norms(key: str) -> Iterator[str]:
+    """Other names of a norm."""
+    for one, other in _NORMS:
+        for name, instead in ((one, other), (other, one)):
+            if key.endswith(f".{name}"):
+                yield key.removesuffix(name) + instead
+
+
+def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
+    """A gated matrix whose halves are stored apart."""
+    gate, up = f"{key}_w", f"{key}_v"
+    if gate not in tensors or up not in tensors:
+        return None
+    rows, *rest = tensors.shape(gate)
+    further = tensors.shape(up)[0]
+    pieces = (_Piece(gate, ((0, rows), *whole(rest))), _Piece(up, ((rows, rows + further), *whole(rest))))
+    return _Entry(tensors, (rows + further, *rest), pieces)
+
+
+def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
+    """Experts of a layer, or of all layers, stored one by one."""
+    match = _EXPERTS.fullmatch(key)
+    if match is None or not grid:
+        return None
+    block, name = match.groups()
+    axis = len(grid) - 1
+    pieces: list[_Piece] = []
+    shape: tuple[int, ...] = ()
+    for expert in range(grid[-1]):
+        for middle in ("experts", "local_experts"):
+            stored = f"{block}{middle}.{expert}.{name}"
+            alone = _Entry(tensors, tensors.shape(stored), (_Piece(stored, whole(tensors.shape(stored))),)) if stored in tensors else None
+            entry = alone or _halves(tensors, stored)
+            if entry is not None:
+                shape = entry.shape
+                pieces += [_Piece(one.key, (*one.box[:axis], (expert, expert + 1), *one.box[axis:]), axis) for one in entry.pieces]
+    return _Entry(tensors, (*shape[:axis], grid[-1], *shape[axis:]), tuple(pieces)) if pieces else None
+
+
+def _parts(entry: _Entry, box: Box) -> list[tuple[Box, _Piece]]:
+    """The pieces that a box has something of, with what it has of them."""
+    return [(common, piece) for piece in entry.pieces if (common := intersection(box, piece.box)) is not None]
+
+
+def _inside(piece: _Piece, box: Box) -> Box:
+    """A box of the larger tensor as one of the stored tensor."""
+    inside = relative(box, [start for start, _ in piece.box])
+    return inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
+
+
+def _read(tensors: StoredTensors, piece: _Piece, box: Box) -> Tensor:
+    return tensors.read(piece.key, _inside(piece, box)).reshape(shape_of(box))
+
+
+def _require_whole(key: str, box: Box, boxes: list[Box]) -> None:
+    if sum(math.prod(shape_of(one)) for one in boxes) != math.prod(shape_of(box)):
+        raise ConversionError(f"{key}: not every part of {box} was saved", "the checkpoint is incomplete; save it again")

@@ -1,0 +1,162 @@
+"""What the ``adapter_config.json`` of a PEFT adapter says about merging it; whatever else it asks for is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.errors import ConversionError
+
+CONFIG_FILE = "adapter_config.json"
+# about training, about where the adapter comes from, or the choice of modules, which the adapter's own tensors show
+_INERT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "eva_config",
+        "inference_mode",
+        "loftq_config",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    }
+)
+_CHOICE = frozenset({"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"})
+_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"})
+# the others (pissa, olora, corda, loftq ...) take something out of the base weights before training
+_UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+_FIX = "merge it with peft, or save it in a plain LoRA form"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """How adapters change weights.
+
+    Attributes:
+        rank, alpha: of every module, unless a pattern says otherwise.
+        rank_patterns, alpha_patterns: by regular expression of the end of a module's name.
+        rank_stabilized: scaling is alpha / sqrt(rank) instead of alpha / rank.
+        targets: names, or ends of names, of the modules that have to have an adapter; empty where the config does not list them.
+        target_parameters: the same of parameters that are no module's weight: stacks of experts.
+    """
+
+    rank: int
+    alpha: float
+    rank_patterns: Mapping[str, int]
+    alpha_patterns: Mapping[str, float]
+    rank_stabilized: bool
+    targets: frozenset[str]
+    target_parameters: frozenset[str]
+
+    def rank_of(self, module: str) -> int:
+        """Rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
+        return self.rank_patterns.get(_pattern_of(self.rank_patterns, module), self.rank)
+
+    def scaling_of(self, module: str) -> float:
+        """Factor on the product of a module's adapter."""
+        alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, module), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
+
+    def asks_for(self, module: str) -> bool:
+        """Whether the config lists the module."""
+        return _is_among(module, self.targets)
+
+    def asks_for_parameter(self, parameter: str) -> bool:
+        """Whether the config lists the parameter."""
+        return _is_among(parameter, self.target_parameters)
+
+
+def _is_among(name: str, targets: frozenset[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
+
+
+def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
+    """The adapter's config.
+
+    Args:
+        path: of the file, for messages.
+        config: what it holds.
+
+    Raises:
+        ConversionError: with everything in it that is no plain LoRA.
+    """
+    problems = list(_refused(config))
+    rank = _number(config, "r", problems)
+    if rank != int(rank):
+        problems.append(f"r = {config['r']!r}: a whole number is needed")
+    found = LoraConfig(
+        rank=int(rank),
+        alpha=_number(config, "lora_alpha", problems),
+        rank_patterns={pattern: int(value) for pattern, value in _patterns(config, "rank_pattern", problems).items()},
+        alpha_patterns=_patterns(config, "alpha_pattern", problems),
+        rank_stabilized=bool(config.get("use_rslora")),
+        targets=_listed(config, "target_modules"),
+        target_parameters=_listed(config, "target_parameters"),
+    )
+    if problems:
+        raise ConversionError(f"{path} is not of a LoRA adapter that can be merged", _FIX, problems)
+    return found
+
+
+def _refused(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type = {config.get('peft_type')!r}: only LORA is supported")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias = {config['bias']!r}: only 'none' is supported")
+    if config.get("use_dora"):
+        problems.append("use_dora = true: DoRA scales whole rows of the merged weights, which is not supported")
+    start = config.get("init_lora_weights")
+    if not any(start is value or start == value for value in _UNCHANGED_BASE):
+        problems.append(f"init_lora_weights = {start!r}: it changed the base weights as training began, which are not at hand")
+    for key in sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"}):
+        value = config[key]
+        if value is not None and value is not False and value not in ([], {}, ""):
+            problems.append(f"{key} = {value!r}: not supported")
+    return problems
+
+
+def _number(config: Mapping[str, Any], key: str, problems: list[str]) -> float:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        problems.append(f"{key} = {value!r}: a positive number is needed")
+        return 1.0
+    return float(value)
+
+
+def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, float]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        problems.append(f"{key} = {patterns!r}: an object of patterns and numbers is needed")
+        return {}
+    for pattern in patterns:
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            problems.append(f"{key}: {pattern!r} is no regular expression ({error})")
+            return {}
+    return {str(pattern): _number(patterns, pattern, problems) for pattern in patterns}
+
+
+def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
+    """Only where a list alone makes the choice; expressions, exceptions and choices of layers are left to the tensors that are there."""
+    targets = config.get(key)
+    restrictions = [config.get(other) for other in _CHOICE - {"target_modules", "target_parameters"}]
+    if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):
+        return frozenset()
+    return frozenset(str(target) for target in targets)

@@ -1,0 +1,149 @@
+"""Tiny models for the self-test of a family: configs in which every size is another, and weights in which every element is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from converters.architecture import Architecture
+from converters.errors import ConversionError
+from converters.families.base import Family
+from converters.rules import hf_tensors
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 42,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+}
+# set where the config class has them
+_FURTHER_SIZES: dict[str, Any] = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "sliding_window": 9,
+    "num_nextn_predict_layers": 0,  # transformers neither makes nor saves such layers
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_FIX = "pass --config FILE, the config.json of a tiny model of the family"
+
+
+def tiny_config(family: Family) -> dict[str, Any]:
+    """A ``config.json`` of a tiny model of the family, from the defaults of its transformers config class.
+
+    Raises:
+        ConversionError: transformers has no such class, or the class does not take the sizes.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
+    if like is None:
+        raise ConversionError(f"model_type = {family.model_type!r} has no config class in transformers to make a tiny model of", _FIX)
+    try:
+        defaults = AutoConfig.for_model(like).to_dict()
+        further = {key: value for key, value in _FURTHER_SIZES.items() if key in defaults}
+        described = AutoConfig.for_model(like, **_sizes(defaults), **further).to_dict()
+    # config classes check their values each in their own way
+    except Exception as error:
+        raise ConversionError(f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX) from error
+    return {**described, "model_type": family.model_type, "architectures": [family.architecture_class], "dtype": "float32"}
+
+
+def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention has as many key-value heads as heads, and works its ``head_dim`` out of other sizes."""
+    if "kv_lora_rank" not in defaults:
+        return _SIZES
+    others = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+    return {**others, "num_key_value_heads": others["num_attention_heads"]}
+
+
+def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The config itself, and what differs from it in one thing: each switch of the family, one key-value head for all query heads."""
+    yield "as it is", dict(config)
+    for key in ["tie_word_embeddings", *sorted(family.config_keys)]:
+        value = config.get(key, False if key == "tie_word_embeddings" else None)
+        if isinstance(value, bool):
+            yield f"{key} = {json.dumps(not value)}", {**config, key: not value}
+    if config.get("num_key_value_heads", 1) != 1:
+        yield "num_key_value_heads = 1", {**config, "num_key_value_heads": 1}
+
+
+def is_known_to_transformers(family: Family) -> bool:
+    """Whether plain transformers can make and run a model of the family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return family.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def save_random(directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture) -> None:
+    """A model with random weights: saved by transformers where it knows the family, else made of the tensors of the rules."""
+    torch.manual_seed(0)
+    directory.mkdir()
+    if is_known_to_transformers(family):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32, experts_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(_random(parameter))
+        model.save_pretrained(directory)
+    else:
+        save_tensors(directory, {tensor.name: _random(torch.empty(tensor.shape)) for tensor in hf_tensors(architecture)})
+    (directory / "config.json").write_text(json.dumps(dict(config), indent=1), encoding="utf-8")
+
+
+def save_unique(directory: Path, model: Path, architecture: Architecture, dtype: torch.dtype) -> None:
+    """The tensors of ``model`` with other values: in float32 every element is another, in narrower dtypes they are random."""
+    directory.mkdir()
+    (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+    stay = {tensor.name for tensor in hf_tensors(architecture) if tensor.stays_float32}
+    tensors, count = {}, 0
+    for name, tensor in sorted(stored_tensors(model).items()):
+        wanted = torch.float32 if name in stay else dtype
+        if wanted is torch.float32:
+            # multiples of 2^-12 up to 2^11: exact, and unlike one another
+            tensors[name] = (torch.arange(count, count + tensor.numel(), dtype=torch.float32) / 4096 - 1024).reshape(tensor.shape)
+            count += tensor.numel()
+        else:
+            tensors[name] = _random(tensor).to(dtype)
+    save_tensors(directory, tensors)
+
+
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face directory."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write them as one file."""
+    save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _random(like: Tensor) -> Tensor:
+    noise = torch.randn(like.shape) * 0.2
+    return 1.0 + noise if like.dim() == 1 else noise

@@ -1,0 +1,72 @@
+"""Megatron's multi-head latent attention, with what it lacks to be the model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+# Without Transformer Engine release 0.16 has mocks in the place of its classes, takes it for installed here, and asks whether a layer is
+# one of them.
+multi_latent_attention.HAVE_TE = HAVE_TE
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Latent attention whose shared key gets the gradients of the heads of all tensor-parallel ranks.
+
+    The rotated part of a key is one for all heads. Each rank turns to it with its own heads, so that the gradients have to be added up over
+    the ranks. Where the projection that gives it is cut over the ranks (without Transformer Engine), or whole on each of them without
+    sequence parallelism, Megatron-Core does not (0.16 to 0.19): nothing fails, and the projection learns from a part of the heads.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.linear_kv_down_proj.register_forward_hook(self._whole)
+
+    def _whole(self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """[S, B, L / ranks] or, of a projection that is whole on every rank, [s, B, L], to [s, B, L] with s = S / ranks under sequence
+        parallelism, otherwise S; L is the width of latent and rotated part together."""
+        combined, bias = output
+        width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        cut = combined.shape[-1] != width
+        if cut:
+            combined = gather_from_tensor_model_parallel_region(combined)
+        if self.config.sequence_parallel:
+            # Megatron-Core gathers the rotated part of this again, and adds up its gradients there
+            return (scatter_to_sequence_parallel_region(combined) if cut else combined), bias
+        latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        shared: torch.Tensor = _SummedGradients.apply(rotated, self.pg_collection.tp)  # type: ignore[no-untyped-call]
+        return torch.cat([latent, shared], dim=-1), bias
+
+
+class _SummedGradients(torch.autograd.Function):
+    """What goes in, whose gradients are added up over the ranks. Megatron-Core's own leaves those alone that are not contiguous (0.16)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def set_latent_norm_epsilon(model: torch.nn.Module, epsilon: float | None) -> None:
+    """Give the norms inside latent attention their own epsilon, where it is not that of the other norms; None leaves them alone."""
+    if epsilon is None:
+        return
+    for module in model.modules():
+        if isinstance(module, MLASelfAttention):
+            # with Transformer Engine a norm is part of the projection behind it
+            for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+                norm = getattr(module, name, None)
+                if norm is not None and hasattr(norm, "eps"):
+                    norm.eps = epsilon

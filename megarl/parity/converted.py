@@ -1,0 +1,74 @@
+"""Log-probabilities that a Megatron-Core worker computes from a Hugging Face directory, for ``megarl convert selftest``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.errors import ConversionError
+from converters.family_file import load_family_file
+from megarl.config import validate_policy_config
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.parity.pool import WorkerPool
+
+
+@contextmanager
+def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, Tensor], Tensor]]:
+    """A function that computes with one worker process on a CPU; see :func:`logprobs_by`."""
+    with WorkerPool() as pool:
+        yield logprobs_by(pool, family_files)
+
+
+def logprobs_by(pool: WorkerPool, family_files: Sequence[Path]) -> Callable[[Path, Tensor], Tensor]:
+    """A function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column 0.
+
+    Args:
+        pool: runs the worker.
+        family_files: to be loaded by the worker (:mod:`converters.family_file`).
+    """
+
+    def compute(directory: Path, tokens: Tensor) -> Tensor:
+        (found,) = pool.run(1, _compute, _policy(directory, tokens), tokens, list(family_files))
+        if isinstance(found, ConversionError):
+            raise found
+        return found
+
+    return compute
+
+
+def _policy(directory: Path, tokens: Tensor) -> Mapping[str, Any]:
+    rows, length = tokens.shape
+    policy = {
+        "model_name": str(directory),
+        "tokenizer": {"name": str(directory)},
+        "train_global_batch_size": rows,
+        "train_micro_batch_size": rows,
+        "logprob_batch_size": rows,
+        "precision": "float32",
+        "max_total_sequence_length": length,
+        "megatron_cfg": {"enabled": True},
+    }
+    return policy
+
+
+def _compute(policy: Mapping[str, Any], tokens: Tensor, family_files: Sequence[Path]) -> Tensor | ConversionError:
+    from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+    for path in family_files:
+        load_family_file(path)
+    try:
+        config: Any = validate_policy_config(policy, world_size=1)
+        worker = MegatronPolicyWorker(config, None, init_optimizer=False, init_reference_model=False)
+    except ConversionError as error:
+        return error
+    try:
+        lengths = torch.full((tokens.shape[0],), tokens.shape[1])
+        data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": tokens, "input_lengths": lengths})
+        return worker.get_logprobs(data=data)["logprobs"]
+    finally:
+        worker.backend.close()

@@ -1,0 +1,29 @@
+"""Latent attention in the memory estimate and in the rules; its parameters are counted in ``test_config_memory_experts``."""
+
+from __future__ import annotations
+
+from megarl.config.memory import layer_activation_bytes
+from megarl.config.model_facts import facts_of
+from megarl.config.rules.parallel import widths_divide
+from megarl.config.rules.view import View
+from tests.unit.config_samples import complete, raw_grpo
+from tests.unit.test_config_memory_experts import DEEPSEEK, SHAPE
+
+
+def test_latent_attention_keeps_what_its_heads_and_its_vectors_take() -> None:
+    """By listing the tensors of one token in two bytes: of two of twelve heads on each of six ranks, and those that every rank has."""
+    facts = facts_of({**SHAPE, "model_type": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 6})
+    heads = 2 * (16 + 16 + 14 + 14)  # query, key, value and output
+    vectors = 2 * 30 + 2 * 26 + 10  # before and after the norms, and the shared part of the key
+    mlp, norms, normaliser = 4 * 132 // 6, 4 * 48, 4 * 2
+    assert layer_activation_bytes(facts, 1, 6, False, 2) == 2 * (heads + vectors + mlp + norms) + normaliser
+    assert layer_activation_bytes(facts, 6, 6, True, 2) == 6 * (2 * (heads + mlp) + normaliser + 2 * (vectors + norms) // 6)
+
+
+def test_latent_vectors_divide_over_tensor_parallel_ranks() -> None:
+    facts = facts_of({**SHAPE, "model_type": "deepseek_v3", **DEEPSEEK, "kv_lora_rank": 27, "num_key_value_heads": 12})
+    raw = complete(raw_grpo())
+    raw["policy"]["megatron_cfg"]["tensor_model_parallel_size"] = 4
+    bounds = [violation.bound for violation in widths_divide(View(raw, facts=facts))]
+    widths = ("37 columns of latent keys and values", "30 columns of latent queries")
+    assert bounds == [f"it must divide the model's {width}" for width in widths]

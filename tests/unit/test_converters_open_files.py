@@ -1,0 +1,102 @@
+"""Checkpoints of more files than a process may have open."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from converters import import_plan
+from converters.command import main
+from converters.errors import ConversionError
+from converters.open_files import OpenFiles
+from tests.unit.converters_tiny import save_tiny
+
+
+def count() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """The process may open 45 files more than it has; every pool keeps 16."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = 45
+    # descriptors have the lowest free numbers, and the limit is on the number
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + room, before[1]))
+    yield room
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_conversion_of_more_files_than_may_be_open(
+    tmp_path: Path, few_files: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(import_plan, "_FILES", 500)
+    monkeypatch.setattr(import_plan, "_SMALLEST_FILE", 1)
+    save_tiny(tmp_path / "whole", "qwen3_moe")
+    assert main(["import", str(tmp_path / "whole"), str(tmp_path / "mcore")]) == 0
+    assert len(list((tmp_path / "mcore").glob("*_0.distcp"))) > few_files
+    assert main(["export", str(tmp_path / "mcore"), str(tmp_path / "many"), "--max-shard-size", "1", "--workers", "4"]) == 0
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > few_files
+    assert main(["import", str(tmp_path / "many"), str(tmp_path / "again"), "--workers", "4"]) == 0
+    assert main(["verify", str(tmp_path / "many"), str(tmp_path / "again")]) == 0
+    capsys.readouterr()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / str(number) for number in range(40)]
+    for path in paths:
+        path.write_text(path.name)
+    return paths
+
+
+def test_few_stay_open_and_those_in_use_always(files: list[Path]) -> None:
+    before = count()
+    pool = OpenFiles(most=3)
+    with pool.use(files[0]) as first:
+        for path in files[1:]:
+            with pool.use(path) as descriptor:
+                assert os.pread(descriptor, 9, 0).decode() == path.name
+        assert os.pread(first, 9, 0) == b"0" and count() == before + 3
+        with pool.use(files[1]), pool.use(files[2]), pool.use(files[3]), pool.use(files[4]):
+            assert count() == before + 5
+    assert count() == before + 3
+    pool.close()
+    assert count() == before
+
+
+def test_many_threads_each_read_their_own(files: list[Path]) -> None:
+    pool, wrong = OpenFiles(most=2), []
+
+    def read(first: int) -> None:
+        for step in range(300):
+            path = files[(first * 7 + step * (first + 1)) % len(files)]
+            with pool.use(path) as descriptor:
+                if os.pread(descriptor, 9, 0).decode() != path.name:
+                    wrong.append(path)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_file_that_was_replaced_meanwhile_is_not_read(files: list[Path]) -> None:
+    pool = OpenFiles(most=0)
+    with pool.use(files[0]):
+        pass
+    files[1].rename(files[0])
+    with pytest.raises(ConversionError, match=f"{files[0]} has changed while it was in use"), pool.use(files[0]):
+        pass
+
+
+def test_what_cannot_be_opened(files: list[Path]) -> None:
+    with pytest.raises(ConversionError, match="nowhere cannot be read"), OpenFiles().use(files[0].parent / "nowhere"):
+        pass

@@ -1,0 +1,267 @@
+"""PEFT adapters merged by import and export: against peft itself, against a slow formula bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from converters import lora, work
+from converters.command import main
+from converters.verify import open_any
+from tests.unit.converters_tiny import save_tiny, stored_tensors
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("llama_all_biases", {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}),
+    "patterns": (
+        "qwen2_tied",
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 5},
+            "alpha_pattern": {"^model.layers.2.self_attn.q_proj": 1.5},
+        },
+    ),
+    "stabilized": ("mistral", {"target_modules": ".*layers.[02].*(v|o)_proj", "use_rslora": True}),
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+    "experts": ("qwen3_moe_mixed", {"target_modules": ["gate_proj", "up_proj", "down_proj", "o_proj"]}),
+    "experts called otherwise": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
+    "experts in turns": ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "router": ("qwen3_moe", {"target_modules": ["k_proj", "mlp.gate"]}),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks a tensor, of other rows on each side."""
+    monkeypatch.setattr(work, "CHUNK_BYTES", 1500)
+
+
+def adapter(base: Path, directory: Path, **options: Any) -> Path:
+    """An adapter of random weights for the model in ``base``, saved by peft."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
+    changed = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, **options))
+    with torch.no_grad():
+        for name, parameter in changed.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    changed.save_pretrained(directory)
+    return directory
+
+
+def merged_by_peft(base: Path, adapter_directory: Path, target: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
+    PeftModel.from_pretrained(model, adapter_directory).merge_and_unload().save_pretrained(target)
+    return stored_tensors(target)
+
+
+def run(*argv: str | Path) -> None:
+    assert main([*map(str, argv)]) == 0, argv
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family, options = CASES[case]
+    hf, mcore, plain, one, other = (tmp_path / name for name in ("hf", "mcore", "plain", "one", "other"))
+    save_tiny(hf, family)
+    directory = adapter(hf, tmp_path / "adapter", **options)
+    run("import", hf, mcore, "--lora", directory)
+    run("export", mcore, one)
+    run("import", hf, plain)
+    run("export", plain, other, "--lora", directory)
+    base, expected, found = stored_tensors(hf), merged_by_peft(hf, directory, tmp_path / "peft"), stored_tensors(one)
+    assert set(found) == set(expected) and sum(not torch.equal(found[name], base[name]) for name in base) > 0
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+        changed = not torch.equal(tensor, base[name])
+        assert changed == (not torch.equal(found[name], base[name])), name
+    for name, tensor in stored_tensors(other).items():
+        assert torch.equal(tensor, found[name]), name
+    run("verify", hf, mcore, "--lora", directory)
+    run("verify", plain, one, "--lora", directory)
+    assert main(["verify", str(hf), str(mcore)]) == 1 and "values: " in capsys.readouterr().out
+    assert open_any(mcore).manifest.notes["lora"] == "adapter"  # type: ignore[union-attr]
+
+
+def slowly(base: torch.Tensor, factors: dict[str, torch.Tensor], module: str, scaling: float) -> torch.Tensor:
+    """The merged matrix in float32, one element after another, the sum in the order of the ranks."""
+    down, up = (factors[f"base_model.model.{module}.lora_{letter}.weight"].float() for letter in "AB")
+    merged = torch.empty_like(base)
+    for row in range(base.shape[0]):
+        total = torch.zeros(base.shape[1])
+        for rank in range(down.shape[0]):
+            total = total + up[row, rank] * down[rank]
+        merged[row] = (base[row].float() + total * scaling).to(base.dtype)
+    return merged
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bit_for_bit_in_a_narrow_dtype(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, directory = tmp_path / "hf", tmp_path / "adapter"
+    save_tiny(hf, "mixtral", dtype)
+    base, modules = stored_tensors(hf), ["model.layers.1.self_attn.o_proj", "model.layers.2.block_sparse_moe.experts.3.w2"]
+    factors = {}
+    for module in modules:  # as saved with transformers 4, where experts are modules
+        rows, columns = base[f"{module}.weight"].shape
+        factors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(5, columns).to(dtype)
+        factors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, 5) * 0.1
+    directory.mkdir()
+    save_file(factors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 5,
+        "lora_alpha": 7,
+        "use_rslora": True,
+        "target_modules": ["w2", "o_proj"],
+        "layers_to_transform": [1, 2],
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(lora, "_BLOCK_ELEMENTS", 130)
+    run("import", hf, tmp_path / "mcore", "--lora", directory, "--workers", "3")
+    run("export", tmp_path / "mcore", tmp_path / "back")
+    found = stored_tensors(tmp_path / "back")
+    for name, tensor in base.items():
+        module = name.removesuffix(".weight")
+        expected = slowly(tensor, factors, module, 7 / math.sqrt(5)) if module in modules else tensor
+        assert found[name].dtype == dtype and torch.equal(found[name], expected), name
+    # in float32 the sums are not rounded to what the base is stored in
+    run("import", hf, tmp_path / "wide", "--lora", directory, "--dtype", "float32")
+    run("verify", hf, tmp_path / "mcore", "--lora", directory)
+    run("export", tmp_path / "wide", tmp_path / "wide-back")
+    wide = stored_tensors(tmp_path / "wide-back")[f"{modules[0]}.weight"]
+    assert torch.equal(wide, slowly(base[f"{modules[0]}.weight"].float(), factors, modules[0], 7 / math.sqrt(5)))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "use_dora = true"),
+    "another method": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+    "biases": ({"bias": "lora_only"}, "bias = 'lora_only'"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+    "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    "replicated layers": ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
+    "an unknown key": ({"a_new_method": {"strength": 2}}, "a_new_method"),
+    "no rank": ({"r": 0}, "r = 0: a positive number"),
+    "a broken pattern": ({"rank_pattern": {"(": 3}}, "is no regular expression"),
+    "another rank": ({"r": 3}, "shape: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [4, 42], rank 3"),
+    "a module without an adapter": ({"target_modules": ["q_proj", "up_proj"]}, "missing: model.layers.2.mlp.up_proj, which target_modules"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lora")
+    save_tiny(root / "hf", "qwen2")
+    adapter(root / "hf", root / "adapter", target_modules=["q_proj"])
+    return root
+
+
+def refused(root: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["import", str(root / "hf"), str(tmp_path / "mcore"), "--lora", str(directory)]) == 2
+    assert not (tmp_path / "mcore").exists()
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and "Fix:" in error
+    return error
+
+
+def altered(
+    root: Path, tmp_path: Path, config: dict[str, Any], change: Callable[[dict[str, torch.Tensor]], Any] = lambda tensors: None
+) -> Path:
+    directory = tmp_path / "altered"
+    directory.mkdir()
+    stored = json.loads((root / "adapter" / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**stored, **config}))
+    tensors = load_file(root / "adapter" / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_plain_lora(kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said = REFUSED[kind]
+    assert said in refused(trained, altered(trained, tmp_path, config), tmp_path, capsys)
+
+
+NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop(NAME), "layers.1.self_attn.q_proj: has lora_A; lora_A and lora_B are needed"),
+        (lambda tensors: tensors.update({NAME.replace("lora_B", "lora_C"): torch.zeros(2)}), "lora_C.weight [2]: no factor"),
+        (
+            lambda tensors: tensors.update({NAME.replace("layers.1", "layers.9"): torch.zeros(2, 4)}),
+            "no matrix model.layers.9.self_attn.q_proj",
+        ),
+        (lambda tensors: tensors.update({NAME.replace("B.weight", "magnitude_vector"): torch.zeros(2)}), "no factor of a LoRA module"),
+        (lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.lora_B.weight": torch.zeros(2)}), "no factor of a LoRA module"),
+        (lambda tensors: tensors.update({NAME: tensors[NAME].T.contiguous()}), "lora_B.weight is [4, 60], rank 4"),
+        (lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int32)}), "dtype: "),
+        (lambda tensors: tensors.clear(), "it is empty"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    change: Callable[[dict[str, torch.Tensor]], Any], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(trained, altered(trained, tmp_path, {"target_modules": ".*"}, change), tmp_path, capsys)
+
+
+def test_directories_that_are_no_adapters(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no directory" in refused(trained, tmp_path / "none", tmp_path, capsys)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "adapter_model.bin").touch()
+    assert re.search("has no adapter_model.safetensors, only adapter_model.bin", refused(trained, tmp_path / "empty", tmp_path, capsys))
+    directory = altered(trained, tmp_path, {})
+    (directory / "adapter_config.json").write_text("[" * 100_000)
+    assert "cannot be read as JSON" in refused(trained, directory, tmp_path, capsys)
+    (directory / "adapter_config.json").write_text("[]")
+    assert "is no JSON object" in refused(trained, directory, tmp_path, capsys)
+
+
+def test_a_tied_embedding_and_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "hf", "llama")
+    directory = adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=["embed_tokens"])
+    save_tiny(tmp_path / "tied" / "hf", "llama_tied")
+    assert "embedding and output layer would differ" in refused(tmp_path / "tied", directory, tmp_path, capsys)
+    tensors = stored_tensors(tmp_path / "hf")
+    tensors["model.embed_tokens.weight"][100, 3] += 1
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert "model.embed_tokens.weight of this model is not that of the base model" in refused(tmp_path, directory, tmp_path, capsys)
+
+
+def test_another_adapter_is_another_plan(trained: Path, tmp_path: Path) -> None:
+    from converters.import_plan import plan_import
+    from converters.source import open_source
+
+    source, directory = open_source(trained / "hf"), altered(trained, tmp_path, {})
+    plans = [plan_import(source), plan_import(source, lora=trained / "adapter"), plan_import(source, lora=directory)]
+    assert len({str(plan.fingerprint) for plan in plans}) == 3
+
+
+def test_stacks_of_experts_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "hf", "qwen3_moe")
+    adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    name = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"
+    one = altered(tmp_path, tmp_path, {}, lambda tensors: [tensors.pop(name), tensors.pop(name.replace("_A", "_B"))])
+    assert "missing: model.layers.1.mlp.experts.down_proj, which target_parameters lists" in refused(tmp_path, one, tmp_path, capsys)
+    one.rename(tmp_path / "first")
+    one = altered(tmp_path, tmp_path, {}, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
+    assert "model.layers.1.mlp.experts.down_proj for [[28, 22], [42, 28]] would be asked" in refused(tmp_path, one, tmp_path, capsys)
+    one.rename(tmp_path / "second")
+    alone = "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_{}.weight"
+    factors = {alone.format("A"): torch.zeros(4, 22), alone.format("B"): torch.zeros(42, 4)}
+    one = altered(tmp_path, tmp_path, {}, lambda tensors: tensors.update(factors))
+    assert "model.layers.1.mlp.experts.3.down_proj.weight is changed twice" in refused(tmp_path, one, tmp_path, capsys)
