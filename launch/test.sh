@@ -56,7 +56,7 @@ run_on_python312() {
 }
 
 cd -- "$ROOT"
-prepare_environment "$VENV" test "$CONSTRAINTS"
+prepare_environment "$VENV" vllm "$CONSTRAINTS"
 if chooses_tests "$@"; then
     exec "$VENV/bin/python" -m pytest "$@"
 fi

@@ -31,13 +31,6 @@ def unbuilt_generation(view: View) -> Iterator[Violation]:
         yield Violation("policy.generation.colocated.enabled", False, bound, "set it to true")
 
 
-def unbuilt_refit(view: View) -> Iterator[Violation]:
-    """Weights go to no other engine, so nothing needs a buffer for them."""
-    key = "policy.refit_buffer_size_gb"
-    if view[key] is not None:
-        yield Violation(key, view[key], f"sending weights to an engine of generation is {NOT_YET}", "write null, or remove the line")
-
-
 def unbuilt_models(view: View) -> Iterator[Violation]:
     """Only the Megatron backend runs mixtures of experts."""
     backend = backend_of(view)
@@ -56,7 +49,6 @@ def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
 NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
     unbuilt_generation,
-    unbuilt_refit,
     unbuilt_models,
     precision_aware_optimizer_on_cpu,
 )

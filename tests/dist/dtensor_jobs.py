@@ -206,20 +206,6 @@ def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
     moves = [worker.move_to_cpu, worker.move_to_cuda, lambda model: worker.move_buffer_to_device(model, "cpu")]
     answers["same model"] = all(move(model) is model for move in [*moves, lambda model: worker.move_to_device(model, "cpu")])
     answers["weights stay"] = differences(before, fsdp1_jobs.full_weights(worker)) == []
-    calls = {
-        "init_collective": lambda: worker.init_collective("127.0.0.1", 1, 1),
-        "prepare_refit_info": worker.prepare_refit_info,
-        "prepare_info_for_collective": worker.prepare_info_for_collective,
-        "broadcast_weights_for_collective": worker.broadcast_weights_for_collective,
-        "prepare_weights_for_ipc": worker.prepare_weights_for_ipc,
-        "get_weights_ipc_handles": lambda: worker.get_weights_ipc_handles(["a"]),
-    }
-    answers["refit"] = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except NotImplementedError as error:
-            answers["refit"][name] = str(error)
     worker._add_noise_to_weights()
     after = fsdp1_jobs.full_weights(worker)
     answers["noise"] = {name: float((after[name] - before[name]).std()) for name in before}

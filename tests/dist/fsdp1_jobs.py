@@ -296,8 +296,6 @@ def small_methods(config: Mapping[str, Any]) -> dict[str, Any]:
         "same model": worker.manual_load_to_gpu(worker.manual_offload_to_cpu(worker.model)) is worker.model,
     }
     calls = {
-        "ipc": worker.prepare_weights_for_ipc,
-        "handles": lambda: worker.get_weights_ipc_handles(["a"]),
         "other model": lambda: worker.manual_offload_to_cpu(torch.nn.Linear(1, 1)),
     }
     for name, call in calls.items():

@@ -43,7 +43,7 @@ SHARED: dict[str, Demonstration] = {
     "make_sequence_length_divisible_by": Changes(4, "scored.micro_batches"),
     "max_total_sequence_length": Changes(6, "generated.answers"),
     "max_grad_norm": Changes(None, "trained.weights"),
-    "refit_buffer_size_gb": Refused((1.0,), (None,), "not in this version"),
+    "refit_buffer_size_gb": ShownBy("tests.dist.test_refit:test_the_buffer_has_the_configured_size"),
     "dynamic_batching.enabled": Changes(False, "trained.micro_batches", beside=DYNAMIC),
     "dynamic_batching.train_mb_tokens": Changes(39, "trained.micro_batches", beside=DYNAMIC),
     "dynamic_batching.logprob_mb_tokens": Changes(39, "scored.micro_batches", beside=DYNAMIC),

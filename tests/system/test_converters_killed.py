@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
+import multiprocessing
 import random
-import subprocess
-import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,38 @@ SIZE = 60_000_000
 CAP_MIB = 640
 
 
+def convert(argv: list[str], out: Path) -> None:
+    """What ``python -m converters`` does; what it says goes into a file."""
+    from converters.command import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main([*argv, "--json"])
+    out.write_text(said.getvalue())
+    raise SystemExit(code)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServerContext]:
+    """Has torch in memory already: a process begins with its work, and not with ten seconds of imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["converters.command", "converters.importing", "converters.exporting", "benchmarks.conversion"])
+    yield context
+
+
+def start(server: ForkServerContext, out: Path, *argv: str) -> ForkServerProcess:
+    process = server.Process(target=convert, args=(list(argv), out))
+    process.start()
+    return process
+
+
+def done(process: ForkServerProcess, out: Path) -> dict[str, object]:
+    process.join(timeout=300)
+    assert process.exitcode == 0, out.read_text() if out.exists() else process.exitcode
+    result: dict[str, object] = json.loads(out.read_text())
+    return result
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "hf"
@@ -25,17 +60,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def start(*argv: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "converters", *argv, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def done(process: subprocess.Popen[str]) -> dict[str, object]:
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    result: dict[str, object] = json.loads(out)
-    return result
+@pytest.fixture(scope="module")
+def imported(server: ForkServerContext, source: Path) -> tuple[Path, dict[str, object]]:
+    """What an undisturbed run with six workers makes, and what it says."""
+    out = source.parent / "said"
+    return source.parent / "mcore", done(start(server, out, "import", str(source), str(source.parent / "mcore"), "--workers", "6"), out)
 
 
 def written(directory: Path) -> int:
@@ -47,44 +76,42 @@ def fingerprint(directory: Path) -> dict[str, str]:
     return {path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_killed_at_random_points_and_run_again(source: Path, tmp_path: Path) -> None:
+def test_killed_at_random_points_and_run_again(
+    server: ForkServerContext, source: Path, imported: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    generator = random.Random(seed)
-    done(start("import", str(source), str(tmp_path / "mcore")))
-    done(start("export", str(tmp_path / "mcore"), str(tmp_path / "back"), "--max-shard-size", "50MB"))
-    for action, origin, expected, options in (
-        ("import", source, tmp_path / "mcore", []),
-        ("export", tmp_path / "mcore", tmp_path / "back", ["--max-shard-size", "50MB"]),
-    ):
+    generator, out, mcore = random.Random(seed), tmp_path / "said", imported[0]
+    sizes = ("--max-shard-size", "50MB")
+    done(start(server, out, "export", str(mcore), str(tmp_path / "back"), *sizes), out)
+    for action, origin, expected, options in (("import", source, mcore, ()), ("export", mcore, tmp_path / "back", sizes)):
         target = tmp_path / f"{action}-again"
         killed = 0
         for _ in range(2):
-            process = start(action, str(origin), str(target), *options)
+            process = start(server, out, action, str(origin), str(target), *options)
             goal = generator.uniform(0.05, 0.9) * SIZE
-            while written(tmp_path / f".{target.name}.partial") < goal and process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.002)
+            while written(tmp_path / f".{target.name}.partial") < goal and process.is_alive():
+                time.sleep(0.002)
             process.kill()
-            process.communicate()
-            killed += process.returncode < 0
+            process.join()
+            killed += (process.exitcode or 0) < 0
             if target.exists():
                 break
         assert killed, "no run was killed before it ended"
         if not target.exists():
-            done(start(action, str(origin), str(target), *options))
+            done(start(server, out, action, str(origin), str(target), *options), out)
         assert fingerprint(target) == fingerprint(expected)
         assert not (tmp_path / f".{target.name}.partial").exists()
 
 
 @pytest.mark.parametrize("action", ["import", "export"])
-def test_memory_stays_within_its_bound(action: str, source: Path, tmp_path: Path) -> None:
+def test_memory_stays_within_its_bound(
+    action: str, server: ForkServerContext, source: Path, imported: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
     """Fewer workers run, and what the process reports at its end is within the bound."""
-    origin = source
-    if action == "export":
-        origin = tmp_path / "mcore"
-        done(start("import", str(source), str(origin)))
-    unbounded = done(start(action, str(origin), str(tmp_path / "many"), "--workers", "6"))
-    bounded = done(start(action, str(origin), str(tmp_path / "few"), "--workers", "6", "--max-memory", f"{CAP_MIB}MiB"))
+    mcore, unbounded = imported
+    origin, out = source if action == "import" else mcore, tmp_path / "said"
+    bound = ("--workers", "6", "--max-memory", f"{CAP_MIB}MiB")
+    bounded = done(start(server, out, action, str(origin), str(tmp_path / "few"), *bound), out)
     assert int(str(bounded["workers"])) < int(str(unbounded["workers"])) == 6
     assert int(str(bounded["peak_memory"])) <= CAP_MIB * 2**20

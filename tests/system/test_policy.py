@@ -14,6 +14,8 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, StateError
 from megarl.models.policy.lm_policy import Policy
+from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from tests.dist import reference
 from tests.dist.batches import make_batch
 from tests.models import VOCABULARY, make_tiny, policy_config
@@ -75,6 +77,27 @@ def test_checkpoint_round_trip_on_live_workers(policy: Policy, tmp_path: Path) -
     assert [float(step["grad_norm"]) for step in again] == [float(step["grad_norm"]) for step in continued]
 
 
+def test_another_process_reads_the_weights_of_each_step(policy: Policy) -> None:
+    receiver = WeightReceiver(Manifest.from_description(policy.prepare_refit_info() or {}), torch.device("cpu"))
+    before: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        policy.prepare_for_training()
+        policy.train(BatchedDataDict(make_batch(8, 12, seed=2)), NLLLoss())
+        policy.offload_before_refit()
+        received = {}
+        for keys in policy.prepare_weights_for_ipc(1):
+            with receiver.group(payload_for(policy.get_weights_ipc_handles(keys), "CPU-here")) as weights:
+                received.update({name: tensor.clone() for name, tensor in weights})
+        version = receiver.version
+        policy.offload_after_refit()
+        assert set(received) == set(policy.prepare_info_for_collective() or {})
+        assert all(not torch.equal(tensor, received[name]) for name, tensor in before.items() if name.endswith("proj.weight"))
+        before = received
+    assert version is not None and version >= 2
+    receiver.close()
+    policy.prepare_for_lp_inference()
+
+
 def test_export_is_what_the_policy_computes(policy: Policy, tmp_path: Path) -> None:
     batch = BatchedDataDict(make_batch(5, 12, seed=4))
     policy.prepare_for_lp_inference()
@@ -128,10 +151,12 @@ def test_training_while_offloaded_names_the_remedy(policy: Policy) -> None:
     assert policy.train(BatchedDataDict(make_batch()), NLLLoss())["loss"].isfinite().all()
 
 
-def test_refit_methods_say_what_is_missing(policy: Policy) -> None:
-    for call in (policy.prepare_refit_info, policy.prepare_weights_for_ipc, policy.broadcast_weights_for_collective):
-        with pytest.raises(NotImplementedError, match="not in this version"):
-            call()
+def test_weights_are_not_sent_to_nobody(policy: Policy) -> None:
+    policy.prepare_for_lp_inference()
+    with pytest.raises(StateError, match=r"call init_collective\(\) first"):
+        policy.worker_group.get_all_worker_results(policy.broadcast_weights_for_collective())
+    with pytest.raises(StateError, match=r"call prepare_weights_for_ipc\(\) first"):
+        policy.get_weights_ipc_handles(["lm_head.weight"])
 
 
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])

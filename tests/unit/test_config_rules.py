@@ -242,7 +242,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"ddp.use_custom_fsdp"},
     ),
     ("unbuilt_generation", {"g.backend": "vllm", "g.colocated.enabled": False}, {}, {"g.backend", "g.colocated.enabled"}),
-    ("unbuilt_refit", {"policy.refit_buffer_size_gb": 2.0}, {}, {"policy.refit_buffer_size_gb"}),
     ("unbuilt_models", ON_DTENSOR, MIXTURE, {"policy.model_name"}),
     ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
 ]
@@ -299,7 +298,6 @@ SAID_ANYWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the learning rate that is used": ({"policy.learning_rate": 1e-4}, {}),
     "no sharding by strategy": ({"ddp.data_parallel_sharding_strategy": "no_shard", "ddp.use_custom_fsdp": False}, {}),
     "no clipping": ({"o.clip_grad": 0.0}, {}),
-    "no buffer": ({"policy.refit_buffer_size_gb": None}, {}),
     "one weight decay": ({"o.weight_decay": 0.3, "s.start_weight_decay": 0.3, "s.end_weight_decay": 0.3}, {}),
 }
 

@@ -41,6 +41,7 @@ from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, persistent_buffers, recompute_layers
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values
 from megarl.models.huggingface.passes import forward_backward
+from megarl.models.huggingface.sending_order import in_sending_order
 
 logger = logging.getLogger(__name__)
 # where the loss scale stands in a checkpoint: among the hyperparameters of the first group
@@ -200,8 +201,9 @@ class DTensorBackend:
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and full tensors in ``policy.precision``, which is what the model computes with."""
-        for name, parameter in self._divided().items():
-            yield name, gather(parameter, self.runtime.device, self._rows[name]).to(self._dtype)
+        divided = self._divided()
+        for name in in_sending_order(divided, self.hf_config):
+            yield name, gather(divided[name], self.runtime.device, self._rows[name]).to(self._dtype)
 
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.rendezvous import init_process_group
-from megarl.errors import BatchError, CheckpointError, StateError
+from megarl.errors import BatchError, CheckpointError, MegarlError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.reference import ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
+from megarl.weight_sync.broadcast import WeightBroadcaster
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01
@@ -70,6 +73,10 @@ class EngineWorker:
         self.lifecycle = Lifecycle(backend.move, has_optimizer)
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
+        self._weights_version = 0
+        self._sender = WeightSender(backend.export_hf, runtime, buffer_gib=config.get("refit_buffer_size_gb"))
+        self._broadcaster: WeightBroadcaster | None = None
+        self._broadcasts = False
 
     def continue_from(self, weights_path: str | None, optimizer_path: str | None) -> None:
         """Start from a checkpoint, where one is given."""
@@ -116,6 +123,7 @@ class EngineWorker:
             temperature=self.temperature,
             update=not eval_mode,
         )
+        self._weights_version += not eval_mode
         return {
             "global_loss": result.losses,
             "grad_norm": torch.tensor(result.grad_norms[-1]) if result.grad_norms else None,
@@ -230,6 +238,73 @@ class EngineWorker:
         figures = self.runtime.memory()
         logger.info("after refit: %.0f MiB allocated, %.0f MiB reserved", figures.allocated_mb, figures.reserved_mb)
 
+    # refit: the present weights, to an engine that generates on the same devices
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks."""
+        if not self._sender.knows_manifest:
+            self._refuse_reference("prepare_refit_info")
+            self._require("prepare_refit_info")
+        return self._sender.manifest.description()
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Older name of :meth:`prepare_refit_info`."""
+        return self.prepare_refit_info()
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Begin a refit; names with their bytes in the transfer buffer, in the order of sending, and the bytes that a group may have."""
+        self._refuse_reference("prepare_weights_for_ipc")
+        self._require("prepare_weights_for_ipc")
+        return self._sender.prepare(self._weights_version)
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer return ``{device: payload}``."""
+        self._refuse_reference("get_weights_ipc_handles")
+        self._require("get_weights_ipc_handles")
+        return self._sender.send(list(keys))
+
+    # refit of an engine elsewhere
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Make the group that weights are sent over; of the policy, rank 0 alone is in it.
+
+        Args:
+            ip, port: where rank 0 listens.
+            world_size: ranks of the engines, and one.
+
+        Raises:
+            RefitError: an engine rank is missing or expects something else.
+        """
+        self._refuse_reference("init_collective")
+        self._require("init_collective")
+        manifest = self._sender.manifest
+        self._broadcasts, self._broadcaster = False, None
+        with _on_first_rank(RefitError) as first:
+            if first:
+                buffer = self._sender.slot_bytes()
+                here = self.runtime.device
+                group = TransferGroup(ip, port, world_size, 0, digest=manifest.digest, device=here, buffer_bytes=buffer)
+                self._broadcaster = WeightBroadcaster(group, manifest)
+        self._broadcasts = True
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Send the present weights over the group of :meth:`init_collective`, and wait until every engine rank has them.
+
+        Raises:
+            StateError: there is no group.
+            RefitError: an engine is gone; the group is of no more use.
+        """
+        self._refuse_reference("broadcast_weights_for_collective")
+        self._require("broadcast_weights_for_collective")
+        if not self._broadcasts:
+            raise StateError("broadcast_weights_for_collective(): no engine is connected; call init_collective() first")
+        with _on_first_rank(RefitError):
+            stream = self.backend.export_hf()
+            if self._broadcaster is not None:
+                self._broadcaster.send(stream, self._weights_version)
+            for _ in stream:
+                pass
+
     # checkpoints
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
@@ -258,6 +333,7 @@ class EngineWorker:
         self._refuse_reference("load_checkpoint")
         self._require("load_checkpoint", remedy="prepare_for_training")
         self.backend.load(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        self._weights_version += 1
 
     def export_hf(self, path: str) -> None:
         """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
@@ -339,9 +415,11 @@ class EngineWorker:
             if parameter.requires_grad:
                 parameter.add_((torch.randn(parameter.shape, generator=generator) * NOISE).to(parameter))
         self.backend.parameters_changed()
+        self._weights_version += 1
 
     def shutdown(self) -> None:
         """Leave the process groups."""
+        self._sender.close()
         close = getattr(self.backend, "close", None)
         if close is not None:
             close()
@@ -350,16 +428,23 @@ class EngineWorker:
 
 
 @contextlib.contextmanager
-def _on_first_rank() -> Iterator[bool]:
-    """True on rank 0, which works while the others wait; what fails there fails on all ranks, so that none waits for ever."""
+def _on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
+    """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``), so that none waits for ever."""
     failure: Exception | None = None
     try:
         yield dist.get_rank() == 0
     except Exception as error:
         failure = error
+    # a number first, so that the usual way, on which nothing fails, takes no collective of objects
+    device = runtime().device
+    failed = torch.tensor([int(failure is not None)], device=device)
+    dist.broadcast(failed, src=0)
+    if not int(failed):
+        if failure is not None:
+            raise failure
+        return
     message = [None if failure is None else f"{type(failure).__name__}: {failure}"]
     dist.broadcast_object_list(message, src=0)
     if failure is not None:
         raise failure
-    if message[0]:
-        raise CheckpointError(f"rank 0 failed: {message[0]}")
+    raise kind(f"rank 0 failed: {message[0]}")

@@ -32,6 +32,7 @@ from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, recompute_layers
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
 from megarl.models.huggingface.passes import forward_backward
+from megarl.models.huggingface.sending_order import in_sending_order
 
 logger = logging.getLogger(__name__)
 PRECISIONS = frozenset({"float32", "bfloat16"})
@@ -139,7 +140,8 @@ class FSDP1Backend:
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and full tensors in ``policy.precision``, which is what the model computes with."""
-        return ((name, tensor.to(self._dtype)) for name, tensor in self.model.full_tensors())
+        names = in_sending_order(self.model.dimensions, self.hf_config)
+        return ((name, tensor.to(self._dtype)) for name, tensor in self.model.full_tensors(names))
 
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:

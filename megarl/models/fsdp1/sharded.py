@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -107,10 +108,14 @@ class Sharded:
         dist.all_reduce(value, group=self._group)
         return value
 
-    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole float32 parameters, a unit gathered at a time; each tensor is the caller's own. A collective."""
-        for unit, held in self._units.items():
-            yield from self._gathered(unit, held)
+    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """``names`` and their whole float32 parameters; each tensor is the caller's own. A collective.
+
+        Neighbours of one unit are gathered together, so that an order by layers gathers each layer once.
+        """
+        unit_of = {name: unit for unit, held in self._units.items() for name in held}
+        for unit, neighbours in itertools.groupby(names, key=unit_of.__getitem__):
+            yield from self._gathered(unit, {name: self._held[name] for name in neighbours})
 
     def _gathered(self, unit: FullyShardedDataParallel, held: dict[str, Held]) -> list[tuple[str, torch.Tensor]]:
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):

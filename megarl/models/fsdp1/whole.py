@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -66,13 +66,14 @@ class Whole:
         """``value``; there is one rank."""
         return value
 
-    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole float32 parameters; they stay the model's own."""
-        return ((name, parameter.detach()) for name, parameter in self.parameters())
+    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """``names`` and their whole float32 parameters; they stay the model's own."""
+        parameters = dict(self.parameters())
+        return ((name, parameters[name].detach()) for name in names)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The weights for a checkpoint; writing into them writes into the parameters."""
-        return dict(self.full_tensors())
+        return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """What :meth:`state` gave was filled in place; that was all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -160,33 +160,3 @@ class DTensorPolicyWorker(EngineWorker):
     def return_state_dict(self) -> dict[str, torch.Tensor]:
         """The divided parameters by name, tensors of this rank's piece that know the whole."""
         return self.backend.state_dict()
-
-    # weights for an inference engine
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Not in this version."""
-        _no_transport("init_collective", "sending weights to an inference engine over a collective")
-
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Not in this version."""
-        _no_transport("prepare_refit_info", "sending weights to an inference engine")
-
-    def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Not in this version."""
-        _no_transport("prepare_info_for_collective", "sending weights to an inference engine over a collective")
-
-    def broadcast_weights_for_collective(self) -> None:
-        """Not in this version."""
-        _no_transport("broadcast_weights_for_collective", "sending weights to an inference engine over a collective")
-
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Not in this version."""
-        _no_transport("prepare_weights_for_ipc", "handing weights to an inference engine on the same device")
-
-    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Not in this version."""
-        _no_transport("get_weights_ipc_handles", "handing weights to an inference engine on the same device")
-
-
-def _no_transport(method: str, what: str) -> NoReturn:
-    raise NotImplementedError(f"DTensorPolicyWorker.{method}: {what} is not in this version; the policy generates by itself")

@@ -3,7 +3,7 @@ as it is."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -84,20 +84,3 @@ class FSDP1PolicyWorker(EngineWorker):
     def _require_own(self, model: torch.nn.Module, method: str) -> None:
         if model is not self.model:
             raise ValueError(f"{method}({type(model).__name__}): only the worker's own model can be moved; give worker.model")
-
-    # transport of weights to another engine
-
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Not in this version."""
-        _no_transport("prepare_weights_for_ipc")
-
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Not in this version."""
-        _no_transport("get_weights_ipc_handles")
-
-
-def _no_transport(method: str) -> NoReturn:
-    raise NotImplementedError(
-        f"FSDP1PolicyWorker.{method}: handing weights to an inference engine over device memory is not in this version; "
-        "the policy generates by itself (generate)"
-    )

@@ -28,6 +28,7 @@ from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_checks import check_batch
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from megarl.weight_sync.manifest import groups_within
 
 if TYPE_CHECKING:
     import ray
@@ -287,23 +288,57 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Write the present weights as a Hugging Face checkpoint."""
         self._call_all("export_hf", path=_absolute(path))
 
-    # refit: the transports come with the weight synchronisation rooms
+    # refit: the weights to an engine that generates
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        raise _no_transport("init_collective", "a process group shared with an inference engine")
+        """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective`` has to be called beside it.
+
+        Args:
+            ip, port: where the policy's first worker listens; it is on this host.
+            world_size: ranks of all engines, and one.
+
+        Returns:
+            Futures, to be awaited with those of the engines.
+        """
+        return self.worker_group.run_all_workers_single_data("init_collective", ip=ip, port=port, world_size=world_size)
 
     # the contract's two interfaces give this name to the sending and to the receiving half; the policy is both
     def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
-        raise _no_transport("prepare_refit_info", "the plan of a weight transfer")
+        """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's ``prepare_refit_info``."""
+        return self._results("prepare_refit_info")[0]
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
-        raise _no_transport("prepare_weights_for_ipc", "the shared-memory transport")
+        """Begin a refit of an engine on the same devices.
+
+        Args:
+            _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
+
+        Returns:
+            The names of all weights in groups, to be asked of :meth:`get_weights_ipc_handles` in this order.
+
+        Raises:
+            RefitError: a weight is larger than a group may be.
+        """
+        answers = self._results("prepare_weights_for_ipc")
+        budget = min(int(room) for _, room in answers)
+        if _refit_buffer_size_gb is not None:
+            budget = min(budget, int(_refit_buffer_size_gb * 2**30))
+        return groups_within(answers[0][0], budget)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        raise _no_transport("get_weights_ipc_handles", "the shared-memory transport")
+        """Handles of the weights ``keys`` by device; what they point to stands until the group after the next is asked for."""
+        merged: dict[str, Any] = {}
+        for handles in self._results("get_weights_ipc_handles", keys=keys):
+            merged.update(handles)
+        return merged
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        raise _no_transport("broadcast_weights_for_collective", "the collective transport")
+        """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be called beside it.
+
+        Returns:
+            Futures, to be awaited with those of the engines.
+        """
+        return self.worker_group.run_all_workers_single_data("broadcast_weights_for_collective")
 
     # profiling and the end
 
@@ -349,7 +384,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self.worker_group.get_all_worker_results(future)
 
     def _call_all(self, method: str, **options: Any) -> None:
-        self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+        self._results(method, **options)
+
+    def _results(self, method: str, **options: Any) -> list[Any]:
+        """The answers of all workers, by rank."""
+        return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
@@ -375,9 +414,3 @@ def _environment(config: PolicyConfig) -> dict[str, str]:
 
 def _absolute(path: PathLike | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
-
-
-def _no_transport(method: str, what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"Policy.{method}: {what} is not in this version; the policy generates by itself (policy.generation.backend=megatron)"
-    )

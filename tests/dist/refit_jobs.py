@@ -1,0 +1,129 @@
+"""Refits that the pool's processes play: every rank is a rank of the policy, and an engine that reads what another process published."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.config.backend import enabled_backend
+from megarl.models.policy.lm_policy import WORKERS
+from megarl.weight_sync.broadcast import WeightListener
+from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.receiver import WeightReceiver, payload_for
+from megarl.weight_sync.transfer_group import TransferGroup
+from tests.dist import jobs
+from tests.dist.batches import make_batch
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    module, _, kind = WORKERS[enabled_backend(config)].rpartition(".")
+    return getattr(importlib.import_module(module), kind)(config, None, init_reference_model=False)
+
+
+def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, torch.Tensor]:
+    """One whole refit as the driver plays it, on all ranks: what this rank's engine reads."""
+    sizes, room = worker.prepare_weights_for_ipc()
+    received = {}
+    for keys in groups_within(sizes, min(budget, int(room))):
+        everybody: list[Any] = [None] * dist.get_world_size()
+        with counted_objects() as objects:
+            own = worker.get_weights_ipc_handles(keys)
+        assert not objects, "names and shapes travel at the first look alone"
+        dist.all_gather_object(everybody, own)
+        handles = {device: payload for handle in everybody for device, payload in handle.items()}
+        with receiver.group(payload_for(handles, "CPU-engine")) as weights:
+            received.update({name: tensor.clone() for name, tensor in weights})
+        dist.barrier()
+    return received
+
+
+def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
+    """A refit after 0, 1 and 2 training steps: each with the weights as the engine and as the export have them."""
+    worker = build(config)
+    receiver = WeightReceiver(Manifest.from_description(worker.prepare_refit_info()), torch.device("cpu"))
+    seen = []
+    for step in range(3):
+        received = transfer(worker, receiver, budget)
+        exported = dict(_copies(worker))
+        same = list(received) == list(exported) and all(torch.equal(received[name], exported[name]) for name in exported)
+        seen.append({"same": same, "version": receiver.version, "weights": received})
+        rows = config["train_global_batch_size"]
+        worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
+    receiver.close()
+    worker.backend.close()
+    return {"refits": seen}
+
+
+def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """Refits over a group with two engine ranks, which are threads of rank 0; how often a refit after the first calls collectives of objects."""
+    worker = build(config)
+    digest = Manifest.from_description(worker.prepare_info_for_collective()).digest
+    seen: list[Any] = []
+    first = dist.get_rank() == 0
+    with ThreadPoolExecutor(2) as pool:
+        options = {"digest": digest, "device": torch.device("cpu")}
+        joining = [pool.submit(TransferGroup, "127.0.0.1", port, 3, rank, **options) for rank in (1, 2)] if first else []
+        worker.init_collective("127.0.0.1", port, 3)
+        listeners = [WeightListener(joined.result(), Manifest.from_description(worker.prepare_refit_info())) for joined in joining]
+        for step in range(3):
+            received: list[dict[str, torch.Tensor]] = [{} for _ in listeners]
+            receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]
+            with counted_objects() as objects:
+                worker.broadcast_weights_for_collective()
+            versions = [future.result() for future in receiving]
+            exported = dict(_copies(worker))
+            same = all(
+                list(kept) == list(exported) and all(torch.equal(kept[name], exported[name]) for name in exported) for kept in received
+            )
+            seen.append({"same": same, "versions": versions, "objects": len(objects)})
+            rows = config["train_global_batch_size"]
+            worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
+    worker.backend.close()
+    return {"refits": seen}
+
+
+def _kept_in(kept: dict[str, torch.Tensor]) -> Callable[[list[tuple[str, torch.Tensor]]], None]:
+    return lambda weights: kept.update({name: tensor.clone() for name, tensor in weights})
+
+
+@contextlib.contextmanager
+def counted_objects() -> Iterator[list[str]]:
+    """The collectives of objects that are called inside."""
+    called: list[str] = []
+    kept = {name: getattr(dist, name) for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            called.append(name)
+            return kept[name](*arguments, **options)
+
+        return call
+
+    try:
+        for name in kept:
+            setattr(dist, name, counting(name))
+        yield called
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def room_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that a group may have, and those of the buffer's two halves."""
+    worker = build(config)
+    sizes, room = worker.prepare_weights_for_ipc()
+    [payload] = worker.get_weights_ipc_handles([name for name, _ in sizes]).values()
+    worker.backend.close()
+    return int(room), 2 * payload["arena"]["slot_bytes"]
+
+
+def _copies(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in worker.backend.export_hf():
+        yield name, tensor.clone()

@@ -1,0 +1,111 @@
+"""Refits from real workers of every backend and many layouts: what an engine reads is the export, and the export is the same everywhere."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.source import open_source
+from megarl.weight_sync.manifest import padded_bytes
+from tests.dist import refit_jobs
+from tests.dist.dtensor_jobs import dtensor_config
+from tests.dist.fsdp1_jobs import fsdp1_config
+from tests.dist.pool import WorkerPool
+from tests.models import make_tiny, policy_config
+
+# backend, ranks and layout
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "megatron-tp1": ("megatron", 1, {}),
+    "megatron-tp2-sp": ("megatron", 2, {"tp": 2, "sp": True, "multiple": 2}),
+    "megatron-pp2": ("megatron", 2, {"pp": 2}),
+    "megatron-pp2-vpp2": ("megatron", 2, {"pp": 2, "vpp": 2}),
+    "megatron-tp2-pp2": ("megatron", 4, {"tp": 2, "pp": 2}),
+    "megatron-cp2-dp2": ("megatron", 4, {"cp": 2, "multiple": 4}),
+    "dtensor-dp2": ("dtensor", 2, {}),
+    "dtensor-tp2-dp2": ("dtensor", 4, {"tp": 2}),
+    "fsdp1-dp1": ("fsdp1", 1, {}),
+    "fsdp1-dp3": ("fsdp1", 3, {}),
+}
+SPARSE: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"ep": 2}),
+    "ep2-tp2-pp2": (8, {"ep": 2, "tp": 2, "pp": 2, "sp": True, "multiple": 2}),
+    "ep4-etp1-tp2": (4, {"ep": 4, "tp": 2, "sp": True, "multiple": 2}),
+    "etp2-tp2": (2, {"etp": 2, "tp": 2, "sp": True, "multiple": 2}),
+}
+# holds the largest tensor, so that there are many groups
+BUDGET = 20_000
+
+
+def configured(backend: str, model: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    make = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}[backend]
+    return make(model, gbs=12, mbs=2, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: stored(tiny_models[name]) for name in ("qwen3-tied-four", "qwen2")}
+
+
+def stored(model: Path) -> dict[str, torch.Tensor]:
+    source = open_source(model)
+    return {name: source.read(name) for name in source.names()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [(layout, "qwen3-tied-four") for layout in LAYOUTS] + [("megatron-tp2-sp", "qwen2"), ("fsdp1-dp3", "qwen2")]
+)
+def test_an_engine_reads_the_policy_s_weights_at_every_step(
+    pool: WorkerPool, tiny_models: dict[str, Path], expected: dict[str, dict[str, torch.Tensor]], layout: str, family: str
+) -> None:
+    backend, world, changes = LAYOUTS[layout]
+    check(pool.run(world, refit_jobs.refits, configured(backend, tiny_models[family], changes), BUDGET), expected[family])
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    world, changes = SPARSE[layout]
+    model = make_tiny(tmp_path / "model", "qwen3_moe_mixed", tied=False, seed=5, layers=4)
+    check(pool.run(world, refit_jobs.refits, configured("megatron", model, changes), BUDGET), stored(model))
+
+
+@pytest.mark.parametrize("layout", ["megatron-tp2-pp2", "dtensor-dp2", "fsdp1-dp3"])
+def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+    backend, world, changes = LAYOUTS[layout]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    first, *others = pool.run(world, refit_jobs.broadcasts, configured(backend, tiny_models["qwen3-tied-four"], changes), port)
+    assert [seen["versions"] for seen in first["refits"]] == [[0, 0], [1, 1], [2, 2]]
+    assert all(seen["same"] for result in (first, *others) for seen in result["refits"])
+    assert all(seen["objects"] == 0 for result in (first, *others) for seen in result["refits"])
+
+
+@pytest.mark.parametrize("backend", ["megatron", "dtensor", "fsdp1"])
+def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
+    config = configured(backend, tiny_models["qwen2"], {})
+    [[automatic], [configured_size]] = (pool.run(1, refit_jobs.room_of, {**config, "refit_buffer_size_gb": size}) for size in (None, 0.25))
+    total = sum(padded_bytes(tensor.nbytes) for tensor in stored(tiny_models["qwen2"]).values())
+    assert automatic == (total, 4096 * 2 * -(-total // 4096))
+    assert configured_size == (2**27, 2**28)
+
+
+def check(results: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> None:
+    orders = set()
+    for result in results:
+        for step, seen in enumerate(result["refits"]):
+            assert seen["same"] and seen["version"] == step
+            orders.add(tuple(seen["weights"]))
+            changed = any(not torch.equal(seen["weights"][name], tensor) for name, tensor in weights.items())
+            assert changed == (step > 0)
+        assert set(result["refits"][0]["weights"]) == set(weights)
+    assert len(orders) == 1
+    [order] = orders
+    _ORDERS.setdefault(frozenset(order), order)
+    assert order == _ORDERS[frozenset(order)], "another order than in an earlier layout"
+
+
+_ORDERS: dict[frozenset[str], tuple[str, ...]] = {}

@@ -1,0 +1,255 @@
+"""Real vLLM on real Ray actors, refitted by policies of every backend: it answers what transformers answers from the policy's export."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.errors import BatchError, ConfigError, MegarlError, RefitError
+from megarl.models.generation.vllm.generation import VllmGeneration
+from megarl.models.policy.lm_policy import Policy
+from tests.choice import slow
+from tests.dist.batches import make_batch
+from tests.dist.dtensor_jobs import dtensor_config
+from tests.dist.fsdp1_jobs import fsdp1_config
+from tests.dist.key_models import SPECIAL, tokenizer_of_words
+from tests.models import VOCABULARY, policy_config
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+MAKE = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
+POLICIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "megatron-tp2-pp2": ("megatron", 4, {"tp": 2, "pp": 2}),
+    "dtensor-tp2": ("dtensor", 2, {"tp": 2}),
+    "fsdp1-dp2": ("fsdp1", 2, {}),
+    "megatron-tp1": ("megatron", 1, {}),
+    "megatron-tp2": ("megatron", 2, {"tp": 2}),
+    "megatron-pp2": ("megatron", 2, {"pp": 2}),
+}
+ALWAYS = ("megatron-tp2-pp2", "dtensor-tp2", "fsdp1-dp2")
+STEPS, NEW = 3, 10
+PROMPTS = BatchedDataDict(
+    {"input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]), "input_lengths": torch.tensor([4, 2, 3])}
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's attention on a CPU wants heads of 32 or more."""
+    path = tmp_path_factory.mktemp("vllm") / "qwen2"
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=112,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+
+
+def engines(model: Path, name: str, *, colocated: bool, places: int = 1, tensor_parallel: int = 1) -> VllmGeneration:
+    settings = {
+        "tensor_parallel_size": tensor_parallel,
+        "load_format": "dummy",
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_gb": 0.02,
+        "max_model_len": 64,
+        "precision": "float32",
+        "env_vars": {"VLLM_CPU_CI_ENV": "1"},
+    }
+    generation = {
+        "backend": "vllm",
+        "model_name": str(model),
+        "max_new_tokens": NEW,
+        "temperature": 0.7,
+        "stop_token_ids": [],
+        "stop_strings": None,
+        "pad_token_id": 0,
+        "colocated": {"enabled": colocated},
+        "vllm_cfg": settings,
+    }
+    return VllmGeneration(RayVirtualCluster([places], use_gpus=False, name=name), generation)
+
+
+@pytest.fixture(scope="module")
+def colocated(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
+    generation = engines(model, "colocated", colocated=True)
+    yield generation
+    assert generation.shutdown()
+
+
+@pytest.fixture(scope="module")
+def apart(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
+    """Two engines."""
+    generation = engines(model, "apart", colocated=False, places=2)
+    yield generation
+    assert generation.shutdown()
+
+
+def policy_of(name: str, model: Path) -> Policy:
+    backend, world, changes = POLICIES[name]
+    config = MAKE[backend](model, gbs=8, mbs=2, temperature=0.7, **changes)
+    return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def refit_colocated(policy: Policy, generation: VllmGeneration) -> None:
+    policy.offload_before_refit()
+    generation.prepare_for_generation(tags=["weights"])
+    for keys in policy.prepare_weights_for_ipc(_refit_buffer_size_gb=1):
+        assert generation.update_weights_from_ipc_handles(policy.get_weights_ipc_handles(keys))
+    policy.offload_after_refit()
+    generation.prepare_for_generation(tags=["kv_cache"])
+
+
+def join(policy: Policy, generation: VllmGeneration, world_size: int = 3) -> None:
+    port = free_port()
+    futures = policy.init_collective("127.0.0.1", port, world_size), generation.init_collective("127.0.0.1", port, world_size)
+    for side, ones in zip((policy, generation), futures, strict=True):
+        side.worker_group.get_all_worker_results(ones)
+
+
+def refit_apart(policy: Policy, generation: VllmGeneration, version: int) -> None:
+    sending, receiving = policy.broadcast_weights_for_collective(), generation.update_weights_from_collective(version)
+    policy.worker_group.get_all_worker_results(sending)
+    generation.loaded(generation.worker_group.get_all_worker_results(receiving))
+
+
+def greedy_answers(directory: Path) -> list[list[int]]:
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = []
+    for prompt, length in zip(PROMPTS["input_ids"], PROMPTS["input_lengths"].tolist(), strict=True):
+        rows.append(loaded.generate(prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist())
+    return rows
+
+
+def rows_of(output: BatchedDataDict[Any]) -> list[list[int]]:
+    return [ids[:length].tolist() for ids, length in zip(output["output_ids"], output["unpadded_sequence_lengths"], strict=True)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else slow) for name in POLICIES])
+def test_answers_are_those_of_the_export_at_every_step(
+    colocated: VllmGeneration, apart: VllmGeneration, model: Path, tmp_path: Path, name: str
+) -> None:
+    policy = policy_of(name, model)
+    try:
+        info = policy.prepare_refit_info() or {}
+        for generation in (colocated, apart):
+            generation.prepare_refit_info(info)
+            with pytest.raises(RefitError, match="no whole weights"):
+                generation.generate(PROMPTS)
+        join(policy, apart)
+        answers = set()
+        for step in range(STEPS):
+            policy.prepare_for_lp_inference()
+            refit_apart(policy, apart, step)
+            refit_colocated(policy, colocated)
+            policy.prepare_for_lp_inference()
+            policy.export_hf(tmp_path / str(step))
+            expected = greedy_answers(tmp_path / str(step))
+            assert rows_of(colocated.generate(PROMPTS, greedy=True)) == expected
+            assert rows_of(apart.generate(PROMPTS, greedy=True)) == expected
+            assert colocated.version == apart.version == step
+            answers.add(str(expected))
+            check_sampling(policy, colocated)
+            policy.prepare_for_training()
+            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+        assert len(answers) == STEPS
+    finally:
+        assert policy.shutdown()
+
+
+def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
+    """Log-probabilities are the policy's, and a row draws the same again wherever it stands in the batch."""
+    seeded = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])})
+    drawn = generation.generate(seeded)
+    check = BatchedDataDict({"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]})
+    mask = drawn["logprobs"] != 0
+    assert int(mask.sum()) == 3 * NEW
+    torch.testing.assert_close(policy.get_logprobs(check)["logprobs"][mask], drawn["logprobs"][mask], atol=1e-4, rtol=0)
+    turned = BatchedDataDict({key: value.flip(0) for key, value in seeded.items()})
+    assert rows_of(generation.generate(turned)) == rows_of(drawn)[::-1]
+
+
+def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGeneration, model: Path) -> None:
+    policy = policy_of("megatron-tp1", model)
+    colocated.prepare_refit_info(policy.prepare_refit_info() or {})
+    refit_colocated(policy, colocated)
+    free = rows_of(colocated.generate(PROMPTS, greedy=True))
+    third = f"w{free[0][4 + 2]}"
+    stopped = colocated.generate(BatchedDataDict({**PROMPTS, "stop_strings": [[third], None, []]}), greedy=True)
+    first = free[0].index(free[0][4 + 2], 4)
+    assert rows_of(stopped)[0] == free[0][: first + 1] and rows_of(stopped)[1:] == free[1:]
+    assert stopped["truncated"].tolist() == [False, True, True]
+    full = BatchedDataDict({"input_ids": torch.full((2, 64), 5), "input_lengths": torch.tensor([64, 61])})
+    output = colocated.generate(full, greedy=True)
+    assert output["generation_lengths"].tolist() == [0, 3] and output["truncated"].all()
+    with pytest.raises(BatchError, match="input_lengths is missing"):
+        colocated.generate(BatchedDataDict({"input_ids": torch.ones(1, 2)}))
+    assert policy.shutdown()
+
+
+def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGeneration, model: Path) -> None:
+    policy = policy_of("megatron-tp1", model)
+    colocated.prepare_refit_info(policy.prepare_refit_info() or {})
+    refit_colocated(policy, colocated)
+    before = rows_of(colocated.generate(PROMPTS, greedy=True))
+    policy.prepare_for_lp_inference()
+    names = [name for group in policy.prepare_weights_for_ipc() for name in group]
+    half = policy.get_weights_ipc_handles(names[:7])
+    colocated.update_weights_from_ipc_handles(half)
+    with pytest.raises(RefitError, match="no whole weights"):
+        colocated.generate(PROMPTS)
+    policy.prepare_weights_for_ipc()
+    policy.get_weights_ipc_handles(names[:3])
+    with pytest.raises(MegarlError, match="an old handle was used again"):
+        colocated.update_weights_from_ipc_handles(half)
+    refit_colocated(policy, colocated)
+    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
+    assert policy.shutdown()
+
+
+def test_a_wrong_world_size_is_refused_at_once(apart: VllmGeneration, model: Path) -> None:
+    with pytest.raises(RefitError, match=r"world_size = 9: 2 engines of 1 ranks and the policy make 3"):
+        apart.init_collective("127.0.0.1", 1, 9)
+
+
+def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: it does not divide the 3 places"):
+        engines(model, "odd", colocated=True, places=3, tensor_parallel=2)
+
+
+@slow
+def test_an_engine_of_two_ranks(local_ray: int, model: Path, tmp_path: Path) -> None:
+    policy = policy_of("megatron-tp2", model)
+    generation = engines(model, "tp2", colocated=True, places=2, tensor_parallel=2)
+    generation.prepare_refit_info(policy.prepare_refit_info() or {})
+    refit_colocated(policy, generation)
+    policy.prepare_for_lp_inference()
+    policy.export_hf(tmp_path / "out")
+    assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / "out")
+    assert generation.shutdown() and policy.shutdown()
