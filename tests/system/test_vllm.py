@@ -108,6 +108,8 @@ def apart(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
 def policy_of(name: str, model: Path) -> Policy:
     backend, world, changes = POLICIES[name]
     config = MAKE[backend](model, gbs=8, mbs=2, temperature=0.7, **changes)
+    if backend != "megatron":
+        config["generation"] = {**config["generation"], "backend": "hf"}
     return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
 
 
@@ -234,6 +236,7 @@ def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGene
 
 
 def test_a_wrong_world_size_is_refused_at_once(apart: VllmGeneration, model: Path) -> None:
+    apart.prepare_refit_info({"weight": ((2, 3), torch.float32)})
     with pytest.raises(RefitError, match=r"world_size = 9: 2 engines of 1 ranks and the policy make 3"):
         apart.init_collective("127.0.0.1", 1, 9)
 

@@ -35,9 +35,10 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """What arrives: handles by device for shared memory, nothing for a broadcast."""
+    """What arrives: handles by device for shared memory, nothing for a broadcast; or that no more will come."""
 
     handles: dict[str, Any] | None = None
+    given_up: bool = False
 
 
 class _Reloading(WeightTransferEngine[Connection, Transfer]):
@@ -53,6 +54,12 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before its finish."""
+        if update_info.get("given_up"):
+            raise RefitError("the refit was given up")
+        super().update_weights(update_info)
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Hand weights to vLLM's model."""

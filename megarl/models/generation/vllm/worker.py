@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class VllmGenerationWorker:
         self._longest = longest
         self._names: list[str] = []
         self._version: int | None = None
+        self._updating = False
         settings = config["vllm_cfg"]
         on_cpu = not runtime().is_cuda
         from vllm import LLM
@@ -87,19 +89,27 @@ class VllmGenerationWorker:
         return self._version
 
     def _begin(self) -> None:
-        self._version = None
+        self._give_up()
         self._llm.start_weight_update()
+        self._updating = True
 
     def _update(self, update: dict[str, Any]) -> None:
         try:
             self._llm.update_weights({"update_info": update})
         except BaseException:
-            self._version = None
+            self._version, self._updating = None, False
             raise
 
     def _finish(self, version: int) -> None:
         self._llm.finish_weight_update()
-        self._version = version
+        self._version, self._updating = version, False
+
+    def _give_up(self) -> None:
+        """End a refit that is under way, if there is one."""
+        self._version = None
+        if self._updating:
+            with contextlib.suppress(Exception):
+                self._update({"given_up": True})
 
     # generation
 
@@ -142,6 +152,7 @@ class VllmGenerationWorker:
 
     def shutdown(self) -> None:
         """End vLLM's processes."""
+        self._give_up()
         self._llm.shutdown_weight_transfer_engine()
         engine = self._llm.llm_engine.engine_core
         engine.shutdown()
