@@ -116,7 +116,7 @@ class WeightBroadcaster:
     def _fill(self, index: int, stream: Stream) -> None:
         for info, view in zip(self._channel.infos(index), self._channel.views[index], strict=True):
             name, tensor = next(stream, ("nothing", torch.empty(0)))
-            if name != info.name or tensor.shape != info.shape or tensor.dtype != info.dtype:
+            if not info.fits(name, tensor):
                 raise RefitError(f"the policy gives {name} where {info} was announced: make a new policy and engine after changing a model")
             view.copy_(tensor)
 

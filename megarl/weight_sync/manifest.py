@@ -34,6 +34,10 @@ class TensorInfo:
         """Bytes without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def fits(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this is the weight that was announced."""
+        return name == self.name and tensor.shape == self.shape and tensor.dtype == self.dtype
+
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 

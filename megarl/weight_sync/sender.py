@@ -186,7 +186,7 @@ class WeightSender:
         copied = staged = 0
         for info in self.manifest.tensors[group.first : group.stop]:
             name, tensor = next(self._open, ("nothing", torch.empty(0)))
-            if name != info.name or tensor.shape != info.shape or tensor.dtype != info.dtype:
+            if not info.fits(name, tensor):
                 found = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
                 message = f"the policy gives {found} where {info} was announced: make a new policy and engine after changing a model"
                 raise RefitError(message)

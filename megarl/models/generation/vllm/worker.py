@@ -60,8 +60,6 @@ class VllmGenerationWorker:
         if on_cpu:
             options["block_size"] = 32
         self._llm = LLM(**{**options, **(config.get("vllm_kwargs") or {})})
-        if settings["load_format"] != "dummy":
-            self._version = -1
 
     # refit
 
