@@ -88,6 +88,10 @@ class RefitError(MegarlError, RuntimeError):
     """Weights could not be handed to the engine that generates, or what arrived is not what was announced. No part of them is served."""
 
 
+class MismatchError(MegarlError, RuntimeError):
+    """Generation and training disagree about the probabilities of the same tokens more than the run allows."""
+
+
 class WorkerError(MegarlError, RuntimeError):
     """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1 host]``."""
 

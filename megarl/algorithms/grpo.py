@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import group_advantages
+from megarl.algorithms.mismatch import check_mismatch, mismatch_metrics
 from megarl.algorithms.rollouts import generate_samples, sampling_seeds
 from megarl.algorithms.train_results import step_metrics
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.algorithms.loss_functions import ClippedPGLossFn
+    from megarl.algorithms.refit import Refit
     from megarl.config.sections import GRPOConfig
     from megarl.data.datasets import Dataset, Example
     from megarl.data.sampler import ResumableSampler
+    from megarl.models.generation.interfaces import GenerationInterface
     from megarl.models.policy.lm_policy import Policy
     from megarl.observe.timing import PhaseTimer
 
@@ -33,7 +36,7 @@ class GRPO:
     """One step answers some prompts several times each and trains on all the answers.
 
     Attributes:
-        policy: what generates and is trained.
+        policy: what is trained, and generates unless there are engines.
         tokenizer: decodes answers.
         config: the ``grpo`` section.
         loss_fn: the clipped policy gradient.
@@ -44,6 +47,7 @@ class GRPO:
         timer: told the phases of a step.
         seed: the run's seed, from which every answer's random numbers come.
         stop_token_ids: tokens that end an answer; None for the end-of-sequence token.
+        refit: the engines that generate and how they get the policy's weights; None where the policy itself generates.
     """
 
     policy: Policy
@@ -57,6 +61,7 @@ class GRPO:
     timer: PhaseTimer
     seed: int
     stop_token_ids: Sequence[int] | None = None
+    refit: Refit | None = None
 
     def step(self, step: int) -> dict[str, float]:
         """Answer the next prompts and train on the answers."""
@@ -67,11 +72,17 @@ class GRPO:
             rewards = self._rewards(samples, examples, generations)
             advantages = self._advantages(samples, rewards)
         batch = self._training_batch(samples, advantages)
+        mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        mismatch = mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], mask)
+        check_mismatch(mismatch, self.config.get("max_token_mult_prob_error"), step)
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
             result = self.policy.train(batch, self.loss_fn)
             self.policy.finish_training()
-        return {**step_metrics(result, self.loss_fn), **_sample_metrics(samples, rewards, advantages), "epoch": self.sampler.epoch}
+        if self.refit is not None:
+            self.refit.stale = True
+        answers = _sample_metrics(samples, rewards, advantages)
+        return {**step_metrics(result, self.loss_fn), **answers, **mismatch, "epoch": self.sampler.epoch}
 
     def validate(self) -> dict[str, float]:
         """Greedy answers to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths."""
@@ -87,6 +98,9 @@ class GRPO:
             rewards.append(compute_rewards(self.reward, samples["response_text"][: len(chosen)], [example.answer for example in chosen]))
             lengths.append(samples["generation_lengths"][: len(chosen)])
             truncated.append(samples["truncated"][: len(chosen)])
+        if self.refit is not None:
+            # the engines may have had its devices; whoever saves or exports next finds it there again
+            self.policy.prepare_for_lp_inference()
         return {
             "accuracy": float(torch.cat(rewards).mean()),
             "samples": len(examples),
@@ -99,10 +113,16 @@ class GRPO:
     ) -> BatchedDataDict[Any]:
         """The answers, see ``generate_samples``."""
         prompts = [example.prompt_ids for example in examples]
+        engine: GenerationInterface = self.policy
+        if self.refit is not None:
+            engine = self.refit.generation
+            with self.timer.phase("refit"):
+                self.refit.bring_up_to_date()
         with self.timer.phase("generation"):
-            self.policy.prepare_for_generation()
-            samples = generate_samples(self.policy, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids)
-            self.policy.finish_generation()
+            if self.refit is None:
+                engine.prepare_for_generation()
+            samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids)
+            engine.finish_generation()
         return samples
 
     def _rewards(self, samples: BatchedDataDict[Any], examples: Sequence[Example], generations: int) -> Tensor:

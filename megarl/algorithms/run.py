@@ -20,6 +20,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point
 from megarl.algorithms.sft import SFT
+from megarl.algorithms.start import check_vllm, start_engines, start_policy
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
@@ -37,6 +38,7 @@ from megarl.observe.timing import PhaseTimer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.algorithms.refit import Refit
     from megarl.config.sections import DataSource
     from megarl.models.policy.lm_policy import Policy
 
@@ -74,6 +76,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         stack.enter_context(_termination_as_exit())
         lock = stack.enter_context(RunLock(run_dir))
         _write_config(run_dir / CONFIG_FILE, config)
+        check_vllm(config)
         tokenizer = _tokenizer(config)
         if config["policy"]["generation"] is not None:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
@@ -85,7 +88,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         sampler = _sampler(config, train_data, start)
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
         policy = (make_policy or start_policy)(config, tokenizer, start, stack)
-        parts = _Parts(config, policy, tokenizer, train_data, validation_data, sampler, reporting.timer)
+        refit = start_engines(config, policy, stack)
+        parts = _Parts(config, policy, refit, tokenizer, train_data, validation_data, sampler, reporting.timer)
         algorithm = _ALGORITHMS[config["algorithm"]](parts)
         writer = None if manager is None else CheckpointWriter(manager, policy, config["checkpointing"]["save_period"], config)
 
@@ -103,50 +107,12 @@ class _Parts:
 
     config: Config
     policy: Policy
+    refit: Refit | None
     tokenizer: PreTrainedTokenizerBase
     train_data: Dataset
     validation_data: Dataset | None
     sampler: ResumableSampler
     timer: PhaseTimer
-
-
-def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack) -> Policy:
-    """Start Ray, reserve places for the workers and build the policy on them; the stack takes all of it down again."""
-    import ray
-
-    from megarl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-    from megarl.models.policy.lm_policy import Policy
-
-    if not ray.is_initialized():
-        init_ray()
-        stack.callback(ray.shutdown)
-    section = config["cluster"]
-    device = section["device"]
-    use_gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-    cluster = RayVirtualCluster(
-        [section["gpus_per_node"]] * section["num_nodes"],
-        use_gpus=use_gpus,
-        num_gpus_per_node=section["gpus_per_node"],
-        name=config["algorithm"],
-    )
-    stack.callback(cluster.shutdown)
-    policy = Policy(
-        cluster,
-        config["policy"],
-        tokenizer,
-        weights_path=_text(start.weights_path),
-        optimizer_path=_text(start.optimizer_path),
-        init_reference_model=_needs_reference(config),
-        seed=config["seed"],
-        init_timeout_s=config["deadlines"]["init_s"],
-        call_timeout_s=max(config["deadlines"]["step_s"], config["deadlines"]["save_s"]),
-    )
-    stack.callback(policy.shutdown)
-    return policy
-
-
-def _needs_reference(config: Config) -> bool:
-    return config["algorithm"] == "grpo" and config["loss_fn"]["reference_policy_kl_penalty"] != 0
 
 
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -213,6 +179,7 @@ def _make_grpo(parts: _Parts) -> GRPO:
     config = parts.config
     return GRPO(
         policy=parts.policy,
+        refit=parts.refit,
         tokenizer=parts.tokenizer,
         config=config["grpo"],
         loss_fn=ClippedPGLossFn(config["loss_fn"]),
@@ -243,10 +210,6 @@ def _write_config(path: Path, config: Config) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     write_bytes_durably(temporary, yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True).encode())
     os.replace(temporary, path)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ GRPO = {
     "val_at_end": False,
     "max_val_samples": None,
     "max_rollout_turns": 1,
+    "max_token_mult_prob_error": None,
 }
 SFT = {"max_num_epochs": None, "val_period": 0, "val_batches": None, "val_at_start": False}
 CHECKPOINTING = {
@@ -54,6 +55,17 @@ GENERATION = {
     "stop_token_ids": None,
     "stop_strings": None,
     "colocated": {"enabled": True},
+}
+VLLM: Config = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "async_engine": False,
+    "gpu_memory_utilization": 0.6,
+    "kv_cache_gb": None,
+    "enforce_eager": False,
+    "load_format": "dummy",
+    "env_vars": {},
 }
 DATA = {"validation": None, "shuffle": True, "system_prompt": None, "prompt_template": None}
 MEGATRON: Config = {
@@ -172,6 +184,8 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
         filled["generation"] = _fill(filled["generation"], {"backend": itself, **GENERATION})
+        if filled["generation"]["backend"] == "vllm":
+            filled["generation"] = _complete_vllm(filled["generation"], filled)
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
@@ -193,6 +207,15 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
         decay = filled["optimizer"]["weight_decay"]
         decays = {"start_weight_decay": decay, "end_weight_decay": decay}
         filled["scheduler"] = _fill(_section(filled, "scheduler"), {**MEGATRON_SCHEDULER, **decays})
+    return filled
+
+
+def _complete_vllm(generation: Config, policy: Config) -> Config:
+    """What the engines take from the policy unless it is said otherwise."""
+    filled = _fill(generation, {"model_name": policy.get("model_name"), "vllm_cfg": {}, "vllm_kwargs": {}})
+    if isinstance(filled["vllm_cfg"], dict):
+        own = {"precision": policy.get("precision"), "max_model_len": policy.get("max_total_sequence_length")}
+        filled["vllm_cfg"] = _fill(filled["vllm_cfg"], {**own, **VLLM})
     return filled
 
 

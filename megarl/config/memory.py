@@ -244,8 +244,8 @@ def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, pl
 
 
 def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:
-    """Keys and values of the sequences that are generated at a time."""
-    if policy["generation"] is None:
+    """Keys and values of the sequences that are generated at a time; none where an engine has them."""
+    if policy["generation"] is None or policy["generation"]["backend"] == "vllm":
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
     # latent attention keeps keys and values of all heads, not what they are projected up from

@@ -21,16 +21,6 @@ def unbuilt_flags(view: View) -> Iterator[Violation]:
             yield Violation(key, True, f"{what} {NOT_YET}", "set it to false")
 
 
-def unbuilt_generation(view: View) -> Iterator[Violation]:
-    """Only the policy itself generates, on its own ranks."""
-    backend = view["policy.generation.backend"]
-    if backend == "vllm":
-        yield Violation("policy.generation.backend", backend, f"generation with {backend} is {NOT_YET}", "remove the line")
-    if not view.get("policy.generation.colocated.enabled", True):
-        bound = f"generation on ranks of its own is {NOT_YET}"
-        yield Violation("policy.generation.colocated.enabled", False, bound, "set it to true")
-
-
 def unbuilt_models(view: View) -> Iterator[Violation]:
     """Only the Megatron backend runs mixtures of experts."""
     backend = backend_of(view)
@@ -48,7 +38,6 @@ def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
 
 NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
-    unbuilt_generation,
     unbuilt_models,
     precision_aware_optimizer_on_cpu,
 )

@@ -67,6 +67,8 @@ class GRPOConfig(TypedDict):
         max_val_samples: prompts of a validation; null for all.
         val_batch_size: prompts of a validation that are generated together.
         max_rollout_turns: turns of a conversation; 1.
+        max_token_mult_prob_error: the run stops before it trains on answers whose ``token_mult_prob_error``, the mean over tokens of
+            exp(|log-probability where it was generated - log-probability of the policy|), is larger; 1 is no difference, null never stops.
     """
 
     num_prompts_per_step: int
@@ -81,6 +83,7 @@ class GRPOConfig(TypedDict):
     max_val_samples: NotRequired[int | None]
     val_batch_size: NotRequired[int]
     max_rollout_turns: NotRequired[int]
+    max_token_mult_prob_error: NotRequired[float | None]
 
 
 class SFTConfig(TypedDict):

@@ -38,7 +38,7 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
     """
     config: Config = {"policy": complete_policy(policy)}
     if world_size is not None:
-        config["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1}
+        config["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
     completed: Config = _finish(config, check_policy(policy))["policy"]
     return completed
 

@@ -1,6 +1,7 @@
 """The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
 
-``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch backends.
+``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch backends; ``--generation vllm`` and ``--generation vllm-apart``
+let vLLM answer, on the policy's places or on one of its own.
 
 Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward
 curve, and lets plain transformers check the exported model.
@@ -27,6 +28,11 @@ from megarl.errors import MegarlError
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 SUMMARY = "summary.json"
 BACKENDS = {"megatron": "Megatron tensor parallel 2", "dtensor": "DTensor tensor parallel 2", "fsdp1": "FSDP1 on two ranks"}
+GENERATION: dict[str, list[str]] = {
+    "policy": [],
+    "vllm": ["vllm.yaml"],
+    "vllm-apart": ["vllm.yaml", "vllm-apart.yaml"],
+}
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE = 0.6
 VALIDATION_SEED = 1000
@@ -51,13 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
     parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
+    parser.add_argument("--generation", choices=GENERATION, default="policy", help="what answers the problems (default: policy)")
     parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
     chosen = parser.parse_args(arguments)
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         summaries = [
-            run_once(seed, _directory(chosen.out, chosen.backend, seed), chosen.backend, chosen.overrides, console) for seed in chosen.seeds
+            run_once(seed, _directory(chosen, seed), chosen.backend, chosen.generation, chosen.overrides, console) for seed in chosen.seeds
         ]
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
@@ -72,17 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _directory(out: Path, backend: str, seed: int) -> Path:
+def _directory(chosen: argparse.Namespace, seed: int) -> Path:
     """Where this run goes: an unfinished one is continued, a finished one is left alone."""
-    name, number = f"seed-{seed}" if backend == "megatron" else f"{backend}-seed-{seed}", 1
+    parts = [chosen.backend, chosen.generation, f"seed-{seed}"]
+    name, number = "-".join(part for part in parts if part not in {"megatron", "policy"}), 1
     while True:
-        directory = out / (name if number == 1 else f"{name}.{number}")
+        directory = chosen.out / (name if number == 1 else f"{name}.{number}")
         if not (directory / SUMMARY).exists():
             return directory
         number += 1
 
 
-def run_once(seed: int, directory: Path, backend: str, overrides: Sequence[str], console: Console) -> Summary:
+def run_once(seed: int, directory: Path, backend: str, generation: str, overrides: Sequence[str], console: Console) -> Summary:
     """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
     from transformers.utils import logging as hugging_face_logging
 
@@ -111,11 +119,12 @@ def run_once(seed: int, directory: Path, backend: str, overrides: Sequence[str],
     changes = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}"]
     run(load_config(CONFIGS / "sft.yaml", changes, layers))
 
-    console.rule(f"seed {seed}: GRPO, {BACKENDS[backend]}")
+    answering = "" if generation == "policy" else f", {generation} answers"
+    console.rule(f"seed {seed}: GRPO, {BACKENDS[backend]}{answering}")
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
     changes = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *overrides]
-    run(load_config(CONFIGS / "grpo.yaml", changes, layers))
+    run(load_config(CONFIGS / "grpo.yaml", changes, [*layers, *(CONFIGS / layer for layer in GENERATION[generation])]))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)

@@ -25,9 +25,27 @@ GENERATION: dict[str, Demonstration] = {
     "generation.stop_strings": Changes(["w"], "generated.answers"),
     "generation.pad_token_id": Changes(7, "generated.ids", beside={"generation.stop_token_ids": list(range(50))}),
     "generation.model_name": Refused(("model:other",), ("model:qwen2",), "the policy itself generates"),
-    "generation.colocated.enabled": Refused((False,), (True,), "not in this version"),
+    "generation.colocated.enabled": Refused((False,), (True,), "generates on the training ranks"),
     "generation.colocated.resources.gpus_per_node": Refused((1,), (None,), "colocated.enabled is true", beside=COLOCATED),
     "generation.colocated.resources.num_nodes": Refused((1,), (None,), "colocated.enabled is true", beside=COLOCATED),
+}
+
+ON_VLLM = {"generation.backend": "vllm"}
+OPTIONS = "tests.unit.test_vllm_options:"
+
+VLLM: dict[str, Demonstration] = {
+    **{
+        f"generation.vllm_cfg.{key}": ShownBy(f"{OPTIONS}test_a_key_changes_its_argument_alone")
+        for key in ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gb", "enforce_eager", "load_format")
+    },
+    "generation.vllm_cfg.precision": ShownBy(f"{OPTIONS}test_what_is_not_said_is_the_policy_s"),
+    "generation.vllm_cfg.max_model_len": ShownBy(f"{OPTIONS}test_what_is_not_said_is_the_policy_s"),
+    "generation.vllm_cfg.pipeline_parallel_size": Refused((2,), (1,), "is wanted", beside=ON_VLLM),
+    "generation.vllm_cfg.expert_parallel_size": Refused((2,), (1,), "is wanted", beside=ON_VLLM),
+    "generation.vllm_cfg.async_engine": Refused((True,), (False,), "is wanted", beside=ON_VLLM),
+    # without it vLLM reserves its whole cache on a CPU, for which there is no room here
+    "generation.vllm_cfg.env_vars": ShownBy("tests.system.test_vllm:test_the_engines_have_the_environment_of_their_section"),
+    "generation.vllm_kwargs": ShownBy(f"{OPTIONS}test_further_arguments_come_last"),
 }
 
 SHARED: dict[str, Demonstration] = {
@@ -53,11 +71,12 @@ SHARED: dict[str, Demonstration] = {
     "sequence_packing.logprob_mb_tokens": Changes(39, "scored.micro_batches", beside=PACKED),
     "sequence_packing.algorithm": Changes("concatenative", "trained.micro_batches", beside=PACKED),
     **GENERATION,
+    **VLLM,
 }
 
 TORCH: dict[str, Demonstration] = {
     "trust_remote_code": Changes(True, "built.config_class", model="remote"),
-    "generation.backend": Refused(("vllm", "megatron"), ("hf",), ""),
+    "generation.backend": Refused(("megatron",), ("hf", "vllm"), ""),
     "optimizer.name": Changes("torch.optim.SGD", "trained.weights"),
     "optimizer.kwargs": Changes({"lr": 1e-2, "weight_decay": 0.5}, "trained.weights"),
     "scheduler.name": Changes("torch.optim.lr_scheduler.ConstantLR", "trained.rates", beside={"scheduler": WARM_UP}),

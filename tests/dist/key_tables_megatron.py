@@ -36,7 +36,7 @@ OF_MEGATRON: dict[str, Demonstration] = {
     "scheduler.milestones": Refused(([*SEQUENCE, {"milestones": [1]}],), (None,), UNUSED, path="scheduler"),
     # Megatron builds its own model; the code that it may run is the tokenizer's
     "trust_remote_code": ShownBy("test_code_that_comes_with_a_tokenizer_runs_only_where_it_is_trusted"),
-    "generation.backend": Refused(("vllm", "hf"), ("megatron",), ""),
+    "generation.backend": Refused(("hf",), ("megatron", "vllm"), ""),
     "dtensor_cfg.enabled": Refused((True,), (False,), "a policy has one backend"),
     f"{M}.enabled": Changes(False, "built.worker", with_it={"optimizer": ADAMW, "generation.backend": "hf"}),
     f"{M}.empty_unused_memory_level": Changes(2, "trained.emptied", before=1),

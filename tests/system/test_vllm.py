@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import socket
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.algorithms.refit import connect, refit_policy_generation
+from megarl.algorithms.run import run
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
-from megarl.errors import BatchError, ConfigError, MegarlError, RefitError
+from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from tests.choice import slow
@@ -108,37 +111,11 @@ def apart(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
 def policy_of(name: str, model: Path) -> Policy:
     backend, world, changes = POLICIES[name]
     config = MAKE[backend](model, gbs=8, mbs=2, temperature=0.7, **changes)
+    # several groups, so that one is gathered while another is loaded
+    config["refit_buffer_size_gb"] = 0.0005
     if backend != "megatron":
         config["generation"] = {**config["generation"], "backend": "hf"}
     return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def refit_colocated(policy: Policy, generation: VllmGeneration) -> None:
-    policy.offload_before_refit()
-    generation.prepare_for_generation(tags=["weights"])
-    for keys in policy.prepare_weights_for_ipc(_refit_buffer_size_gb=1):
-        assert generation.update_weights_from_ipc_handles(policy.get_weights_ipc_handles(keys))
-    policy.offload_after_refit()
-    generation.prepare_for_generation(tags=["kv_cache"])
-
-
-def join(policy: Policy, generation: VllmGeneration, world_size: int = 3) -> None:
-    port = free_port()
-    futures = policy.init_collective("127.0.0.1", port, world_size), generation.init_collective("127.0.0.1", port, world_size)
-    for side, ones in zip((policy, generation), futures, strict=True):
-        side.worker_group.get_all_worker_results(ones)
-
-
-def refit_apart(policy: Policy, generation: VllmGeneration, version: int) -> None:
-    sending, receiving = policy.broadcast_weights_for_collective(), generation.update_weights_from_collective(version)
-    policy.worker_group.get_all_worker_results(sending)
-    generation.loaded(generation.worker_group.get_all_worker_results(receiving))
 
 
 def greedy_answers(directory: Path) -> list[list[int]]:
@@ -164,12 +141,13 @@ def test_answers_are_those_of_the_export_at_every_step(
             generation.prepare_refit_info(info)
             with pytest.raises(RefitError, match="no whole weights"):
                 generation.generate(PROMPTS)
-        join(policy, apart)
+        connect(policy, apart)
         answers = set()
         for step in range(STEPS):
             policy.prepare_for_lp_inference()
-            refit_apart(policy, apart, step)
-            refit_colocated(policy, colocated)
+            refit_policy_generation(policy, apart, colocated_inference=False)
+            assert len(policy.prepare_weights_for_ipc()) > 2
+            refit_policy_generation(policy, colocated, colocated_inference=True, _refit_buffer_size_gb=1)
             policy.prepare_for_lp_inference()
             policy.export_hf(tmp_path / str(step))
             expected = greedy_answers(tmp_path / str(step))
@@ -200,7 +178,7 @@ def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
 def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGeneration, model: Path) -> None:
     policy = policy_of("megatron-tp1", model)
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
-    refit_colocated(policy, colocated)
+    refit_policy_generation(policy, colocated, colocated_inference=True)
     free = rows_of(colocated.generate(PROMPTS, greedy=True))
     third = f"w{free[0][4 + 2]}"
     stopped = colocated.generate(BatchedDataDict({**PROMPTS, "stop_strings": [[third], None, []]}), greedy=True)
@@ -218,7 +196,7 @@ def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGenera
 def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGeneration, model: Path) -> None:
     policy = policy_of("megatron-tp1", model)
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
-    refit_colocated(policy, colocated)
+    refit_policy_generation(policy, colocated, colocated_inference=True)
     before = rows_of(colocated.generate(PROMPTS, greedy=True))
     policy.prepare_for_lp_inference()
     names = [name for group in policy.prepare_weights_for_ipc() for name in group]
@@ -230,7 +208,7 @@ def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGene
     policy.get_weights_ipc_handles(names[:3])
     with pytest.raises(MegarlError, match="an old handle was used again"):
         colocated.update_weights_from_ipc_handles(half)
-    refit_colocated(policy, colocated)
+    refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
     assert policy.shutdown()
 
@@ -246,12 +224,67 @@ def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Pa
         engines(model, "odd", colocated=True, places=3, tensor_parallel=2)
 
 
+def test_the_engines_have_the_environment_of_their_section(colocated: VllmGeneration) -> None:
+    [environment] = colocated.worker_group.get_all_worker_results(colocated.worker_group.run_all_workers_single_data("environment"))
+    assert environment["VLLM_CPU_CI_ENV"] == "1" and environment["VLLM_LOGGING_LEVEL"] == "ERROR"
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
+def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool) -> None:
+    """Two steps, each with a validation and a checkpoint; a second launch goes on from there and stops at a bound of no difference."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)))
+    # beside the model's config.json transformers would take a tokenizer of Qwen2's kind
+    words = tokenizer_of_words(tmp_path / "tokenizer", [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
+    policy = policy_config(model, gbs=8, mbs=4, temperature=0.7)
+    settings = {"enforce_eager": True, "kv_cache_gb": 0.02, "env_vars": {"VLLM_CPU_CI_ENV": "1"}}
+    policy["generation"] = {
+        "backend": "vllm",
+        "max_new_tokens": 5,
+        "temperature": 0.7,
+        "colocated": {"enabled": True} if shared else {"enabled": False, "resources": {"gpus_per_node": 1}},
+        "vllm_cfg": settings,
+    }
+    config = {
+        "algorithm": "grpo",
+        "seed": 3,
+        "run_dir": str(tmp_path / "run"),
+        "policy": {**policy, "tokenizer": {"name": str(words), "chat_template": None}},
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 2, "val_period": 1, "max_val_samples": 6},
+        "loss_fn": {
+            "reference_policy_kl_penalty": 0.0,
+            "ratio_clip_min": 0.2,
+            "ratio_clip_max": 0.2,
+            "ratio_clip_c": None,
+            "use_on_policy_kl_approximation": False,
+            "use_importance_sampling_correction": True,
+            "token_level_loss": True,
+        },
+        "env": {"reward": "exact_match"},
+        "data": {"train": source, "validation": source, "max_input_seq_length": 20},
+        "checkpointing": {"enabled": True, "save_period": 1, "export_hf": True},
+        "cluster": {"gpus_per_node": 1 if shared else 2, "num_nodes": 1, "device": "cpu"},
+    }
+    assert run(copy.deepcopy(config)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["train/mismatch_mean"] < 1e-5 and row["train/mismatch_share_above_0.05"] == 0
+        assert row["train/token_mult_prob_error"] == pytest.approx(1 + row["train/mismatch_mean"], rel=1e-6)
+        assert row["timing/refit_s"] > 0 and "validation/accuracy" in row
+    if shared:
+        config["grpo"] |= {"max_num_steps": 3, "max_token_mult_prob_error": 1.0}
+        with pytest.raises(MismatchError, match="step 3: token_mult_prob_error"):
+            run(config)
+
+
 @slow
 def test_an_engine_of_two_ranks(local_ray: int, model: Path, tmp_path: Path) -> None:
     policy = policy_of("megatron-tp2", model)
     generation = engines(model, "tp2", colocated=True, places=2, tensor_parallel=2)
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
-    refit_colocated(policy, generation)
+    refit_policy_generation(policy, generation, colocated_inference=True)
     policy.prepare_for_lp_inference()
     policy.export_hf(tmp_path / "out")
     assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / "out")

@@ -24,6 +24,7 @@ GENERATION = "policy.generation"
 SHORT = {"m": MEGATRON, "d": DTENSOR, "o": OPTIMIZER, "s": SCHEDULER, "ddp": DATA_PARALLEL, "g": GENERATION}
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 ON_FSDP1 = {"m.enabled": False}
+ON_VLLM = {"g.backend": "vllm"}
 MIXTURE = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 84}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
@@ -61,6 +62,18 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("fsdp1_limits", {**ON_FSDP1, "policy.precision": "float16"}, {}, {"policy.precision"}),
     ("ranks_divide", {"cluster.gpus_per_node": 5}, {}, {"cluster.gpus_per_node"}),
     ("ranks_divide", {"cluster.gpus_per_node": 1}, {}, {"cluster.gpus_per_node"}),
+    # 12 ranks divide, the 5 that generation leaves of one node do not
+    (
+        "ranks_divide",
+        {
+            "g.colocated": {"enabled": False, "resources": {"gpus_per_node": 7}},
+            "cluster.num_nodes": 1,
+            "cluster.gpus_per_node": 12,
+            **ON_VLLM,
+        },
+        {},
+        {"cluster.gpus_per_node"},
+    ),
     ("sequence_parallel_needs_tensor", {"m.sequence_parallel": True, "m.tensor_model_parallel_size": 1}, {}, {"m.sequence_parallel"}),
     (
         "sequence_length_divides",
@@ -209,6 +222,24 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"g.colocated.resources.num_nodes", "g.colocated.resources.gpus_per_node"},
     ),
     ("engine_has_the_policy_model", {"g.model_name": "owner/another-model"}, {}, {"g.model_name"}),
+    ("engine_has_the_policy_model", {"g.model_name": "owner/another-model", **ON_VLLM}, {}, {"g.model_name"}),
+    ("vllm_draws_what_training_scores", {"g.top_p": 0.9, "g.top_k": 5, **ON_VLLM}, {}, {"g.top_p", "g.top_k"}),
+    ("engines_are_whole", {"g.vllm_cfg.tensor_parallel_size": 4, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
+    (
+        "engines_are_whole",
+        {
+            "g.vllm_cfg.tensor_parallel_size": 2,
+            "g.colocated": {"enabled": False, "resources": {"gpus_per_node": 3}},
+            "cluster.num_nodes": 1,
+            "m.tensor_model_parallel_size": 1,
+            "m.pipeline_model_parallel_size": 3,
+            **ON_VLLM,
+        },
+        {},
+        {"g.vllm_cfg.tensor_parallel_size"},
+    ),
+    ("heads_divide_over_an_engine", {"g.vllm_cfg.tensor_parallel_size": 5, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
+    ("engine_reaches_length", {"g.vllm_cfg.max_model_len": 609, **ON_VLLM}, {}, {"g.vllm_cfg.max_model_len"}),
     (
         "shared_devices_need_no_resources",
         {"g.colocated": {"enabled": True, "resources": {"gpus_per_node": 4, "num_nodes": 1}}},
@@ -241,7 +272,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"ddp.use_custom_fsdp"},
     ),
-    ("unbuilt_generation", {"g.backend": "vllm", "g.colocated.enabled": False}, {}, {"g.backend", "g.colocated.enabled"}),
     ("unbuilt_models", ON_DTENSOR, MIXTURE, {"policy.model_name"}),
     ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.rules.backends import backend_of
+from megarl.config.rules.parallel import FOR_TRAINING, GENERATION, generation_shape, training_shape
 from megarl.config.rules.view import Rule, View
 from megarl.errors import Violation
 
-GENERATION = "policy.generation"
+VLLM = f"{GENERATION}.vllm_cfg"
 LONGEST = "policy.max_total_sequence_length"
 BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
@@ -33,7 +34,7 @@ def megatron_generates_in_place(view: View) -> Iterator[Violation]:
 
 def resources_of_generation(view: View) -> Iterator[Violation]:
     """An engine of its own gets a part of a single node, or whole nodes of several."""
-    view.require(not view[f"{GENERATION}.colocated.enabled"])
+    view.require(not view[f"{GENERATION}.colocated.enabled"] and not view.has(FOR_TRAINING))
     per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
     ranks_key, nodes_key = (f"{GENERATION}.colocated.resources.{key}" for key in ("gpus_per_node", "num_nodes"))
     ranks, own_nodes = view.get(ranks_key), view.get(nodes_key)
@@ -52,10 +53,11 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
 
 
 def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
-    """The policy itself generates, with its own model."""
+    """What generates has the policy's weights, so that it must be the same model."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
-        bound = f"the policy itself generates, so it must be policy.model_name = {model}"
+        who = "the engine gets the policy's weights" if _on_vllm(view) else "the policy itself generates"
+        bound = f"{who}, so it must be policy.model_name = {model}"
         yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
 
 
@@ -67,6 +69,45 @@ def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
         if view.get(key) is not None:
             bound = "colocated.enabled is true: generation runs on the devices of training, so it would do nothing"
             yield Violation(key, view[key], bound, "write null, or remove the line")
+
+
+def vllm_draws_what_training_scores(view: View) -> Iterator[Violation]:
+    """vLLM's log-probabilities are those after top_p and top_k; training computes them before."""
+    view.require(_on_vllm(view))
+    for name, everything in (("top_p", 1.0), ("top_k", None)):
+        value = view[f"{GENERATION}.{name}"]
+        if value != everything:
+            bound = "vLLM's log-probabilities are those among the tokens that it keeps, training's among all of them"
+            yield Violation(f"{GENERATION}.{name}", value, bound, f"write {'null' if everything is None else everything}")
+
+
+def engines_are_whole(view: View) -> Iterator[Violation]:
+    """An engine's ranks are on one node, and the ranks of a node make whole engines."""
+    view.require(_on_vllm(view))
+    key, ranks = f"{VLLM}.tensor_parallel_size", (generation_shape(view) or training_shape(view))[1]
+    if view[key] >= 1 and ranks % view[key]:
+        fix = f"write a divisor of {ranks}, or give generation another number of ranks"
+        yield Violation(key, view[key], f"it must divide the {ranks} ranks that generate on a node", fix)
+
+
+def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
+    """Each rank of an engine has the same number of attention heads."""
+    view.require(_on_vllm(view))
+    key, heads = f"{VLLM}.tensor_parallel_size", view.facts.num_attention_heads
+    if view[key] >= 1 and heads % view[key]:
+        yield Violation(key, view[key], f"it must divide the {heads} attention heads", f"write a divisor of {heads}")
+
+
+def engine_reaches_length(view: View) -> Iterator[Violation]:
+    """The engine takes any sequence that the policy does, or answers would be cut short."""
+    view.require(_on_vllm(view))
+    key, longest = f"{VLLM}.max_model_len", view[LONGEST]
+    if view[key] < longest:
+        yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it")
+
+
+def _on_vllm(view: View) -> bool:
+    return bool(view[f"{GENERATION}.backend"] == "vllm")
 
 
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
@@ -118,6 +159,10 @@ GENERATION_RULES: tuple[Rule, ...] = (
     resources_of_generation,
     engine_has_the_policy_model,
     shared_devices_need_no_resources,
+    vllm_draws_what_training_scores,
+    engines_are_whole,
+    heads_divide_over_an_engine,
+    engine_reaches_length,
     prompt_and_answer_fit,
     example_fits,
     model_reaches_length,

@@ -17,6 +17,9 @@ CONTEXT = f"{MEGATRON}.context_parallel_size"
 FIRST = f"{MEGATRON}.num_layers_in_first_pipeline_stage"
 LAST = f"{MEGATRON}.num_layers_in_last_pipeline_stage"
 VIRTUAL = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+GENERATION = "policy.generation"
+FOR_TRAINING = "cluster.for_training"
+"""Where it is set, all ranks of the cluster are the policy's: a policy that a program makes by itself."""
 WRITTEN = f"{MEGATRON}.pipeline_model_parallel_layout"
 
 
@@ -43,11 +46,32 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
     return sizes
 
 
+def training_shape(view: View) -> tuple[int, int]:
+    """Nodes that train, and training ranks on each: what generation on ranks of its own leaves of the cluster."""
+    ranks, nodes = int(view["cluster.gpus_per_node"]), int(view["cluster.num_nodes"])
+    own = generation_shape(view)
+    if own is not None:
+        ranks, nodes = (ranks - own[1], 1) if nodes == 1 else (ranks, nodes - own[0])
+    view.require(ranks >= 1 and nodes >= 1)
+    return nodes, ranks
+
+
+def generation_shape(view: View) -> tuple[int, int] | None:
+    """Nodes, and ranks on each, that generation has for itself; None where it has none, or where the cluster is told to be for training."""
+    if view.get(f"{GENERATION}.colocated.enabled", True) or view.has(FOR_TRAINING):
+        return None
+    ranks, nodes = (view.get(f"{GENERATION}.colocated.resources.{key}") for key in ("gpus_per_node", "num_nodes"))
+    if view["cluster.num_nodes"] == 1:
+        view.require(ranks is not None)
+        return 1, int(ranks)
+    view.require(nodes is not None)
+    return int(nodes), int(view["cluster.gpus_per_node"])
+
+
 def world_size(view: View) -> int:
-    """Worker ranks in all."""
-    world = view["cluster.gpus_per_node"] * view["cluster.num_nodes"]
-    view.require(view["cluster.gpus_per_node"] >= 1 and view["cluster.num_nodes"] >= 1)
-    return int(world)
+    """Training ranks in all."""
+    nodes, ranks = training_shape(view)
+    return nodes * ranks
 
 
 def layout_of(view: View) -> Layout:
@@ -56,7 +80,7 @@ def layout_of(view: View) -> Layout:
     world = world_size(view)
     if world % (pipeline * context * tensor):
         raise NotApplicableError("the ranks do not divide")
-    return Layout(pipeline, world // (pipeline * context * tensor), context, tensor, view["cluster.gpus_per_node"])
+    return Layout(pipeline, world // (pipeline * context * tensor), context, tensor, training_shape(view)[1])
 
 
 def ranks_divide(view: View) -> Iterator[Violation]:
@@ -65,7 +89,9 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     world, copy = world_size(view), pipeline * context * tensor
     if world % copy == 0:
         return
-    shape = f"{world} ranks ({view['cluster.gpus_per_node']} x {view['cluster.num_nodes']} nodes)"
+    nodes, ranks = training_shape(view)
+    left = "" if generation_shape(view) is None else ", without those of generation"
+    shape = f"{world} ranks ({ranks} x {nodes} nodes{left})"
     fix = f"give a multiple of {copy} ranks, or make the parallel sizes smaller"
     bound = f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
     yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix)

@@ -42,6 +42,36 @@ class ColocationConfig(TypedDict):
     resources: NotRequired[ResourcesConfig]
 
 
+class VllmConfig(TypedDict):
+    """vLLM engines.
+
+    Attributes:
+        tensor_parallel_size: ranks of an engine; as many engines are started as its ranks' places allow.
+        pipeline_parallel_size: 1.
+        expert_parallel_size: 1.
+        async_engine: false: a batch of prompts is answered as a whole.
+        precision: type of the engine's weights; the policy's when absent.
+        max_model_len: most tokens of prompt and answer together; the policy's longest sequence when absent.
+        gpu_memory_utilization: share of a GPU's memory that an engine may take, weights and cache together.
+        kv_cache_gb: GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` leaves, and 1 on a CPU.
+        enforce_eager: run without compiling the model: starts sooner and generates more slowly.
+        load_format: ``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.
+        env_vars: environment variables of the engines.
+    """
+
+    tensor_parallel_size: NotRequired[int]
+    pipeline_parallel_size: NotRequired[Literal[1]]
+    expert_parallel_size: NotRequired[Literal[1]]
+    async_engine: NotRequired[Literal[False]]
+    precision: NotRequired[Literal["float32", "bfloat16", "float16"]]
+    max_model_len: NotRequired[int]
+    gpu_memory_utilization: NotRequired[float]
+    kv_cache_gb: NotRequired[float | None]
+    enforce_eager: NotRequired[bool]
+    load_format: NotRequired[Literal["dummy", "auto"]]
+    env_vars: NotRequired[dict[str, str] | None]
+
+
 class GenerationConfig(TypedDict):
     """How answers are generated.
 
@@ -57,6 +87,8 @@ class GenerationConfig(TypedDict):
         stop_strings: texts that end an answer.
         pad_token_id: fills answers up; the tokenizer's when absent.
         colocated: whether training and generation share devices.
+        vllm_cfg: vLLM engines; read where ``backend`` is vllm.
+        vllm_kwargs: further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it.
     """
 
     backend: NotRequired[Literal["megatron", "vllm", "hf"]]
@@ -69,6 +101,8 @@ class GenerationConfig(TypedDict):
     stop_strings: NotRequired[list[str] | None]
     pad_token_id: NotRequired[int]
     colocated: NotRequired[ColocationConfig]
+    vllm_cfg: NotRequired[VllmConfig]
+    vllm_kwargs: NotRequired[dict[str, Any]]
 
 
 class GenerationDatumSpec(TypedDict):

@@ -224,6 +224,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         generation = self.cfg["generation"]
         if generation is None:
             raise ConfigError("policy.generation = None: this policy cannot generate; add the generation section")
+        if generation["backend"] == "vllm":
+            raise ConfigError("policy.generation.backend = 'vllm': the engines generate, not the policy; call VllmGeneration.generate()")
         self._check(data)
         stop_strings_of_rows(generation.get("stop_strings"), data.get("stop_strings"), data.size)
         needed: BatchedDataDict[Any] = BatchedDataDict(

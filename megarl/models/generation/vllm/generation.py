@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -64,15 +65,10 @@ class VllmGeneration(GenerationInterface):
         settings = config["vllm_cfg"]
         ranks = int(settings["tensor_parallel_size"])
         on_cpu = not cluster.use_gpus
-        places = cluster.world_size()
-        if places % ranks:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size = {ranks}: it does not divide the {places} places of the engines. "
-                "Fix: write a divisor, or give another number of places"
-            )
         self.cfg = config
         self.version: int | None = None
-        self._engines, self._ranks = places // ranks, ranks
+        places = _first_places(cluster, ranks)
+        self._engines, self._ranks = len(places), ranks
         self._names: list[str] = []
         self._weights: list[list[Any]] = []
         self._seed, self._calls = seed, 0
@@ -90,17 +86,24 @@ class VllmGeneration(GenerationInterface):
             cluster,
             builder,
             name_prefix=name_prefix,
-            bundle_indices_list=[(0, [engine * ranks]) for engine in range(self._engines)],
+            bundle_indices_list=places,
             sharding_annotations=NamedSharding(np.arange(self._engines), ["data_parallel"]),
             env_vars={
                 "MEGARL_DEVICE": "cpu" if on_cpu else "cuda",
+                # at each refit it would warn of every module that has no weights
+                "VLLM_LOGGING_LEVEL": env.text("VLLM_LOGGING_LEVEL") or "ERROR",
                 # an engine of one rank runs in the worker itself: one process less, and no engine outlives it
                 **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and ranks == 1 else {}),
-                **{str(key): str(value) for key, value in settings["env_vars"].items()},
+                **{str(key): str(value) for key, value in (settings["env_vars"] or {}).items()},
             },
             init_timeout_s=init_timeout_s,
             call_timeout_s=call_timeout_s,
         )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all engines."""
+        return self._engines * self._ranks
 
     # refit
 
@@ -119,7 +122,7 @@ class VllmGeneration(GenerationInterface):
         """
         if not self._weights:
             raise RefitError("init_collective(): the engines do not know the weights yet; call prepare_refit_info() first")
-        right = self._engines * self._ranks + 1
+        right = self.ranks + 1
         if world_size != right:
             raise RefitError(f"world_size = {world_size}: {self._engines} engines of {self._ranks} ranks and the policy make {right}")
         addresses = [[ip, port, world_size, 1 + engine * self._ranks] for engine in range(self._engines)]
@@ -194,7 +197,8 @@ class VllmGeneration(GenerationInterface):
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Give the devices back to the policy. On a GPU that is shared the weights go too, and only a refit brings them back."""
-        self._all("finish_generation")
+        if not all(self._all("finish_generation")):
+            self.version = None
         return True
 
     def shutdown(self) -> bool:
@@ -207,3 +211,19 @@ class VllmGeneration(GenerationInterface):
 
     def _all(self, method: str, **options: Any) -> list[Any]:
         return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+
+
+def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, list[int]]]:
+    """Placement group and bundle of each engine's first rank; an engine's ranks are on one node.
+
+    Raises:
+        ConfigError: the places of a node do not make whole engines.
+    """
+    counts = [len(group.bundle_specs) for group in cluster.get_placement_groups()]
+    for node, count in enumerate(counts):
+        if count % ranks:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size = {ranks}: it does not divide the {count} places of the engines on node "
+                f"{node}. Fix: write a divisor, or give another number of places"
+            )
+    return [(node, [first]) for node, count in enumerate(counts) for first in range(0, count, ranks)]

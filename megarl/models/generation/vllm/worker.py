@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
-from megarl.errors import RefitError
+from megarl.errors import ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
+from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
-
-GIB = 2**30
 
 
 class VllmGenerationWorker:
@@ -32,34 +32,13 @@ class VllmGenerationWorker:
         self._names: list[str] = []
         self._version: int | None = None
         self._updating = False
-        settings = config["vllm_cfg"]
         on_cpu = not runtime().is_cuda
         from vllm import LLM
 
         plugin.register()
-        options: dict[str, Any] = {
-            "model": model,
-            "tensor_parallel_size": settings["tensor_parallel_size"],
-            "dtype": dtype,
-            "seed": seed,
-            "load_format": settings["load_format"],
-            "max_model_len": longest,
-            "enforce_eager": settings["enforce_eager"],
-            "gpu_memory_utilization": settings["gpu_memory_utilization"],
-            "enable_sleep_mode": not on_cpu and config["colocated"]["enabled"],
-            # a prefix that was computed with other weights must not be used
-            "enable_prefix_caching": False,
-            # after the temperature, as the policy's are
-            "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": {"backend": plugin.COLOCATED if config["colocated"]["enabled"] else plugin.APART},
-            "trust_remote_code": False,
-            "disable_log_stats": True,
-        }
-        if settings["kv_cache_gb"] is not None:
-            options["kv_cache_memory_bytes"] = int(settings["kv_cache_gb"] * GIB)
         if on_cpu:
-            options["block_size"] = 32
-        self._llm = LLM(**{**options, **(config.get("vllm_kwargs") or {})})
+            _check_heads_on_a_cpu(model)
+        self._llm = LLM(**engine_options(config, model, longest, dtype, seed, on_cpu=on_cpu))
 
     # refit
 
@@ -137,12 +116,18 @@ class VllmGenerationWorker:
         if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
             self._llm.wake_up(tags)
 
-    def finish_generation(self) -> None:
-        """Give memory back, where the device is shared. The weights go: only a refit brings them back."""
+    def finish_generation(self) -> bool:
+        """Give memory back, where the device is shared. The weights go: only a refit brings them back. Returns whether they stayed."""
         self._llm.reset_prefix_cache()
         if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
             self._version = None
             self._llm.sleep(level=2)
+            return False
+        return True
+
+    def environment(self) -> dict[str, str]:
+        """The engine's environment variables that are vLLM's."""
+        return {name: value for name, value in env.snapshot().items() if name.startswith("VLLM_")}
 
     def is_alive(self) -> bool:
         """True, from any worker that still answers."""
@@ -154,3 +139,22 @@ class VllmGenerationWorker:
         self._llm.shutdown_weight_transfer_engine()
         engine = self._llm.llm_engine.engine_core
         engine.shutdown()
+
+
+def _check_heads_on_a_cpu(model: str) -> None:
+    """Refuse a model that vLLM's attention on a CPU would break off at, with its first token.
+
+    Raises:
+        ConfigError: the width of its heads is not one of those that have a kernel.
+    """
+    from transformers import AutoConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = AutoConfig.from_pretrained(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in widths:
+        raise ConfigError(
+            f"policy.model_name = {model!r}: its attention heads are {width} wide; vLLM on a CPU has kernels for {widths}. "
+            "Fix: take another model, or remove policy.generation.backend: then the policy itself generates"
+        )

@@ -1,0 +1,111 @@
+"""The trained weights to the engine that generates, when it has older ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megarl.errors import RefitError
+
+if TYPE_CHECKING:
+    from megarl.models.generation.vllm.generation import VllmGeneration
+    from megarl.models.policy.lm_policy import Policy
+
+logger = logging.getLogger(__name__)
+
+CONNECTION_ATTEMPTS = 3
+
+
+def refit_policy_generation(
+    policy: Policy, policy_generation: VllmGeneration, colocated_inference: bool, _refit_buffer_size_gb: int | None = None
+) -> None:
+    """Hand the policy's present weights to the engines that generate.
+
+    Colocated, the policy leaves the device afterwards and the engines may generate; call the policy's ``prepare_for_lp_inference`` or
+    ``prepare_for_training`` when it is to work again. Apart, :func:`connect` has to have been called, and the policy stays as it is.
+
+    Args:
+        policy: whose weights go; they must be on its device.
+        policy_generation: the engines, which know the weights from ``prepare_refit_info``.
+        colocated_inference: the engines are on the policy's devices.
+        _refit_buffer_size_gb: GiB of a group of weights on the way, see ``Policy.prepare_weights_for_ipc``.
+
+    Raises:
+        RefitError, WorkerError: the engines do not have the weights; they do not answer until a whole refit.
+    """
+    if colocated_inference:
+        policy.offload_before_refit()
+        policy_generation.prepare_for_generation(tags=["weights"])
+        _hand_over(policy, policy_generation, policy.prepare_weights_for_ipc(_refit_buffer_size_gb=_refit_buffer_size_gb))
+        policy.offload_after_refit()
+        policy_generation.prepare_for_generation(tags=["kv_cache"])
+    else:
+        sending, receiving = policy.broadcast_weights_for_collective(), policy_generation.update_weights_from_collective()
+        policy.worker_group.get_all_worker_results(sending)
+        policy_generation.loaded(policy_generation.worker_group.get_all_worker_results(receiving))
+    if policy_generation.version is None:
+        raise RefitError("a refit ended without an error, yet not all engines have the same whole weights; this is a defect of megarl")
+
+
+def _hand_over(policy: Policy, generation: VllmGeneration, groups: Sequence[list[str]]) -> None:
+    """Each group of weights to the engines, the next one being gathered while they load: the transfer buffer has two halves."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit") as gathering:
+        coming = gathering.submit(policy.get_weights_ipc_handles, groups[0])
+        for following in [*groups[1:], None]:
+            handles = coming.result()
+            if following is not None:
+                coming = gathering.submit(policy.get_weights_ipc_handles, following)
+            if not generation.update_weights_from_ipc_handles(handles):
+                raise RefitError("an engine did not take its weights; it does not answer until a whole refit")
+
+
+def connect(policy: Policy, generation: VllmGeneration) -> None:
+    """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced by another.
+
+    Raises:
+        RefitError: the engines and the policy did not find each other.
+    """
+    for attempt in range(1, CONNECTION_ATTEMPTS + 1):
+        address, port = policy.worker_group.cluster.get_master_address_and_port()
+        size = generation.ranks + 1
+        try:
+            joining = policy.init_collective(address, port, size), generation.init_collective(address, port, size)
+            policy.worker_group.get_all_worker_results(joining[0])
+            generation.worker_group.get_all_worker_results(joining[1])
+            return
+        except RefitError as error:
+            if attempt == CONNECTION_ATTEMPTS:
+                raise
+            logger.warning("attempt %d of %d to connect the engines failed: %s", attempt, CONNECTION_ATTEMPTS, error)
+
+
+@dataclass
+class Refit:
+    """Keeps the weights of the engines those of the policy.
+
+    Attributes:
+        policy: whose weights they are.
+        generation: the engines.
+        colocated: the engines are on the policy's devices.
+        stale: the policy was trained since the last refit, or there was none.
+    """
+
+    policy: Policy
+    generation: VllmGeneration
+    colocated: bool
+    stale: bool = True
+    _ready: bool = field(default=False, init=False)
+
+    def bring_up_to_date(self) -> None:
+        """Refit if the engines have other weights than the policy, or gave theirs back with the device."""
+        if not self._ready:
+            self.generation.prepare_refit_info(self.policy.prepare_refit_info() or {})
+            if not self.colocated:
+                connect(self.policy, self.generation)
+            self._ready = True
+        if self.stale or self.generation.version is None:
+            refit_policy_generation(self.policy, self.generation, self.colocated)
+            self.stale = False

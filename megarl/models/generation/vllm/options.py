@@ -1,0 +1,51 @@
+"""What the configuration says, as arguments of vLLM's ``LLM``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models.generation.vllm import plugin
+
+GIB = 2**30
+CACHE_ON_A_CPU = GIB
+
+
+def engine_options(config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int, *, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of ``LLM`` for one engine.
+
+    Args:
+        config: the generation configuration with ``vllm_cfg``, defaults filled in.
+        model: Hugging Face directory or hub id, for the architecture and the tokenizer.
+        longest: most tokens of prompt and answer together.
+        dtype: of the weights.
+        seed: of vLLM itself; answers depend on the seeds of their rows.
+        on_cpu: the engine runs without a GPU.
+    """
+    settings = config["vllm_cfg"]
+    shared = bool(config["colocated"]["enabled"])
+    options: dict[str, Any] = {
+        "model": model,
+        "tensor_parallel_size": settings["tensor_parallel_size"],
+        "dtype": dtype,
+        "seed": seed,
+        "load_format": settings["load_format"],
+        "max_model_len": longest,
+        "enforce_eager": settings["enforce_eager"],
+        "gpu_memory_utilization": settings["gpu_memory_utilization"],
+        "enable_sleep_mode": shared and not on_cpu,
+        # a prefix that was computed with other weights must not be used
+        "enable_prefix_caching": False,
+        # after the temperature, as the policy's are
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": plugin.COLOCATED if shared else plugin.APART},
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+    }
+    if settings["kv_cache_gb"] is not None:
+        options["kv_cache_memory_bytes"] = int(settings["kv_cache_gb"] * GIB)
+    elif on_cpu:
+        options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
+    if on_cpu:
+        options["block_size"] = 32
+    return {**options, **(config.get("vllm_kwargs") or {})}

@@ -1,0 +1,48 @@
+"""Mismatch between generation and training, against a slow loop; the threshold that stops a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, seed
+from hypothesis import strategies as st
+
+from megarl.algorithms.mismatch import check_mismatch, mismatch_metrics
+from megarl.errors import MismatchError
+
+ROWS = st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.booleans()), max_size=30)
+
+
+@seed(5)
+@given(ROWS)
+def test_figures_are_those_of_a_slow_loop(tokens: list[tuple[float, float, bool]]) -> None:
+    columns = [torch.tensor([token[column] for token in tokens], dtype=torch.float64).view(1, -1) for column in range(3)]
+    counted = [abs(one - other) for one, other, counts in tokens if counts]
+    expected = {
+        "mismatch_mean": sum(counted) / len(counted) if counted else 0.0,
+        "mismatch_max": max(counted, default=0.0),
+        "mismatch_share_above_0.05": sum(value > 0.05 for value in counted) / len(counted) if counted else 0.0,
+        "token_mult_prob_error": sum(map(math.exp, counted)) / len(counted) if counted else 1.0,
+    }
+    assert mismatch_metrics(*columns) == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_is_masked_does_not_count_and_what_is_no_number_does() -> None:
+    one, other = torch.tensor([[-1.0, torch.nan, -2.0]]), torch.tensor([[-1.0, -1.0, -2.5]])
+    assert mismatch_metrics(one, other, torch.tensor([[1, 0, 0]])) == mismatch_metrics(one, one, torch.zeros(1, 3))
+    spoilt = mismatch_metrics(one, other, torch.ones(1, 3))
+    assert spoilt["mismatch_max"] == spoilt["token_mult_prob_error"] == torch.inf
+    with pytest.raises(MismatchError):
+        check_mismatch(spoilt, 1e9, 1)
+
+
+def test_the_threshold_says_what_it_found() -> None:
+    metrics = mismatch_metrics(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -1.5]]), torch.ones(1, 2))
+    bound = metrics["token_mult_prob_error"]
+    check_mismatch(metrics, bound, 3)
+    check_mismatch(metrics, None, 3)
+    said = r"step 3: token_mult_prob_error = 1\.324 is above grpo\.max_token_mult_prob_error = 1\.3; .* by 0\.25 on average.* 50\.0% of"
+    with pytest.raises(MismatchError, match=said):
+        check_mismatch(metrics, 1.3, 3)

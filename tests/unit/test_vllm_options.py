@@ -1,0 +1,55 @@
+"""Each key of ``vllm_cfg`` reaches the argument of vLLM that it is for, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import complete_policy
+from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, engine_options
+from tests.unit.config_samples import changed, raw_grpo
+
+VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tensor_parallel_size": (2, {"tensor_parallel_size": 2}),
+    "gpu_memory_utilization": (0.31, {"gpu_memory_utilization": 0.31}),
+    "kv_cache_gb": (0.5, {"kv_cache_memory_bytes": 2**29}),
+    "enforce_eager": (True, {"enforce_eager": True}),
+    "load_format": ("auto", {"load_format": "auto"}),
+}
+
+
+def options(changes: dict[str, Any] | None = None, *, on_cpu: bool = False) -> dict[str, Any]:
+    raw = changed(raw_grpo(), {"policy.generation.backend": "vllm", **(changes or {})})
+    generation = complete_policy(raw["policy"])["generation"]
+    settings = generation["vllm_cfg"]
+    return engine_options(generation, generation["model_name"], settings["max_model_len"], settings["precision"], 5, on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_key_changes_its_argument_alone(key: str) -> None:
+    value, expected = VALUES[key]
+    assert options({f"policy.generation.vllm_cfg.{key}": value}) == {**options(), **expected}
+    assert options() != {**options(), **expected}
+
+
+def test_what_is_not_said_is_the_policy_s() -> None:
+    assert (options()["model"], options()["dtype"], options()["max_model_len"]) == ("owner/a-model-that-is-on-no-disk", "bfloat16", 610)
+    own = options({"policy.generation.vllm_cfg": {"precision": "float16", "max_model_len": 700}})
+    assert own == {**options(), "dtype": "float16", "max_model_len": 700}
+
+
+def test_devices_of_its_own_need_no_sleep_and_another_way_for_the_weights() -> None:
+    apart = options({"policy.generation.colocated": {"enabled": False}})
+    assert options()["enable_sleep_mode"] and not apart["enable_sleep_mode"]
+    assert options()["weight_transfer_config"] != apart["weight_transfer_config"]
+
+
+def test_a_cpu_has_a_cache_of_a_known_size() -> None:
+    assert not options(on_cpu=True)["enable_sleep_mode"]
+    assert options(on_cpu=True)["kv_cache_memory_bytes"] == CACHE_ON_A_CPU
+    assert options({"policy.generation.vllm_cfg.kv_cache_gb": 0.5}, on_cpu=True)["kv_cache_memory_bytes"] == 2**29
+
+
+def test_further_arguments_come_last() -> None:
+    assert options({"policy.generation.vllm_kwargs": {"max_num_seqs": 7, "seed": 9}}) == {**options(), "max_num_seqs": 7, "seed": 9}
