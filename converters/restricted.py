@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import pickle
@@ -75,10 +76,36 @@ def _inert(found: Any) -> Any:
     if not callable(found) or (isinstance(found, type) and not found.__flags__ & _CHANGEABLE):
         return found
 
-    def make(cls: type, *given: Any, **named: Any) -> Any:
-        return found.__new__(found, *given, **named)
+    if isinstance(found, enum.EnumMeta):
+        return _stand_in(found, lambda *given: _Member(found(*given)), lambda cls, *given: _Member(found(*given)))
+    return _stand_in(found, found, lambda cls, *given, **named: found.__new__(found, *given, **named))
 
-    return _Inert(str(getattr(found, "__name__", found)), (), {"real": staticmethod(found), "__new__": make})
+
+def _stand_in(found: Any, call: Callable[..., Any], make: Callable[..., Any]) -> type:
+    """The stand-in: what calling it does, and what making an object of it without calling it does."""
+    return _Inert(str(getattr(found, "__name__", found)), (), {"real": staticmethod(call), "__new__": make})
+
+
+class _Member:
+    """Stands in a pickle for a member of an enumeration, which the whole process shares: equal to it, and without attributes to set."""
+
+    __slots__ = ("_member",)
+
+    def __init__(self, member: enum.Enum) -> None:
+        self._member = member
+
+    def __eq__(self, other: object) -> bool:
+        return self._member == (other._member if isinstance(other, _Member) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._member)
+
+    def __repr__(self) -> str:
+        return repr(self._member)
+
+    def __setstate__(self, state: Any) -> None:
+        # without this method pickle sets attributes by itself
+        raise TypeError(f"an attribute of {self._member} is set")
 
 
 def unpickle(file: IO[bytes], known: Callable[[str, str], Any], what: str, persistent: Callable[[Any], Any] | None = None) -> Any:

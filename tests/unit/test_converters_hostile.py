@@ -36,6 +36,22 @@ def test_a_pickle_cannot_change_the_classes_it_names(name: str) -> None:
     assert not hasattr(getattr(metadata, name), "poisoned")
 
 
+@pytest.mark.parametrize(
+    "state",
+    [b"N}X\x05\x00\x00\x00valueK\x05s\x86", b"}X\x08\x00\x00\x00poisonedK\x05s", b"}X\x07\x00\x00\x00_memberK\x05s"],
+    ids=["slots", "attributes", "the stand-in itself"],
+)
+@pytest.mark.parametrize("make", [b"%s\x85R", b"%s\x85\x81"], ids=["called", "made"])
+def test_a_pickle_cannot_change_a_member_that_it_finds(make: bytes, state: bytes) -> None:
+    """``_MEM_FORMAT_ENCODING(0)`` is one object for the whole process."""
+    before = dict(metadata._MEM_FORMAT_ENCODING(0).__dict__)
+    found = b"\x80\x02c%s\n_MEM_FORMAT_ENCODING\n" % metadata.__name__.encode() + make % b"K\x00"
+    assert unpickle(io.BytesIO(found + b"."), index_name, "an index") == metadata._MEM_FORMAT_ENCODING(0)
+    with pytest.raises(TypeError, match=r"an attribute of _MEM_FORMAT_ENCODING\.TORCH_CONTIGUOUS_FORMAT is set"):
+        unpickle(io.BytesIO(found + state + b"b."), index_name, "an index")
+    assert metadata._MEM_FORMAT_ENCODING(0).__dict__ == before
+
+
 def test_a_pickle_cannot_change_our_functions() -> None:
     for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         with pytest.raises(TypeError, match="is set"):
