@@ -10,6 +10,7 @@ import torch
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
+from converters.foreign.settings import ROPE_FACTOR
 from converters.megatron_settings import MegatronSettings, megatron_settings
 from converters.torch_dist.find import TRACKER_FILE
 
@@ -65,7 +66,6 @@ _FLAGS: dict[str, Any] = {
     "qk_head_dim": 128,
     "qk_layernorm": False,
     "qk_pos_emb_head_dim": 64,
-    "rope_scaling_factor": 8.0,
     "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False,
     "v_head_dim": 128,
@@ -141,6 +141,9 @@ def _require_arguments(settings: MegatronSettings) -> None:
     own = {"llama3": settings.llama3, "routing": settings.routing, "latent_norm_epsilon": settings.latent_norm_epsilon}
     problems = [f"{name} = {value}" for name, value in own.items() if value is not None]
     problems += [f"{name} = {value!r}" for name, value in settings.attributes.items() if not name.startswith("yarn_")]
+    factor = settings.model.get("rope_scaling_factor", ROPE_FACTOR)
+    if factor != ROPE_FACTOR:
+        problems.append(f"rope_scaling_factor = {factor:g}: Megatron-LM computes with {ROPE_FACTOR:g} whatever --rope-scaling-factor says")
     if problems:
         raise ConversionError(
             "Megatron-LM has no arguments for this model", "leave --layout out; megarl computes what Megatron-LM alone cannot", problems

@@ -23,6 +23,12 @@ def add_opening_flags(command: argparse.ArgumentParser) -> None:
         "--ignore-setting", action="append", default=[], metavar="NAME", help="setting of the trainer that is harmless; several times"
     )
     group.add_argument(
+        "--rope-scaling-factor",
+        type=float,
+        metavar="X",
+        help="factor of Llama 3's rope scaling that a model of Megatron-LM was trained with: its own trainer takes 8 whatever it is told",
+    )
+    group.add_argument(
         "--source-weights",
         choices=[MODEL_WEIGHTS, MASTER_WEIGHTS],
         default=MODEL_WEIGHTS,
@@ -48,6 +54,7 @@ def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
         vocab_size=arguments.vocab_size,
         eos_token_ids=arguments.eos_token_id,
         ignored_settings=tuple(arguments.ignore_setting),
+        rope_scaling_factor=arguments.rope_scaling_factor,
         weights=arguments.source_weights,
     )
 

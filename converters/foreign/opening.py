@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from converters.architecture import Architecture
+from converters.errors import ConversionError
 from converters.foreign.common_state import arguments_of, read_common_state
 from converters.foreign.master_weights import with_master_weights
-from converters.foreign.options import MASTER_WEIGHTS
+from converters.foreign.options import MASTER_WEIGHTS, OpeningOptions
 from converters.foreign.run_config import find_run_config, read_model_section
-from converters.foreign.settings import ForeignSettings, settings_from_arguments, settings_from_provider
+from converters.foreign.settings import ForeignSettings, settings_from_arguments, settings_from_provider, with_rope_factor
 from converters.foreign.view import CanonicalTensors, without_prefix
 from converters.rules import all_rules
 from converters.torch_dist.keys import stored_place
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
 
-def read_settings(checkpoint: TorchDistCheckpoint) -> ForeignSettings | None:
+def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> ForeignSettings | None:
     """What the trainer of a checkpoint says of its model; None where it left nothing.
 
     Raises:
-        ConversionError: what it left is damaged.
+        ConversionError: what it left is damaged, or is not what the user says.
     """
+    said = options.rope_scaling_factor
     run_config = find_run_config(checkpoint.directory)
     if run_config is not None:
-        return settings_from_provider(read_model_section(run_config), str(run_config))
+        return with_rope_factor(settings_from_provider(read_model_section(run_config), str(run_config)), said, is_heeded=True)
     arguments = arguments_of(read_common_state(checkpoint))
-    return None if arguments is None else settings_from_arguments(arguments, f"args of {checkpoint.directory}")
+    if arguments is not None:
+        return with_rope_factor(settings_from_arguments(arguments, f"args of {checkpoint.directory}"), said, is_heeded=False)
+    if said is not None:
+        raise ConversionError(f"{checkpoint.directory} has no settings of a trainer", "leave --rope-scaling-factor out")
+    return None
 
 
 def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:

@@ -18,6 +18,8 @@ class OpeningOptions:
         vocab_size: rows of the embedding that belong to tokens, without padding.
         eos_token_ids: ends of a text; empty for none.
         ignored_settings: settings of the trainer that are known to be harmless.
+        rope_scaling_factor: that a model was trained with which Megatron-LM says to scale as Llama 3 does
+            (:func:`converters.foreign.settings.with_rope_factor`).
         weights: ``model``, or ``master`` for the float32 weights that the optimizer keeps.
     """
 
@@ -26,4 +28,5 @@ class OpeningOptions:
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     ignored_settings: tuple[str, ...] = ()
+    rope_scaling_factor: float | None = None
     weights: str = MODEL_WEIGHTS

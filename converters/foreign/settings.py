@@ -7,13 +7,16 @@ of the function, stands for ``activation_func``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from converters.errors import ConversionError
 from converters.foreign.stand_ins import StandIn
 
 _SILU = ("silu", "swish")
+ROPE_FACTOR = 8.0
+"""Of Llama 3's rope scaling in every model that Megatron-LM builds: ``--rope-scaling-factor`` stands among its arguments, and reaches no
+model (``gpt_config_from_args`` of 0.19.2)."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,40 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
     chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
     values["activation"] = "silu" if chosen == ["swiglu"] else " and ".join(chosen) or "gelu"
     return _filled(values, origin)
+
+
+def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded: bool) -> ForeignSettings:
+    """Settings with the factor of Llama 3's rope scaling that the model was trained with.
+
+    Args:
+        settings: of the trainer.
+        said: by the user; None for nothing.
+        is_heeded: the trainer trains with the factor that it writes down. Megatron-LM does not; a trainer built on it may.
+
+    Raises:
+        ConversionError: nobody says the factor, or what the user says has no meaning or is not what the trainer did.
+    """
+    found = settings.values.get("rope_scaling_factor")
+    found = ROPE_FACTOR if found is None else found
+    if not settings.values.get("rope_scaling"):
+        if said is not None:
+            raise ConversionError(
+                f"rope-scaling-factor = {said}, but {settings.origin} says nothing of rope scaling", "leave --rope-scaling-factor out"
+            )
+        return settings
+    if said is None and not is_heeded and found != ROPE_FACTOR:
+        raise ConversionError(
+            f"{settings.origin}: rope_scaling_factor = {found}, which Megatron-LM writes down and does not use: it trains with "
+            f"{ROPE_FACTOR:g}",
+            f"pass --rope-scaling-factor {ROPE_FACTOR:g} if Megatron-LM itself trained the model, or --rope-scaling-factor {found:g} if a "
+            "trainer did that hands the factor to the model",
+        )
+    if said is not None and said not in ((found,) if is_heeded else (found, ROPE_FACTOR)):
+        raise ConversionError(
+            f"rope-scaling-factor = {said}, but {settings.origin} says {found}",
+            "leave --rope-scaling-factor out, or pass what was trained with",
+        )
+    return replace(settings, values={**settings.values, "rope_scaling_factor": found if said is None else said})
 
 
 def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:

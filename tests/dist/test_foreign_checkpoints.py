@@ -107,6 +107,7 @@ def test_what_megatron_core_saves_is_exported(case: str, pool: WorkerPool, tmp_p
     family, world, layout, metadata, own_names = CASES[case]
     model = make_tiny(tmp_path / "hf", family, tied=family == "llama", seed=3)
     source, flags = tmp_path / "run" / "iter_0000001", ["--eos-token-id", "2"]
+    flags += ["--rope-scaling-factor", "4"] if family == "llama" else []
     config = policy_config(model, precision="bfloat16", lr=1e-2, **layout)
     arguments = argparse.Namespace(**COMMON | ARGUMENTS[family])
     weights = pool.run(world, save_as_megatron_lm, config, str(source), arguments, metadata, own_names)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,31 @@ def test_rope_scalings_are_carried_over(kind: str, tmp_path: Path) -> None:
     config = config_of(tmp_path / "hf")
     config["rope_parameters"] = {"rope_theta": 10000.0, **scaling}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert_exported(source, tmp_path / "out", tmp_path / "hf", "--eos-token-id", "2")
+    answers = ["--rope-scaling-factor", "32"] if kind == "llama3" else []
+    assert_exported(source, tmp_path / "out", tmp_path / "hf", "--eos-token-id", "2", *answers)
+
+
+def test_a_factor_that_megatron_lm_does_not_use_is_asked_for(tmp_path: Path) -> None:
+    tensors = tensors_of("llama", tmp_path)
+    written = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
+    source = write_checkpoint(tmp_path / "run", tensors, arguments_for("llama", **written))
+    said = is_refused(source, "--eos-token-id", "2")
+    assert "rope_scaling_factor = 32.0, which Megatron-LM writes down and does not use: it trains with 8" in said
+    assert "pass --rope-scaling-factor 8 if Megatron-LM itself trained the model, or --rope-scaling-factor 32" in said
+    assert "rope-scaling-factor = 16.0, but args" in is_refused(source, "--eos-token-id", "2", "--rope-scaling-factor", "16")
+    assert main(["export", str(source), str(tmp_path / "out"), "--eos-token-id", "2", "--rope-scaling-factor", "8"]) == 0
+    assert config_of(tmp_path / "out")["rope_scaling"]["factor"] == 8.0
+    # a config that was handed over has to say the same
+    config = config_of(tmp_path / "out")
+    config["rope_scaling"]["factor"] = 32.0
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    given = ["--hf-config", str(tmp_path / "hf"), "--rope-scaling-factor"]
+    shutil.rmtree(tmp_path / "out")
+    assert "rope_scaling_factor = 8.0, by the config 32.0" in is_refused(source, *given, "8")
+    assert main(["export", str(source), str(tmp_path / "out"), *given, "32"]) == 0
+    plain = write_checkpoint(tmp_path / "plain", tensors, arguments_for("llama"))
+    shutil.rmtree(tmp_path / "out")
+    assert "says nothing of rope scaling" in is_refused(plain, "--eos-token-id", "2", "--rope-scaling-factor", "8")
 
 
 def test_rows_behind_the_vocabulary_may_hold_anything(tmp_path: Path) -> None:

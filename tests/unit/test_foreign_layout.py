@@ -16,6 +16,7 @@ from converters.command import main
 from converters.errors import ConversionError
 from converters.foreign.arguments import megatron_lm_state
 from converters.foreign.common_state import arguments_of, read_common_state
+from converters.foreign.settings import ROPE_FACTOR
 from converters.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.choice import newest_megatron
@@ -23,6 +24,15 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 from tests.unit.foreign_checkpoints import config_of
 
 pytestmark = newest_megatron
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_3_2 = {**LLAMA_3_1, "factor": 32.0}
 NAMES = ("llama_tied", "llama_all_biases", "mistral_window", "mixtral", "qwen2", "qwen3", "qwen2_moe_mixed_tied", "qwen3_moe_mixed")
 
 
@@ -74,6 +84,7 @@ def test_the_directory_of_a_training_run_is_left_alone(tmp_path: Path, capsys: p
             "llama3 = ",
         ),
         ("mixtral", {"num_experts_per_tok": 1}, "moe_router_pre_softmax = False"),
+        ("llama", {"rope_parameters": LLAMA_3_2}, "rope_scaling_factor = 32: Megatron-LM computes with 8"),
     ],
 )  # fmt: skip
 def test_a_model_that_megatron_lm_cannot_compute_is_refused(name: str, changes: dict[str, Any], said: str) -> None:
@@ -90,14 +101,15 @@ def test_megatron_lm_pads_to_the_stored_vocabulary(vocabulary: int, padded: int)
     assert -(-vocabulary // multiple) * multiple == padded == state["args"].padded_vocab_size
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "llama"])
 def test_megatron_lm_itself_takes_the_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--use-checkpoint-args`` and the further flags lead Megatron-LM's own code to the settings that this library trains with."""
     reason = "only newer packages of Megatron-Core contain Megatron-LM"
     arguments = pytest.importorskip("megatron.training.arguments", reason=reason)
     checkpointing = pytest.importorskip("megatron.training.checkpointing", reason=reason)
     utilities = pytest.importorskip("megatron.training.argument_utils", reason=reason)
-    source = imported(tmp_path, name, "--vocab-multiple", "16")
+    scaling = {"rope_parameters": LLAMA_3_1} if name == "llama" else {}
+    source = imported(tmp_path, name, "--vocab-multiple", "16", **scaling)
     stored = arguments_of(read_common_state(TorchDistCheckpoint(source / "release")))
     assert stored is not None
     flags = f"--load {source} --use-checkpoint-args --micro-batch-size 1 --bf16 --no-rope-fusion --transformer-impl local".split()
@@ -122,6 +134,9 @@ def test_megatron_lm_itself_takes_the_arguments(name: str, tmp_path: Path, monke
     for key in {*expected} - {"init_method_std", "num_query_groups", "moe_router_bias_update_rate"}:
         assert getattr(model.transformer, key) == expected[key], key
     assert (model.transformer.num_query_groups or expected["num_attention_heads"]) == expected["num_query_groups"]
-    for key in ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights"):
+    for key in ("position_embedding_type", "rotary_base", "rotary_percent", "rope_scaling", "share_embeddings_and_output_weights"):
         assert getattr(model, key) == settings.model[key], key
     assert model.vocab_size == 112
+    # the reason why another factor is refused on the way in and asked for on the way out
+    found.rope_scaling_factor = taken.rope_scaling_factor = 32.0
+    assert utilities.gpt_config_from_args(taken).rope_scaling_factor == settings.model.get("rope_scaling_factor", 8.0) == ROPE_FACTOR
