@@ -34,7 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
         usage="megarl train CONFIG [key=value ...] [--with FILE] [--dry-run]",
         description="Run the algorithm of a configuration file. An unfinished run goes on from its newest checkpoint.",
         epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
-        "Exit codes: 0 done, 2 wrong configuration or data, 1 any other failure, 130 interrupted.",
+        "SIGTERM, SIGUSR1 or a file stop_requested in the run's directory stop it after the step it is in, with a checkpoint. "
+        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker or a node was lost, 75 stopped and saved (start "
+        "it again), 1 any other failure, 130 interrupted.",
     )
     train.add_argument("config", metavar="CONFIG", help="YAML file")
     train.add_argument(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from megarl.algorithms.stopping import StopRequest
 from megarl.observe.timing import STEP_SECONDS
 
 if TYPE_CHECKING:
@@ -83,20 +85,35 @@ def run_loop(
     reporting: Reporting,
     checkpoints: CheckpointWriter | None = None,
     first_step: int = 0,
-) -> None:
-    """Train from after ``first_step`` to the last step."""
+    stop: StopRequest | None = None,
+) -> int:
+    """Train from after ``first_step`` to the last step, or until somebody asks to stop. Returns the last step done.
+
+    A step that is stopped after has its checkpoint (where there are any) also when none was due.
+    """
+    stop = stop or StopRequest()
     reporting.timer.collect()
     if schedule.val_at_start and first_step == 0:
         reporting.report(0, {}, _validate(algorithm, reporting))
     for step in range(first_step + 1, schedule.total_steps + 1):
+        if stop.reason is not None and (checkpoints is None or step == first_step + 1):
+            return step - 1
+        begun = time.monotonic()
         train = algorithm.step(step)
         validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
+        done = time.monotonic()
+        saves = checkpoints is not None and (checkpoints.due(step, schedule.total_steps) or stop.reason is not None)
         with ExitStack() as around_report:
-            if checkpoints is not None and checkpoints.due(step, schedule.total_steps):
+            if checkpoints is not None and saves:
                 metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
                 around_report.enter_context(checkpoints.saving(step, algorithm.sampler.state(), metrics))
             reporting.report(step, train, validation)
+        if saves:
+            stop.check_notice(done - begun, time.monotonic() - done)
+            if stop.reason is not None:
+                return step
+    return max(schedule.total_steps, first_step)
 
 
 def total_steps(max_num_steps: int, max_num_epochs: int | None, num_records: int, records_per_step: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,12 +72,14 @@ class CheckpointWriter:
         policy: writes its weights, optimizer state and tokenizer.
         save_period: steps between checkpoints.
         run_config: kept beside every checkpoint.
+        committed: told the step of every checkpoint from which another start would go on.
     """
 
     manager: CheckpointManager
     policy: PolicyInterface
     save_period: int
     run_config: Mapping[str, Any] = field(default_factory=dict)
+    committed: Callable[[int], None] = lambda step: None
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether a checkpoint follows this step; one always follows the last."""
@@ -96,6 +98,7 @@ class CheckpointWriter:
         )
         yield
         self.manager.finalize_checkpoint(path)
+        self.committed(step)
 
 
 def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point
 from megarl.algorithms.sft import SFT
 from megarl.algorithms.start import check_vllm, start_engines, start_policy
+from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.algorithms.refit import Refit
+    from megarl.algorithms.stopping import Attempt, StopRequest
     from megarl.config.sections import DataSource
     from megarl.models.policy.lm_policy import Policy
 
@@ -50,20 +50,23 @@ PolicyFactory = Callable[[Config, "PreTrainedTokenizerBase", ResumePoint, ExitSt
 
 CONFIG_FILE = "config.yaml"
 EXPORT_DIRECTORY = "hf"
+NOT_SAVED = 1
 
 
 def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
     """Train as the configuration says, from the latest checkpoint of the run where there is one.
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``checkpoints/step_N`` and, with ``checkpointing.export_hf``,
-    ``hf/step_N``. However it ends, the workers are gone afterwards.
+    ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see :mod:`megarl.algorithms.stopping`), it ends after
+    the step it is in, with a checkpoint.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
         make_policy: None for the real policy on Ray.
 
     Returns:
-        0, the exit code of success.
+        The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again, 1 for one that was stopped
+        and has no checkpoints.
 
     Raises:
         MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of configuration, data and model
@@ -73,8 +76,9 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
     config = validate_config(config)
     run_dir = Path(config["run_dir"]).absolute()
     with ExitStack() as stack:
-        stack.enter_context(_termination_as_exit())
         lock = stack.enter_context(RunLock(run_dir))
+        attempt = this_attempt()
+        stop = stack.enter_context(listening_for_stop(run_dir, attempt))
         _write_config(run_dir / CONFIG_FILE, config)
         check_vllm(config)
         tokenizer = _tokenizer(config)
@@ -91,14 +95,32 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         refit = start_engines(config, policy, stack)
         parts = _Parts(config, policy, refit, tokenizer, train_data, validation_data, sampler, reporting.timer)
         algorithm = _ALGORITHMS[config["algorithm"]](parts)
-        writer = None if manager is None else CheckpointWriter(manager, policy, config["checkpointing"]["save_period"], config)
+        writer = _writer(manager, policy, config, attempt)
 
         reporting.console.start(start.step)
-        run_loop(algorithm, schedule, reporting, writer, start.step)
+        with stop.deferred():
+            reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop)
+        if reached < schedule.total_steps:
+            return _stopped(reached, stop, reporting.console, writer is not None)
+        stop.forget_files()
         if config["checkpointing"]["export_hf"]:
             _export(policy, run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}", reporting.console)
         reporting.console.finish()
     return 0
+
+
+def _writer(manager: CheckpointManager | None, policy: Policy, config: Config, attempt: Attempt) -> CheckpointWriter | None:
+    if manager is None:
+        return None
+    return CheckpointWriter(manager, policy, config["checkpointing"]["save_period"], config, attempt.checkpoint_committed)
+
+
+def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
+    """Say why a run ends before its last step; its exit code."""
+    advice = "start it again to go on from there" if has_checkpoints else "checkpointing.enabled is false: nothing of it is saved"
+    console.note(f"stopped after step {step} ({stop.reason}); {advice}")
+    stop.forget_files()
+    return STOPPED if has_checkpoints else NOT_SAVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +232,3 @@ def _write_config(path: Path, config: Config) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     write_bytes_durably(temporary, yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True).encode())
     os.replace(temporary, path)
-
-
-@contextmanager
-def _termination_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the program like an error, so that the workers are ended; by itself it would leave them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(signal_number: int, frame: object) -> None:
-        raise SystemExit(128 + signal_number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -12,7 +12,9 @@ import ipaddress
 import logging
 import os
 import secrets
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,10 +85,22 @@ def init_ray(
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
-    if address is not None and address != "local":
-        _attach(address, runtime_env, log_to_driver)
-    else:
-        _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env)
+    with _termination_handler_kept():
+        if address is not None and address != "local":
+            _attach(address, runtime_env, log_to_driver)
+        else:
+            _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env)
+
+
+@contextlib.contextmanager
+def _termination_handler_kept() -> Iterator[None]:
+    """``ray.init`` puts its own handler of SIGTERM, which ends the process at once, over that of a driver which wants to save first."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool) -> None:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from megarl.checkpoint.atomic import write_json_atomic
 from megarl.config import load_config
+from megarl.config.sections import Config
 from megarl.errors import MegarlError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
@@ -94,7 +95,6 @@ def run_once(seed: int, directory: Path, backend: str, generation: str, override
     """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
     from transformers.utils import logging as hugging_face_logging
 
-    from megarl.algorithms.run import run
     from megarl.observe.plots import plot_run
     from megarl.quickstart.evaluate import evaluate_checkpoint
     from megarl.quickstart.model import make_model
@@ -117,14 +117,14 @@ def run_once(seed: int, directory: Path, backend: str, generation: str, override
     sft = directory / "sft"
     common, layers = [f"seed={seed}"], [CONFIGS / f"{backend}.yaml"]
     changes = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}"]
-    run(load_config(CONFIGS / "sft.yaml", changes, layers))
+    _train(load_config(CONFIGS / "sft.yaml", changes, layers))
 
     answering = "" if generation == "policy" else f", {generation} answers"
     console.rule(f"seed {seed}: GRPO, {BACKENDS[backend]}{answering}")
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
     changes = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *overrides]
-    run(load_config(CONFIGS / "grpo.yaml", changes, [*layers, *(CONFIGS / layer for layer in GENERATION[generation])]))
+    _train(load_config(CONFIGS / "grpo.yaml", changes, [*layers, *(CONFIGS / layer for layer in GENERATION[generation])]))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)
@@ -141,6 +141,15 @@ def run_once(seed: int, directory: Path, backend: str, generation: str, override
     )
     write_json_atomic(directory / SUMMARY, asdict(summary))
     return summary
+
+
+def _train(config: Config) -> None:
+    """Run one part; the next one needs what it leaves, so that a part that was stopped ends the whole."""
+    from megarl.algorithms.run import run
+
+    code = run(config)
+    if code:
+        raise SystemExit(code)
 
 
 def _export(run_dir: Path) -> Path:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megarl.algorithms.stopping import STOPPED
 from megarl.checkpoint.manifest import verify
 from tests.choice import slow
 from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, make_material, read_rows, write_config
@@ -145,6 +147,22 @@ def test_supervised_training_resumes(whole_sft: Path, material: Material, launch
     assert resumed == 2
     check_leftovers(tmp_path / "run", 2)
     check_same(tmp_path / "run", whole_sft)
+
+
+def test_asked_to_stop_it_saves_and_goes_on(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+    """In step 1, after which no checkpoint is due. Ray has a handler of its own for this signal, which would end the driver at once."""
+    config, run_dir = write_config(tmp_path / "run.yaml", "grpo", material, save_period=2), tmp_path / "run"
+    stopped = launches.start(config, run_dir)
+    stopped.await_moment(stopped.logged(0))
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.finish() == STOPPED, stopped.output()[-5000:]
+    assert "stopped after step 1 (SIGTERM)" in stopped.output()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
+    last = launches.start(config, run_dir)
+    assert last.finish() == 0, last.output()[-5000:]
+    assert "resumed after step 1" in last.output()
+    check_visible_checkpoints(run_dir)
+    check_same(run_dir, whole)
 
 
 @slow

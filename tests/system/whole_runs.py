@@ -130,13 +130,17 @@ class Launch:
         self.check_nothing_runs()
         return code
 
-    def kill_when(self, happened: Callable[[], bool]) -> None:
-        """Wait for a moment and kill the driver there, as a machine would: it has no say and its workers are not told."""
+    def await_moment(self, happened: Callable[[], bool]) -> None:
+        """Wait for a moment; fail if the launch ends before it."""
         deadline = time.monotonic() + LONGEST_WAIT_S
         while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before it could be killed:\n{self.output()[-3000:]}"
-            assert time.monotonic() < deadline, f"the moment to kill never came:\n{self.output()[-3000:]}"
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before its moment:\n{self.output()[-3000:]}"
+            assert time.monotonic() < deadline, f"the moment never came:\n{self.output()[-3000:]}"
             self.stay(_POLL_S)
+
+    def kill_when(self, happened: Callable[[], bool]) -> None:
+        """Wait for a moment and kill the driver there, as a machine would: it has no say and its workers are not told."""
+        self.await_moment(happened)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(LONGEST_FAREWELL_S)
         self.check_nothing_runs()

@@ -1,0 +1,145 @@
+"""How a run is asked to stop: by signal or by file. It finishes its step, saves, and leaves with an exit code that says "start me again".
+
+A launcher that has more to say than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there stops the run too, and the run
+writes there the step of the last checkpoint it committed. A signal to a whole job would end Ray's processes; a file reaches the driver
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl import env
+from megarl.checkpoint.atomic import write_bytes_durably
+
+logger = logging.getLogger(__name__)
+
+STOPPED = 75
+"""Exit code of a run that can go on: EX_TEMPFAIL of sysexits.h."""
+
+STOP_FILE = "stop_requested"
+LAST_CHECKPOINT_FILE = "last_checkpoint"
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# What a step and a save may take of the notice that a launcher gives, before the run warns that it may be too short.
+_SAFE_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a launcher says of this start of the run.
+
+    Attributes:
+        directory: where launcher and run leave files for one another; None without a launcher.
+        notice_s: seconds between the launcher's request to stop and the end of the machines; None when unknown.
+    """
+
+    directory: Path | None = None
+    notice_s: int | None = None
+
+    def checkpoint_committed(self, step: int) -> None:
+        """Tell the launcher that another start would go on after ``step``."""
+        if self.directory is None:
+            return
+        temporary = self.directory / f".{LAST_CHECKPOINT_FILE}.tmp"
+        write_bytes_durably(temporary, f"{step}\n".encode())
+        os.replace(temporary, self.directory / LAST_CHECKPOINT_FILE)
+
+
+def this_attempt() -> Attempt:
+    """What the launcher has put into the environment: ``MEGARL_ATTEMPT_DIR`` and ``MEGARL_STOP_NOTICE_S``."""
+    directory = env.text("MEGARL_ATTEMPT_DIR")
+    return Attempt(None if directory is None else Path(directory), env.integer("MEGARL_STOP_NOTICE_S", 0) or None)
+
+
+class StopRequest:
+    """Whether somebody wants the run to stop. The loop asks between steps; a signal outside of the loop ends the run at once."""
+
+    def __init__(self, files: Sequence[Path] = (), notice_s: int | None = None) -> None:
+        """Args:
+        files: any of them is a request once it exists.
+        notice_s: seconds that a launcher leaves between its request and the end.
+        """
+        self._files = tuple(files)
+        self._notice_s = notice_s
+        self._signal: signal.Signals | None = None
+        self._looping = False
+
+    @property
+    def reason(self) -> str | None:
+        """Who asked, for example ``"SIGUSR1"`` or the path of a file; None as long as nobody did."""
+        if self._signal is not None:
+            return self._signal.name
+        return next((str(path) for path in self._files if path.exists()), None)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, the first signal only leaves a request; whoever is inside asks for it. A second one ends the run at once."""
+        self._looping = True
+        try:
+            yield
+        finally:
+            self._looping = False
+
+    def check_notice(self, step_s: float, save_s: float) -> None:
+        """Warn once when the last step and the last save, in seconds, hardly fit between a launcher's request and the end."""
+        if self._notice_s is None or step_s + save_s <= _SAFE_SHARE * self._notice_s:
+            return
+        logger.warning(
+            "a step and a save took %.1f s + %.1f s, and this job is told to stop only %d s before its end (MEGARL_STOP_NOTICE_S): "
+            "a stop may come too late and lose the step. Fix: submit with --signal=B:USR1@%d and MEGARL_STOP_NOTICE_S=%d",
+            step_s,
+            save_s,
+            self._notice_s,
+            *[int(2 * (step_s + save_s)) + 60] * 2,
+        )
+        self._notice_s = None
+
+    def receive(self, number: int, frame: object) -> None:
+        """Handler of the signals."""
+        if not self._looping and self._signal is None:
+            # Whatever the run had is in its checkpoints already, or was never there.
+            _say(f"{signal.Signals(number).name}: stopping at once, outside of the training loop")
+            raise SystemExit(STOPPED)
+        if self._signal is not None:
+            _say(f"{signal.Signals(number).name} after {self._signal.name}: stopping at once, what came after the last checkpoint is lost")
+            raise SystemExit(128 + number)
+        self._signal = signal.Signals(number)
+        _say(f"{self._signal.name}: stopping after this step; a second signal stops at once")
+
+    def forget_files(self) -> None:
+        """Remove the files: the request was heard, and must not stop the next start."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def listening_for_stop(run_dir: Path, attempt: Attempt) -> Iterator[StopRequest]:
+    """A request that SIGTERM, SIGUSR1 and the file ``stop_requested`` in the run's or the attempt's directory turn on.
+
+    A file in ``run_dir`` that is older than this start counts for nothing. Hold the run's lock. In another thread than the main one,
+    signals are not heard.
+    """
+    (run_dir / STOP_FILE).unlink(missing_ok=True)
+    directories = [run_dir] if attempt.directory is None else [run_dir, attempt.directory]
+    request = StopRequest([directory / STOP_FILE for directory in directories], attempt.notice_s)
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {each: signal.signal(each, request.receive) for each in _SIGNALS}
+    try:
+        yield request
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _say(text: str) -> None:
+    """A line on standard error, past buffers and locks that the interrupted code may be holding."""
+    os.write(2, f"megarl: {text}\n".encode())

@@ -1,0 +1,123 @@
+"""Whole runs of the drivers in one process, around the plain reference policy: configurations, a policy that fails, what a run leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from megarl.algorithms.resume import ResumePoint
+from tests.unit.reference_policy import ReferencePolicy
+
+STEPS = 4
+
+
+def make_config(algorithm: str, run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
+    source = {"path": data, "prompt_key": "prompt", "answer_key": "answer"}
+    config: dict[str, Any] = {
+        "algorithm": algorithm,
+        "seed": 11,
+        "run_dir": str(run_dir),
+        "policy": {
+            "model_name": model,
+            "tokenizer": {"name": model},
+            "train_global_batch_size": 4 if algorithm == "sft" else 6,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 2,
+            "precision": "float32",
+            "make_sequence_length_divisible_by": 1,
+            "max_total_sequence_length": 24,
+            "max_grad_norm": 1.0,
+            "megatron_cfg": {
+                "enabled": True,
+                "optimizer": {"lr": 3e-3, "weight_decay": 0.01, "use_distributed_optimizer": False},
+                "scheduler": {"lr_warmup_iters": 2, "lr_warmup_init": 1e-3},
+            },
+            "generation": {"backend": "megatron", "max_new_tokens": 3},
+        },
+        "data": {"train": source, "validation": source, "max_input_seq_length": 20},
+        "checkpointing": {"enabled": True, "save_period": 2, "keep_top_k": None, "export_hf": True},
+        "cluster": {"gpus_per_node": 1, "num_nodes": 1, "device": "cpu"},
+    }
+    if algorithm == "sft":
+        config["sft"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
+    else:
+        config["grpo"] = {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 3,
+            "max_num_steps": STEPS,
+            "val_period": 2,
+            "val_batch_size": 3,
+            "val_at_start": True,
+            **section,
+        }
+        config["env"] = {"reward": "exact_match"}
+        config["loss_fn"] = {
+            "reference_policy_kl_penalty": 0.01,
+            "ratio_clip_min": 0.2,
+            "ratio_clip_max": 0.2,
+            "ratio_clip_c": None,
+            "use_on_policy_kl_approximation": False,
+            "use_importance_sampling_correction": False,
+            "token_level_loss": True,
+        }
+    return config
+
+
+class Crash(Exception):
+    """Stands for whatever ends a run in the middle."""
+
+
+class PolicyMaker:
+    """Makes reference policies, and ones that fail or have something done at a given training call.
+
+    Args:
+        crash_after: training calls that go well before one fails; None for no failure.
+        at_call: called at the beginning of each training call with its number, from 1.
+    """
+
+    def __init__(self, crash_after: int | None = None, at_call: Callable[[int], None] = lambda call: None) -> None:
+        self.crash_after = crash_after
+        self.at_call = at_call
+        self.policies: list[ReferencePolicy] = []
+
+    def __call__(self, config: dict[str, Any], tokenizer: Any, start: ResumePoint, stack: ExitStack) -> ReferencePolicy:
+        policy = ReferencePolicy(
+            config["policy"],
+            tokenizer,
+            None if start.weights_path is None else str(start.weights_path),
+            None if start.optimizer_path is None else str(start.optimizer_path),
+        )
+        stack.callback(policy.shutdown)
+        self.policies.append(policy)
+        train, calls = policy.train, 0
+
+        def train_or_crash(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            nonlocal calls
+            if not kwargs.get("eval_mode"):
+                calls += 1
+                self.at_call(calls)
+                if calls - 1 == self.crash_after:
+                    raise Crash
+            return train(*args, **kwargs)
+
+        policy.train = train_or_crash  # type: ignore[method-assign]
+        return policy
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows without clock readings."""
+    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "performance/", "time"))} for row in rows(run_dir)]
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "hf" / f"step_{STEPS}" / "model.safetensors")

@@ -1,0 +1,165 @@
+"""A run that is asked to stop saves and says so, and the next start ends it like one that nobody stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.run import run
+from megarl.algorithms.stopping import LAST_CHECKPOINT_FILE, STOP_FILE, STOPPED, StopRequest, listening_for_stop, this_attempt
+from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
+from tests.unit.tiny_model import make_tiny_model
+
+WAYS = ["SIGTERM", "SIGUSR1", "file of the run", "file of the attempt"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), 5)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> dict[str, Path]:
+    """A run of each algorithm that nobody stopped."""
+    runs = {algorithm: tmp_path_factory.mktemp("whole") / algorithm for algorithm in ("sft", "grpo")}
+    for algorithm, run_dir in runs.items():
+        assert run(make_config(algorithm, run_dir, model, data), PolicyMaker()) == 0
+    return runs
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that a launcher shares with the run."""
+    directory = tmp_path / "attempt"
+    directory.mkdir()
+    monkeypatch.setenv("MEGARL_ATTEMPT_DIR", str(directory))
+    return directory
+
+
+def ask(way: str, run_dir: Path, attempt: Path) -> None:
+    if way.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[way])
+    else:
+        (run_dir if way == "file of the run" else attempt).joinpath(STOP_FILE).touch()
+
+
+def at(call: int, action: Callable[[], None]) -> Callable[[int], None]:
+    return lambda number: action() if number == call else None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "step", "way"), [("sft", 1, WAYS[0]), ("sft", 2, WAYS[1]), ("sft", 3, WAYS[2]), ("sft", 1, WAYS[3]), ("grpo", 3, WAYS[1])]
+)
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(
+    algorithm: str, step: int, way: str, tmp_path: Path, attempt: Path, model: str, data: str, whole: dict[str, Path], capfd: Any
+) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(algorithm, run_dir, model, data)
+    assert run(config, PolicyMaker(at_call=at(step, lambda: ask(way, run_dir, attempt)))) == STOPPED
+    said = capfd.readouterr()
+    assert f"stopped after step {step} ({way if way.startswith('SIG') else ''}" in said.out + said.err
+    assert comparable(run_dir)[-1]["step"] == step
+    assert (run_dir / "checkpoints" / f"step_{step}").is_dir()
+    assert (attempt / LAST_CHECKPOINT_FILE).read_text() == f"{step}\n"
+    assert not (run_dir / "hf").exists()
+    assert not list(tmp_path.rglob(STOP_FILE))
+    assert run(config, PolicyMaker()) == 0
+    assert (attempt / LAST_CHECKPOINT_FILE).read_text() == f"{STEPS}\n"
+    assert comparable(run_dir) == comparable(whole[algorithm])
+    for name, tensor in final_weights(whole[algorithm]).items():
+        assert torch.equal(final_weights(run_dir)[name], tensor), name
+
+
+@pytest.mark.parametrize("way", ["SIGUSR1", "file of the run"])
+def test_a_request_during_the_last_step_lets_the_run_end(way: str, tmp_path: Path, attempt: Path, model: str, data: str) -> None:
+    maker = PolicyMaker(at_call=at(STEPS, lambda: ask(way, tmp_path / "run", attempt)))
+    assert run(make_config("sft", tmp_path / "run", model, data), maker) == 0
+    assert (tmp_path / "run" / "hf").is_dir()
+    assert not list(tmp_path.rglob(STOP_FILE))
+
+
+def test_a_file_that_lay_there_before_counts_for_nothing(tmp_path: Path, model: str, data: str) -> None:
+    (tmp_path / STOP_FILE).touch()
+    assert run(make_config("sft", tmp_path, model, data), PolicyMaker()) == 0
+
+
+def test_a_request_of_the_launcher_before_the_first_step(tmp_path: Path, attempt: Path, model: str, data: str) -> None:
+    (attempt / STOP_FILE).touch()
+    maker = PolicyMaker()
+    assert run(make_config("sft", tmp_path / "run", model, data), maker) == STOPPED
+    assert maker.policies[0].trained_steps == 0
+    assert not (attempt / LAST_CHECKPOINT_FILE).exists()
+
+
+def test_without_checkpoints_nothing_can_go_on(tmp_path: Path, attempt: Path, model: str, data: str, capfd: Any) -> None:
+    config = make_config("sft", tmp_path / "run", model, data)
+    config["checkpointing"]["enabled"] = False
+    assert run(config, PolicyMaker(at_call=at(1, lambda: ask("SIGTERM", tmp_path, attempt)))) == 1
+    assert "checkpointing.enabled is false: nothing of it is saved" in " ".join(capfd.readouterr().out.split())
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_signal_ends_the_run_at_once_and_its_workers_too(second: signal.Signals, tmp_path: Path, model: str, data: str) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), second)
+
+    maker = PolicyMaker(at_call=at(1, twice))
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    with pytest.raises(SystemExit) as caught:
+        run(make_config("sft", tmp_path, model, data), maker)
+    assert caught.value.code == 128 + second
+    assert maker.policies[0]._prepared == "shut down"
+    assert not (tmp_path / "checkpoints").exists()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_outside_of_the_loop_a_signal_ends_the_run_at_once(tmp_path: Path, model: str, data: str) -> None:
+    def terminated(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        run(make_config("sft", tmp_path, model, data), terminated)  # type: ignore[arg-type]
+    assert caught.value.code == STOPPED
+
+
+def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEGARL_STOP_NOTICE_S", "100")
+    with listening_for_stop(tmp_path, this_attempt()) as request, caplog.at_level(logging.WARNING):
+        request.check_notice(50.0, 30.0)
+        assert not caplog.records
+        request.check_notice(70.0, 11.0)
+        request.check_notice(90.0, 20.0)
+    [record] = caplog.records
+    assert "70.0 s + 11.0 s" in record.message and "100 s before its end" in record.message
+    assert "--signal=B:USR1@222 and MEGARL_STOP_NOTICE_S=222" in record.message
+
+
+def test_a_wrong_notice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_STOP_NOTICE_S", "soon")
+    with pytest.raises(ValueError, match="MEGARL_STOP_NOTICE_S = 'soon'"):
+        this_attempt()
+
+
+def test_the_files_name_the_reason(tmp_path: Path) -> None:
+    request = StopRequest([tmp_path / "a", tmp_path / "b"])
+    assert request.reason is None
+    (tmp_path / "b").touch()
+    assert request.reason == str(tmp_path / "b")
+    request.forget_files()
+    assert request.reason is None
