@@ -96,8 +96,20 @@ class WorkerError(MegarlError, RuntimeError):
     """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1 host]``."""
 
 
+class WorkerLostError(WorkerError):
+    """The process of a worker, or its whole node, is gone. What the others hold is useless; another start goes on from a checkpoint."""
+
+    exit_code = 4
+
+
 class ClusterError(MegarlError, RuntimeError):
     """The Ray cluster cannot give what was asked for."""
+
+
+class MissingNodesError(ClusterError):
+    """Nodes that a launcher started have not joined the Ray cluster."""
+
+    exit_code = 3
 
 
 class DeadlineError(MegarlError, TimeoutError):

@@ -11,13 +11,16 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from megarl.distributed.ray_nodes import alive_nodes, node_name
 from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
 from megarl.distributed.worker_stacks import collect_stacks
-from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError
+from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError, WorkerLostError
 
 # When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause be told from the echo.
 _ECHO_WAIT_S = 1.0
+# Ray's health check gives a silent node up after 15 s to 50 s.
+_CAUSE_WAIT_S = 60.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -101,7 +104,8 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], roster: Roster, what
 
     Raises:
         MegarlError: a worker raised one; the same class again, its message preceded by the worker's coordinates.
-        WorkerError: a worker raised another exception (its ``__cause__``) or died.
+        WorkerError: a worker raised another exception (its ``__cause__``).
+        WorkerLostError: a worker's process or node is gone.
         DeadlineError: not all answered in time; the message has the stacks of those that did not.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
@@ -116,9 +120,21 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], roster: Roster, what
         if failures:
             more, pending = _drain(pending, _ECHO_WAIT_S)
             failures += _take(more, values)
+            pending = _await_cause(failures, pending, values)
             roster.set_unfinished(pending)
             _raise_failure(failures, roster, what)
     return [values[reference] for reference in references]
+
+
+def _await_cause(
+    failures: list[tuple[ray.ObjectRef[Any], RayError]], pending: list[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]
+) -> list[ray.ObjectRef[Any]]:
+    """While all failures look like echoes, wait for what they echo: of a node that is gone, Ray learns later than its peers do."""
+    deadline = Deadline(_CAUSE_WAIT_S)
+    while pending and deadline.left() and all(_echo_rank(error) == 2 for _, error in failures):
+        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.left())
+        failures += _take(ready, values)
+    return pending
 
 
 def _drain(pending: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[list[ray.ObjectRef[Any]], list[ray.ObjectRef[Any]]]:
@@ -139,7 +155,8 @@ def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], rost
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
     others = [roster.label(other) for other, _ in failures if other != reference]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
-    raise _translate(roster.label(reference), error, what, also) from getattr(error, "cause", None) or error
+    label = roster.label(reference) + _lost_node(roster.process(reference))
+    raise _translate(label, error, what, also) from getattr(error, "cause", None) or error
 
 
 def _echo_rank(error: RayError) -> int:
@@ -149,9 +166,16 @@ def _echo_rank(error: RayError) -> int:
     return 2 if any(word in str(error) for word in _CONNECTION_WORDS) else 1
 
 
+def _lost_node(process: WorkerProcess | None) -> str:
+    """Says so where a worker's whole node is gone."""
+    if process is None or process.node_id in {node.node_id for node in alive_nodes()}:
+        return ""
+    return f" node {node_name(process.node_id) or process.node_id} is lost:"
+
+
 def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError:
     if isinstance(error, RayActorError):
-        return WorkerError(
+        return WorkerLostError(
             f"{label} worker process died during {what}: {error}. Fix: look for its last output above, and for the kernel killing it "
             f"when memory ran out; then shut the group down and rebuild it{also}"
         )

@@ -1,0 +1,220 @@
+# The batch side of every Slurm job of megarl: one srun over all nodes, signals, exit codes, requeues. To be sourced by the .sbatch files,
+# which say what runs; launch/README.md explains what a user sees and sets.
+# shellcheck shell=bash
+
+SLURM_JOB_ID="${SLURM_JOB_ID:-}"
+RESTARTS="${SLURM_RESTART_COUNT:-0}"
+NODES="${SLURM_JOB_NUM_NODES:-1}"
+NODES_PER_HOST="${MEGARL_NODES_PER_HOST:-1}"
+MAX_REQUEUES="${MEGARL_MAX_REQUEUES:-20}"
+# Has to agree with the lines "#SBATCH --signal=B:USR1@300".
+export MEGARL_STOP_NOTICE_S="${MEGARL_STOP_NOTICE_S:-300}"
+PORTS_PER_NODE=1000
+FIRST_PORT=10000
+STOPPING=0
+PREEMPTED=0
+NEEDS_CHECKPOINT=1
+
+say() { printf 'megarl: %s\n' "$*" >&2; }
+
+# fail CODE TEXT...
+fail() {
+    local code=$1
+    shift
+    say "$*"
+    exit "$code"
+}
+
+# The first of a band of ports that is this job's own, below those which the kernel hands out by itself.
+port_base() {
+    local ephemeral width=$((PORTS_PER_NODE * NODES_PER_HOST)) bands
+    read -r ephemeral _ </proc/sys/net/ipv4/ip_local_port_range
+    bands=$(((ephemeral - FIRST_PORT) / width))
+    ((bands > 0)) || fail 2 "ip_local_port_range starts at $ephemeral: no $width ports between $FIRST_PORT and it. Fix: set MEGARL_PORT_BASE"
+    printf '%d\n' $((FIRST_PORT + ${SLURM_JOB_ID:-0} % bands * width))
+}
+
+# Seconds until the time limit; nothing where there is none. Older Slurms do not put it into the environment.
+seconds_left() {
+    local left days=0 hours=0 minutes seconds
+    if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
+        printf '%d\n' $((SLURM_JOB_END_TIME - $(date +%s)))
+        return
+    fi
+    left=$(squeue -h -j "$SLURM_JOB_ID" -o %L 2>/dev/null) || return 0
+    [[ "$left" =~ ^(([0-9]+)-)?(([0-9]+):)?([0-9]+):([0-9]+)$ ]] || return 0
+    days=${BASH_REMATCH[2]:-0} hours=${BASH_REMATCH[4]:-0} minutes=${BASH_REMATCH[5]} seconds=${BASH_REMATCH[6]}
+    printf '%d\n' $((((10#$days * 24 + 10#$hours) * 60 + 10#$minutes) * 60 + 10#$seconds))
+}
+
+# What Slurm says of this job under the name KEY=.
+job_property() {
+    scontrol show job "$SLURM_JOB_ID" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
+}
+
+is_preempted() { [[ "$(job_property PreemptTime)" == [0-9]* ]]; }
+
+# Everything this start of the job leaves: logs, markers, the token of its Ray. One directory an attempt, so that a requeue overwrites nothing.
+make_attempt_directory() {
+    JOB_DIR="${MEGARL_JOBS_DIR:-${SLURM_SUBMIT_DIR:-$PWD}/runs/slurm}/${SLURM_JOB_ID:-JOB}"
+    export MEGARL_ATTEMPT_DIR="$JOB_DIR/attempt_$RESTARTS"
+    ((DRY_RUN)) && return
+    [[ ! -e "$MEGARL_ATTEMPT_DIR" ]] || mv -- "$MEGARL_ATTEMPT_DIR" "$MEGARL_ATTEMPT_DIR.before-$(date +%s)"
+    mkdir -p -- "$MEGARL_ATTEMPT_DIR" || fail 2 "$MEGARL_ATTEMPT_DIR cannot be made. Fix: set MEGARL_JOBS_DIR to a directory that all nodes share"
+    chmod 700 -- "$MEGARL_ATTEMPT_DIR"
+    (umask 077 && od -An -tx1 -N32 /dev/urandom | tr -d ' \n' >"$MEGARL_ATTEMPT_DIR/ray_token")
+}
+
+container_options() {
+    local image=${MEGARL_CONTAINER_IMAGE:-}
+    [[ -n "$image" ]] || return 0
+    [[ "$image" != /* || -e "$image" ]] || fail 2 "MEGARL_CONTAINER_IMAGE = $image does not exist on $(hostname). Fix: correct the path, or import the image"
+    SRUN+=(--container-image="$image" --no-container-mount-home --container-workdir="$PWD")
+    SRUN+=(--container-mounts="$MEGARL_ROOT:$MEGARL_ROOT,$PWD:$PWD,$JOB_DIR:$JOB_DIR${MEGARL_CONTAINER_MOUNTS:+,$MEGARL_CONTAINER_MOUNTS}")
+}
+
+# --overlap: also inside of salloc or another step, where srun would wait for ever for nodes that its own job holds.
+build_srun() {
+    SRUN=(srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --overlap --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL)
+    container_options
+    local extra
+    read -r -a extra <<<"${MEGARL_SRUN_ARGS:-}"
+    SRUN+=("${extra[@]}")
+}
+
+show_plan() {
+    say "attempt      $RESTARTS, files in $MEGARL_ATTEMPT_DIR"
+    say "nodes        $NODES"
+    say "ports        ${MEGARL_PORT_BASE:-none}"
+    say "srun         $(printf '%q ' "${SRUN[@]}")"
+    say "command      $(printf '%q ' "$@")"
+}
+
+on_stop_signal() {
+    STOPPING=1
+    ! is_preempted || PREEMPTED=1
+    say "USR1 from Slurm ($( ((PREEMPTED)) && echo preempted || echo "time limit")): asking the driver to save and stop"
+    touch -- "$MEGARL_ATTEMPT_DIR/stop_requested"
+    [[ "${STOP_BY_SIGNAL:-0}" == 0 ]] || kill -TERM "$SRUN_PID" 2>/dev/null || true
+}
+
+# The steps get the same signal from Slurm, and KILL a little later. When this shell ends, the job's state is Slurm's affair.
+on_termination() {
+    trap '' TERM
+    local state
+    state=$(job_property JobState)
+    say "TERM from Slurm (job is ${state:-unknown}): the run goes on from its last checkpoint when it is started again"
+    [[ "$state" == CANCELLED* ]] || ((!STOPPING)) || go_on_later "Slurm ended the job before the driver could stop"
+    exit 143
+}
+
+# Put the job back into the queue, unless that leads nowhere. Slurm ends this script as soon as it has done so.
+go_on_later() {
+    if ((NEEDS_CHECKPOINT && !PREEMPTED)) && [[ ! -s "$MEGARL_ATTEMPT_DIR/last_checkpoint" ]]; then
+        fail 1 "$1, but this attempt wrote no checkpoint: started again it would get no further. Fix: a longer --time, a smaller" \
+            "checkpointing.save_period, or more notice (--signal=B:USR1@SECONDS with MEGARL_STOP_NOTICE_S); see $MEGARL_ATTEMPT_DIR"
+    fi
+    ((RESTARTS < MAX_REQUEUES)) || fail 1 "$1, and the job was requeued $RESTARTS times already. Fix: raise MEGARL_MAX_REQUEUES, or submit it again"
+    if ((!PREEMPTED && ${MEGARL_CHAIN_LEFT:-0} > 0)); then
+        say "$1: the next job of the chain goes on"
+        exit 0
+    fi
+    say "$1: requeueing job $SLURM_JOB_ID (attempt $((RESTARTS + 1)) follows)"
+    scontrol requeue "$SLURM_JOB_ID" || fail 75 "scontrol requeue failed. Fix: submit the job again; it goes on from its last checkpoint"
+    exit 75
+}
+
+# What happened, as the last lines of the job's log, and its exit code.
+conclude() {
+    local code
+    if [[ -s "$MEGARL_ATTEMPT_DIR/driver.rc" ]]; then
+        code=$(<"$MEGARL_ATTEMPT_DIR/driver.rc")
+    elif [[ -e "$MEGARL_ATTEMPT_DIR/ready" ]]; then
+        say "srun ended with $SRUN_CODE and the driver left no exit code: its node was lost"
+        code=4
+    else
+        tail -n 20 -- "$MEGARL_ATTEMPT_DIR"/node-*.log 2>/dev/null >&2 || true
+        ((SRUN_CODE)) || SRUN_CODE=1
+        fail "$SRUN_CODE" "srun ended with $SRUN_CODE before Ray was up on $NODES nodes. Fix: see above and $MEGARL_ATTEMPT_DIR"
+    fi
+    case "$code" in
+        0) say "done" ;;
+        75) go_on_later "the run was stopped and saved" ;;
+        4) go_on_later "a worker or a node was lost" ;;
+        *) say "the driver ended with $code; its messages are above and in $MEGARL_ATTEMPT_DIR/driver.log" ;;
+    esac
+    exit "$code"
+}
+
+# bash runs a trap only between commands and lets it end a wait: srun stays in the background and is waited for again.
+supervise() {
+    trap on_stop_signal USR1
+    trap on_termination TERM
+    "${SRUN[@]}" "$@" </dev/null &
+    SRUN_PID=$!
+    while kill -0 "$SRUN_PID" 2>/dev/null; do
+        wait "$SRUN_PID" || true
+    done
+    SRUN_CODE=0
+    wait "$SRUN_PID" || SRUN_CODE=$?
+    trap '' USR1
+}
+
+warn_of_short_limit() {
+    local left
+    left=$(seconds_left)
+    [[ -n "$left" ]] || return 0
+    ((left > 2 * MEGARL_STOP_NOTICE_S)) ||
+        say "the time limit leaves $left s, and the last $MEGARL_STOP_NOTICE_S s of them are for stopping: a run that cannot save in the rest gets nowhere"
+}
+
+# prepare [--dry-run]: sets DRY_RUN; afterwards the caller drops that argument.
+prepare_job() {
+    DRY_RUN=0
+    [[ "${1:-}" != --dry-run ]] || DRY_RUN=1
+    ((DRY_RUN)) || [[ -n "$SLURM_JOB_ID" ]] || fail 2 "this is a Slurm job. Fix: sbatch launch/NAME.sbatch ..., or look first: bash launch/NAME.sbatch --dry-run ..."
+    export MEGARL_ROOT
+    make_attempt_directory
+    build_srun
+}
+
+# run_ray_job [--dry-run] [COMMAND...]: COMMAND runs on the first node, with Ray on all of them; without one, Ray waits for people.
+run_ray_job() {
+    prepare_job "$@"
+    ((!DRY_RUN)) || shift
+    export MEGARL_NODES_PER_HOST="$NODES_PER_HOST" MEGARL_PORTS_PER_NODE="$PORTS_PER_NODE"
+    export MEGARL_PORT_BASE="${MEGARL_PORT_BASE:-$(port_base)}"
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$MEGARL_ATTEMPT_DIR/ray_token" RAY_USAGE_STATS_ENABLED=0
+    show_plan "$@"
+    ((!DRY_RUN)) || return 0
+    local names
+    mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    ((${#names[@]} == NODES)) || fail 2 "scontrol names ${#names[@]} nodes in $SLURM_JOB_NODELIST, the job has $NODES. Fix: tell the administrator"
+    MEGARL_NODE_NAMES=$(IFS=,; printf '%s' "${names[*]}")
+    export MEGARL_NODE_NAMES
+    warn_of_short_limit
+    supervise bash "$MEGARL_ROOT/launch/ray_node.sh" "$@"
+    conclude
+}
+
+# run_plain_job [--dry-run] COMMAND...: COMMAND alone on one node. It can go on from any moment at which it is ended.
+run_plain_job() {
+    NODES=1 NEEDS_CHECKPOINT=0 STOP_BY_SIGNAL=1
+    prepare_job "$@"
+    ((!DRY_RUN)) || shift
+    show_plan "$@"
+    ((!DRY_RUN)) || return 0
+    supervise "$@"
+    ((!STOPPING)) || SRUN_CODE=75
+    printf '%s\n' "$SRUN_CODE" >"$MEGARL_ATTEMPT_DIR/driver.rc"
+    conclude
+}
+
+# The environment that launch/environment.sh makes, where there is one; inside of a container, or with modules, the Python on PATH.
+use_environment() {
+    local venv=${MEGARL_VENV:-$MEGARL_ROOT/.venv}
+    if [[ -x "$venv/bin/python" && (-z "${MEGARL_CONTAINER_IMAGE:-}" || -n "${MEGARL_VENV:-}") ]]; then
+        export PATH="$venv/bin:$PATH"
+    fi
+    export PYTHONPATH="$MEGARL_ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+}

@@ -1,0 +1,103 @@
+"""The nodes of a Ray cluster: what each has, whether all have come, and which of them a virtual cluster takes.
+
+As a program it waits for nodes, for launch/ray_node.sh: ``python -m megarl.distributed.ray_nodes --expect n1,n2 --timeout 600``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import ray
+
+from megarl.distributed.ray_runtime import init_ray
+from megarl.errors import MegarlError, MissingNodesError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One living node.
+
+    Attributes:
+        name: what ``ray start --node-name`` said; the address where it said nothing.
+        node_id: Ray's own name for it.
+        total: amount of each resource, for example ``{"CPU": 64, "GPU": 8}``.
+    """
+
+    name: str
+    node_id: str
+    total: Mapping[str, float] = field(default_factory=dict)
+
+
+def alive_nodes() -> list[RayNode]:
+    """The nodes that are up, sorted by name with numbers in their order, which is how Slurm lists neighbours."""
+    nodes = [RayNode(node["NodeName"], node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: _natural(node.name))
+
+
+def node_name(node_id: str) -> str | None:
+    """Name of a node, also of a dead one; None for one that never was."""
+    return next((node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id), None)
+
+
+def wait_for_nodes(
+    expected: Sequence[str],
+    timeout_s: float,
+    alive: Callable[[], Sequence[RayNode]] = alive_nodes,
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once every expected name is among the living nodes.
+
+    Raises:
+        MissingNodesError: some have not come after ``timeout_s`` seconds; it names them.
+    """
+    start = time.monotonic()
+    seen = -1
+    while True:
+        names = {node.name for node in alive()}
+        missing = [name for name in expected if name not in names]
+        if not missing:
+            return
+        if time.monotonic() - start >= timeout_s:
+            raise MissingNodesError(
+                f"{len(missing)} of {len(expected)} nodes did not join Ray within {timeout_s:g} s: {', '.join(missing)}. "
+                "Fix: see their node-N.log beside the token, and whether they reach the first node; then leave them out (sbatch --exclude)"
+            )
+        if len(expected) - len(missing) != seen:
+            seen = len(expected) - len(missing)
+            logger.info("%d of %d nodes have joined Ray", seen, len(expected))
+        wait(min(_POLL_S, timeout_s))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """n2 before n10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Wait for the nodes named; 0 when all are there, 3 when some are missing, 1 when there is no Ray."""
+    parser = argparse.ArgumentParser(description="Wait until all nodes have joined the Ray cluster at RAY_ADDRESS.")
+    parser.add_argument("--expect", required=True, type=lambda text: text.split(","), metavar="NAME,NAME,...")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        init_ray(log_to_driver=False)
+        wait_for_nodes(arguments.expect, arguments.timeout)
+    except MegarlError as error:
+        sys.stderr.write(f"megarl: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""The Slurm scripts, with stand-ins for Slurm and Ray: what they start, what signals and exit codes lead to, and what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.launch.fake_slurm import write_fake_slurm
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "launch").glob("*.sbatch"))
+# A driver says that it runs, does something, and ends.
+DRIVER = 'touch "$MEGARL_ATTEMPT_DIR/driver_started"; '
+SAVES = 'echo 7 >"$MEGARL_ATTEMPT_DIR/last_checkpoint"; '
+UNTIL_STOPPED = 'until [ -e "$MEGARL_ATTEMPT_DIR/stop_requested" ]; do sleep 0.05; done; '
+LONGEST_WAIT_S = 60
+
+
+@dataclass
+class Job:
+    """A job script that runs in this test's process group, as far as it knows as job 4711 on two nodes."""
+
+    directory: Path
+    variables: dict[str, str]
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, driver: str | None, script: str = "ray.sbatch", **variables: str) -> subprocess.Popen[str]:
+        command = ["bash", str(ROOT / "launch" / script), *(["bash", "-c", driver] if driver is not None else [])]
+        with (self.directory / "log").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env={**self.variables, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        self.started.append(process)
+        return process
+
+    def run(self, driver: str | None, script: str = "ray.sbatch", **variables: str) -> int:
+        return self.start(driver, script, **variables).wait(LONGEST_WAIT_S)
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def attempt(self, number: int = 0) -> Path:
+        return self.directory / "runs" / "slurm" / "4711" / f"attempt_{number}"
+
+    def calls(self, program: str) -> list[list[str]]:
+        file = Path(self.variables["FAKE_CALLS"])
+        lines = [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
+        return [words[1:] for words in lines if words[0] == program]
+
+    def requeues(self) -> list[list[str]]:
+        return [words for words in self.calls("scontrol") if words[0] == "requeue"]
+
+    def await_file(self, name: str) -> None:
+        end = time.monotonic() + LONGEST_WAIT_S
+        while not (self.attempt() / name).exists():
+            assert time.monotonic() < end and self.started[-1].poll() is None, self.log
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    write_fake_slurm(tmp_path / "bin")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    made = Job(
+        tmp_path,
+        {
+            "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "FAKE_CALLS": str(tmp_path / "calls"),
+            "FAKE_HOSTS": "n1 n2",
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_CPUS_ON_NODE": "2",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "MEGARL_NODES_PER_HOST": "2",
+            "MEGARL_PORT_BASE": str(port),
+            "MEGARL_NODE_IP": "127.0.0.1",
+            "MEGARL_RAY_TIMEOUT_S": "20",
+            "MEGARL_RAY_TEMP": str(tmp_path),
+            "MEGARL_VENV": str(tmp_path / "none"),
+        },
+    )
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()
+
+
+def test_the_driver_runs_on_the_first_of_all_nodes_and_its_code_is_the_job_s(job: Job) -> None:
+    assert job.run(DRIVER + 'echo "on $SLURMD_NODENAME with $RAY_ADDRESS and $1"; exit 42') == 42, job.log
+    assert f"on n1 with 127.0.0.1:{job.variables['MEGARL_PORT_BASE']} and" in job.log
+    assert "the driver ended with 42" in job.log.splitlines()[-1]
+    assert (job.attempt() / "driver.rc").read_text() == "42\n"
+    assert "on n1" in (job.attempt() / "driver.log").read_text()
+    [srun] = job.calls("srun")
+    assert {"--nodes=2", "--ntasks=2", "--overlap"} <= set(srun)
+    assert not job.requeues()
+    assert not list(job.directory.glob("megarl-ray-*")), "a node has left Ray's files behind"
+
+
+def test_every_port_of_every_node_is_its_own(job: Job) -> None:
+    assert job.run(DRIVER + "exit 0") == 0, job.log
+    taken: list[int] = []
+    for words in job.calls("ray"):
+        ports = {name: int(value) for name, value in re.findall(r"--([a-z-]*port)=(\d+)", " ".join(words))}
+        lowest, highest = ports.pop("min-worker-port"), ports.pop("max-worker-port")
+        taken += [*ports.values(), *range(lowest, highest + 1)]
+    assert len(job.calls("ray")) == 2
+    assert len(taken) == len(set(taken))
+    assert len(taken) >= 1900
+
+
+def test_the_token_is_needed_and_private_and_nowhere_else(job: Job) -> None:
+    assert job.run(DRIVER + 'test "$RAY_AUTH_MODE" = token && cat "$RAY_AUTH_TOKEN_PATH"') == 0, job.log
+    token = (job.attempt() / "ray_token").read_text()
+    assert re.fullmatch(r"[0-9a-f]{64}", token)
+    assert (job.attempt() / "ray_token").stat().st_mode & 0o77 == 0
+    assert job.attempt().stat().st_mode & 0o77 == 0
+    assert token not in (job.directory / "calls").read_text()
+    heads = [words for words in job.calls("ray") if "--head" in words]
+    assert ["--dashboard-host=127.0.0.1" in words for words in heads] == [True]
+
+
+def test_srun_that_dies_at_once_ends_the_job(job: Job) -> None:
+    assert job.run(DRIVER, FAKE_SRUN="dies") == 9
+    assert "srun ended with 9 before Ray was up on 2 nodes" in job.log.splitlines()[-1]
+    assert not job.requeues()
+
+
+def test_a_node_that_never_registers_is_named(job: Job) -> None:
+    assert job.run(DRIVER, FAKE_MISSING="n2") == 3
+    assert "did not join Ray within 1 s: n2" in job.log
+    assert not (job.attempt() / "driver_started").exists()
+    assert not job.requeues()
+
+
+def test_a_head_whose_ray_does_not_start(job: Job) -> None:
+    assert job.run(DRIVER, FAKE_RAY_FAILS="n1", MEGARL_RAY_TIMEOUT_S="2") != 0
+    assert "no more file descriptors" in job.log and "Ray did not start" in job.log
+
+
+def test_a_port_that_is_taken(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", int(job.variables["MEGARL_PORT_BASE"]))):
+        assert job.run(DRIVER, MEGARL_RAY_TIMEOUT_S="2") == 1
+    assert f"port {job.variables['MEGARL_PORT_BASE']} is taken. Fix: set MEGARL_PORT_BASE" in job.log
+
+
+def test_a_directory_that_is_not_shared(job: Job) -> None:
+    """Played by a token that is gone before the nodes look for it."""
+    srun = job.directory / "bin" / "srun"
+    srun.write_text(srun.read_text().replace("nodes=1", 'nodes=1; rm "$MEGARL_ATTEMPT_DIR/ray_token"', 1))
+    (job.directory / "bin" / "sleep").write_text("#!/bin/sh\n")
+    assert job.run(DRIVER, MEGARL_SHARED_TIMEOUT_S="1") == 2
+    assert "not on a file system that all nodes share. Fix: set MEGARL_JOBS_DIR" in job.log
+
+
+def test_notice_of_the_time_limit_saves_and_requeues(job: Job) -> None:
+    process = job.start(DRIVER + UNTIL_STOPPED + SAVES + "exit 75")
+    job.await_file("driver_started")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(LONGEST_WAIT_S) == 75
+    assert job.requeues() == [["requeue", "4711"]]
+    assert "USR1 from Slurm (time limit)" in job.log
+    assert "requeueing job 4711 (attempt 1 follows)" in job.log.splitlines()[-1]
+
+
+def test_a_stop_without_a_checkpoint_is_not_tried_again(job: Job) -> None:
+    process = job.start(DRIVER + UNTIL_STOPPED + "exit 75")
+    job.await_file("driver_started")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(LONGEST_WAIT_S) == 1
+    assert not job.requeues()
+    assert "this attempt wrote no checkpoint" in job.log.splitlines()[-1] and "--time" in job.log.splitlines()[-1]
+
+
+def test_preemption_requeues_also_without_a_checkpoint(job: Job) -> None:
+    process = job.start(DRIVER + UNTIL_STOPPED + "exit 75", FAKE_JOB="JobState=RUNNING PreemptTime=2026-08-01T10:00:00")
+    job.await_file("driver_started")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(LONGEST_WAIT_S) == 75
+    assert job.requeues() == [["requeue", "4711"]]
+    assert "USR1 from Slurm (preempted)" in job.log
+
+
+def test_a_lost_worker_requeues_from_the_checkpoint(job: Job) -> None:
+    assert job.run(DRIVER + SAVES + "exit 4") == 75
+    assert job.requeues() == [["requeue", "4711"]]
+    assert job.run(DRIVER + "exit 4", SLURM_RESTART_COUNT="1") == 1
+    assert job.requeues() == [["requeue", "4711"]], "no checkpoint since: it would go on like that for ever"
+    assert job.attempt(0).is_dir() and job.attempt(1).is_dir()
+
+
+def test_the_loss_of_the_first_node_requeues_too(job: Job) -> None:
+    assert job.run(SAVES + DRIVER + "sleep 20", FAKE_SRUN="loses") == 75
+    assert "its node was lost" in job.log
+    assert job.requeues() == [["requeue", "4711"]]
+
+
+def test_there_is_a_last_requeue(job: Job) -> None:
+    assert job.run(DRIVER + SAVES + "exit 75", SLURM_RESTART_COUNT="3", MEGARL_MAX_REQUEUES="3") == 1
+    assert not job.requeues()
+    assert "requeued 3 times already" in job.log.splitlines()[-1]
+
+
+def test_a_requeue_that_slurm_refuses(job: Job) -> None:
+    assert job.run(DRIVER + SAVES + "exit 75", FAKE_REQUEUE="1") == 75
+    assert "submit the job again" in job.log.splitlines()[-1]
+
+
+def test_a_chained_job_leaves_the_rest_to_the_next(job: Job) -> None:
+    assert job.run(DRIVER + SAVES + "exit 75", MEGARL_CHAIN_LEFT="1") == 0
+    assert not job.requeues()
+    assert job.run(DRIVER + "exit 2", MEGARL_CHAIN_LEFT="1") == 2
+
+
+def test_cancelling_is_143_and_never_requeued(job: Job) -> None:
+    process = job.start(DRIVER + SAVES + "sleep 20", FAKE_JOB="JobState=CANCELLED PreemptTime=None")
+    job.await_file("last_checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LONGEST_WAIT_S) == 143
+    assert not job.requeues()
+    assert "CANCELLED" in job.log
+
+
+def test_termination_after_a_notice_that_was_too_short_requeues(job: Job) -> None:
+    process = job.start(SAVES + DRIVER + "sleep 20")
+    job.await_file("driver_started")
+    process.send_signal(signal.SIGUSR1)
+    job.await_file("stop_requested")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LONGEST_WAIT_S) == 75
+    assert job.requeues() == [["requeue", "4711"]]
+
+
+def test_an_attempt_keeps_the_files_of_one_of_the_same_number(job: Job) -> None:
+    assert job.run(DRIVER + "echo first") == 0
+    assert job.run(DRIVER + "echo second") == 0
+    [before] = job.attempt().parent.glob("attempt_0.before-*")
+    assert (before / "driver.log").read_text() == "first\n"
+    assert (job.attempt() / "driver.log").read_text() == "second\n"
+
+
+def test_without_a_command_ray_waits_and_says_how_to_attach(job: Job) -> None:
+    process = job.start(None)
+    job.await_file("attach.sh")
+    attach = shlex.split((job.attempt() / "attach.sh").read_text().splitlines()[-1])
+    assert {"--jobid=4711", "--overlap", "--nodelist=n1"} <= set(attach)
+    assert any(word.startswith("RAY_AUTH_TOKEN_PATH=") for word in attach)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(LONGEST_WAIT_S) == 0, job.log
+    assert f"bash {job.attempt()}/attach.sh" in job.log
+
+
+@pytest.mark.parametrize(
+    ("left", "warns"), [("9:59", True), ("10:01", False), ("2:00:00", False), ("1-00:00:00", False), ("UNLIMITED", False), ("0:30", True)]
+)
+def test_a_short_time_limit_is_told(job: Job, left: str, warns: bool) -> None:
+    assert job.run(DRIVER + "exit 0", FAKE_LEFT=left) == 0
+    assert ("a run that cannot save in the rest gets nowhere" in job.log) is warns
+
+
+def test_a_container_is_optional(job: Job) -> None:
+    image = job.directory / "megarl.sqsh"
+    assert job.run(DRIVER, MEGARL_CONTAINER_IMAGE=str(image)) == 2
+    assert f"MEGARL_CONTAINER_IMAGE = {image} does not exist" in job.log and not job.calls("srun")
+    image.touch()
+    assert job.run(DRIVER + "exit 0", MEGARL_CONTAINER_IMAGE=str(image), MEGARL_CONTAINER_MOUNTS="/data:/data") == 0
+    [srun] = job.calls("srun")
+    assert f"--container-image={image}" in srun
+    [mounts] = [word for word in srun if word.startswith("--container-mounts=")]
+    assert f"{ROOT}:{ROOT}" in mounts and mounts.endswith(",/data:/data")
+
+
+def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> None:
+    config = job.directory / "run.yaml"
+    config.touch()
+    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
+    done = subprocess.run(
+        command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = ["-m", "megarl.cli", "train", "run.yaml", "cluster.num_nodes=2", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
+    assert expected in job.calls("python")
+
+
+@pytest.mark.parametrize(("arguments", "says"), [([], "no configuration"), (["no.yaml"], "configuration no.yaml does not exist")])
+def test_training_without_a_configuration_is_refused(job: Job, arguments: list[str], says: str) -> None:
+    command = ["bash", str(ROOT / "launch" / "train.sbatch"), *arguments]
+    done = subprocess.run(command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and says in done.stderr and "Fix" in done.stderr
+    assert not job.calls("srun")
+
+
+def test_a_conversion_is_ended_and_goes_on_later(job: Job) -> None:
+    converter = job.directory / "bin" / "python"
+    converter.write_text(f"#!/bin/sh\n{DRIVER} {UNTIL_STOPPED} sleep 20\n")
+    process = job.start(None, "convert.sbatch")
+    job.await_file("driver_started")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(LONGEST_WAIT_S) == 75, job.log
+    assert job.requeues() == [["requeue", "4711"]]
+    [srun] = job.calls("srun")
+    assert "--nodes=1" in srun and not job.calls("ray")
+
+
+@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path) -> None:
+    (job.directory / "run.yaml").touch()
+    command = ["bash", str(script), "--dry-run", *(["run.yaml"] if script.name == "train.sbatch" else ["a", "b c"])]
+    outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(command, cwd=job.directory, env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "srun --nodes=1" in done.stderr and not job.calls("srun") and not (job.directory / "runs").exists()
+
+
+@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+def test_outside_of_slurm_nothing_starts(job: Job, script: Path) -> None:
+    (job.directory / "run.yaml").touch()
+    outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(["bash", str(script), "run.yaml"], cwd=job.directory, env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Fix: sbatch launch/" in done.stderr
+
+
+@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+def test_the_lines_for_sbatch(script: Path) -> None:
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", script.read_text(), re.MULTILINE))
+    assert len(options) == script.read_text().count("#SBATCH ")
+    assert options["signal"] == "B:USR1@300" and options["open-mode"] == "append" and options["ntasks-per-node"] == "1"
+    assert ("requeue" in options) is (script.name != "bench.sbatch")
+    assert "no-kill" not in options
+
+
+def test_every_job_has_its_own_band_of_ports(job: Job) -> None:
+    def base(number: int) -> int:
+        variables = {**job.variables, "SLURM_JOB_ID": str(number), "MEGARL_PORT_BASE": ""}
+        command = ["bash", str(ROOT / "launch" / "ray.sbatch"), "--dry-run", "true"]
+        said = subprocess.run(command, cwd=job.directory, env=variables, capture_output=True, text=True, check=True).stderr
+        return int(re.search(r"ports +(\d+)", said)[1])  # type: ignore[index]
+
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    bases = [base(number) for number in range(4711, 4719)]
+    assert len(set(bases)) == 8
+    assert all(first >= 10000 and first + 2000 <= ephemeral for first in bases)
