@@ -12,7 +12,7 @@ from typing import Any
 
 from converters.errors import ConversionError
 from megarl import __version__
-from megarl.config import load_config, read_model_facts, validate_config
+from megarl.config import load_config, published_config, read_model_facts, validate_config
 from megarl.config.sections import Config
 from megarl.errors import MegarlError
 
@@ -108,7 +108,10 @@ def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: b
 
         check_model_on_disk(config["policy"])
         console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
-        print_report(config, read_model_facts(config["policy"]["model_name"]), console)
+        model_name = config["policy"]["model_name"]
+        print_report(config, read_model_facts(model_name), console)
+        if published_config(model_name) is not None:
+            console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
         return 0
     from megarl.algorithms.run import run
 

@@ -13,7 +13,7 @@ from converters.megatron_settings import megatron_settings
 from converters.prediction_layers import as_stored
 from converters.source import HuggingFaceSource, open_source
 from megarl.config.backend import enabled_backend
-from megarl.config.model_facts import read_model_facts
+from megarl.config.model_facts import published_config, read_model_facts
 from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def check_model(policy: Mapping[str, Any]) -> int:
 
 def check_model_on_disk(policy: Mapping[str, Any]) -> None:
     """:func:`check_model` without the network: of a directory everything, unless it holds no weights at all; else what ``config.json``
-    says, where it is on this disk.
+    says, where it is on this disk or known.
 
     Raises:
         ConversionError, ModelError, ConfigError: as :func:`check_model`.
@@ -52,6 +52,10 @@ def check_model_on_disk(policy: Mapping[str, Any]) -> None:
     directory = Path(policy["model_name"]).expanduser()
     if directory.is_dir() and any(directory.glob("*.safetensors*")):
         check_model(policy)
+    elif (published := published_config(policy["model_name"])) is not None:
+        from transformers import AutoConfig
+
+        _check(policy, AutoConfig.for_model(**published), None)
     elif read_model_facts(policy["model_name"]) is not None:
         if directory.is_dir():
             logger.warning("%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them", directory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.latent_facts import LatentWidths, read_latent_widths
 from megarl.errors import ConfigError, Violation
 
@@ -76,10 +77,11 @@ class ModelFacts:
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
-    """The facts of a model on this disk: a directory, or a Hugging Face id whose ``config.json`` has been downloaded before.
+    """The facts of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has been downloaded before), or of one
+    whose sizes are known.
 
     Returns:
-        None for an id that is not on this disk, which is no fault; the network is never asked.
+        None for another id, which is no fault; the network is never asked.
 
     Raises:
         ConfigError: ``model_name`` is a path without a usable model.
@@ -96,7 +98,20 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
         kind = "is a file" if path.exists() else "does not exist"
         raise ConfigError([Violation(KEY, model_name, f"this directory {kind}", "give a directory of a Hugging Face model, or its id")])
     cached = _cached_config(model_name)
-    return None if cached is None else _facts_of_file(cached, model_name)
+    if cached is not None:
+        return _facts_of_file(cached, model_name)
+    return facts_of(KNOWN_MODELS[model_name]) if model_name in KNOWN_MODELS else None
+
+
+def published_config(model_name: str) -> dict[str, Any] | None:
+    """The known content of ``config.json`` of a model that is not on this disk itself; None for one that is, or that is not known.
+
+    Raises:
+        ConfigError: ``model_name`` is no Hugging Face id.
+    """
+    if Path(model_name).expanduser().is_dir() or looks_like_path(model_name) or _cached_config(model_name) is not None:
+        return None
+    return KNOWN_MODELS.get(model_name)
 
 
 def looks_like_path(model_name: str) -> bool:

@@ -14,7 +14,7 @@ from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate
 from megarl.config.memory_sharded import estimate_sharded
-from megarl.config.model_facts import ModelFacts
+from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 
@@ -44,6 +44,20 @@ def has_reference_policy(config: Mapping[str, Any]) -> bool:
     return bool(config["algorithm"] == "grpo" and config["loss_fn"]["reference_policy_kl_penalty"] > 0)
 
 
+def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
+    """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
+    layout = layout_of(View(config))
+    facts = read_model_facts(config["policy"]["model_name"])
+    return layout, [] if facts is None else _memory(config, facts, layout)
+
+
+def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout) -> list[RankMemory]:
+    policy, plan, reference = config["policy"], batch_plan(config, layout), has_reference_policy(config)
+    if enabled_backend(policy) == "megatron":
+        return estimate(policy, facts, layout, plan, reference)
+    return [estimate_sharded(policy, facts, layout, plan, reference)]
+
+
 def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: Console) -> None:
     """Write the whole report.
 
@@ -53,20 +67,14 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
         console: where to write; 100 columns are enough.
     """
     layout = layout_of(View(config))
-    plan = batch_plan(config, layout)
     console.rule("configuration")
     console.print(yaml.safe_dump(dict(config), sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
-    console.print(batch_table(plan, generates=config["algorithm"] == "grpo"))
+    console.print(batch_table(batch_plan(config, layout), generates=config["algorithm"] == "grpo"))
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
-    reference = has_reference_policy(config)
-    if enabled_backend(config["policy"]) == "megatron":
-        rows = estimate(config["policy"], facts, layout, plan, reference)
-    else:
-        rows = [estimate_sharded(config["policy"], facts, layout, plan, reference)]
-    console.print(memory_table(rows))
+    console.print(memory_table(_memory(config, facts, layout)))
 
 
 def layout_table(layout: Layout) -> Table:

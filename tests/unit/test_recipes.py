@@ -1,0 +1,161 @@
+"""Every configuration in configs/: a dry run of it passes without a network, and those for real sizes fit the GPUs they name."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.cli import load_and_check, main
+from megarl.config import published_config, read_model_facts
+from megarl.config.known_models import KNOWN_MODELS
+from megarl.config.layout import Layout
+from megarl.config.memory import expert_layer_parameters, stage_parameters
+from megarl.config.report import memory_of_run
+from megarl.quickstart.model import make_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+QUICKSTART = [CONFIGS / "quickstart" / "sft.yaml", CONFIGS / "quickstart" / "grpo.yaml"]
+# laid over a recipe by --with: the files, and what they are laid over
+LAYERS = [
+    *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],
+    *[(CONFIGS / "quickstart" / f"{backend}.yaml", recipe) for backend in ("dtensor", "fsdp1") for recipe in QUICKSTART],
+]
+GIB = 2**30
+# 85 % of an H100 with 80 GB (81559 MiB): the rest is for CUDA, NCCL and fragmentation, which the estimate leaves out
+USABLE = int(0.85 * 81559 * 2**20)
+# the totals in the index of each model's safetensors on the hub
+PUBLISHED_PARAMETERS = {
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+}
+LAYOUTS = {
+    "grpo-qwen2.5-1.5b-1gpu-megatron": Layout(1, 1, 1, 1, 1),
+    "grpo-qwen2.5-7b-8gpu-megatron": Layout(1, 4, 1, 2, 8),
+    "grpo-qwen3-30b-a3b-2x8gpu-megatron": Layout(2, 8, 1, 1, 8),
+    "grpo-llama3.1-70b-8x8gpu-megatron": Layout(2, 4, 1, 8, 8),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host can be reached, and nothing was downloaded before."""
+    from huggingface_hub import constants
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError(f"a dry run wants to reach {arguments[1:]}")
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def model_of_quickstart(tmp_path: Path) -> str:
+    make_config(vocab_size=60, pad_token_id=0, eos_token_id=1).save_pretrained(tmp_path / "model")
+    return f"policy.model_name={tmp_path / 'model'}"
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], recipe: Path, *arguments: str) -> str:
+    assert main(["train", str(recipe), "--dry-run", *arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = dry_run(capsys, recipe)
+    assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("recipe", QUICKSTART, ids=[recipe.stem for recipe in QUICKSTART])
+def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "published" not in dry_run(capsys, recipe, model_of_quickstart)
+
+
+@pytest.mark.parametrize(("layer", "recipe"), LAYERS, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe in LAYERS])
+def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [model_of_quickstart] if recipe in QUICKSTART else []
+    dtensor = yaml.safe_load(
+        dry_run(capsys, recipe, "--with", str(layer), *overrides).split(" ranks:")[0].split("\n", 1)[1].rsplit("\n", 1)[0]
+    )
+    assert dtensor["policy"]["dtensor_cfg"]["enabled"] is (layer.stem == "dtensor")
+    assert not dtensor["policy"]["megatron_cfg"]["enabled"]
+
+
+def test_no_configuration_is_left_out() -> None:
+    reached: set[Path] = set()
+    pending = [*RECIPES, *QUICKSTART, *[layer for layer, _ in LAYERS]]
+    while pending:
+        path = pending.pop().resolve()
+        if path not in reached:
+            reached.add(path)
+            defaults = yaml.safe_load(path.read_text()).get("defaults", [])
+            pending += [path.parent / name for name in ([defaults] if isinstance(defaults, str) else defaults)]
+    assert {path.resolve() for path in CONFIGS.rglob("*.y*ml")} == reached
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_every_rank_of_a_recipe_fits_a_gpu_of_80_gb(recipe: Path) -> None:
+    layout, rows = memory_of_run(load_and_check(str(recipe), []))
+    assert {row.stage for row in rows} == set(range(layout.pipeline))
+    assert 0 < max(row.peak for row in rows) <= USABLE, [f"{row.peak / GIB:.1f} GiB" for row in rows]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layouts_of_real_sizes_are_the_documented_ones(name: str) -> None:
+    config = load_and_check(str(CONFIGS / f"{name}.yaml"), [])
+    layout, _ = memory_of_run(config)
+    assert layout == LAYOUTS[name]
+    ranks = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    tensor_groups = {(place.pipeline, place.data, place.context) for place in ranks}
+    for group in tensor_groups:
+        nodes = {place.node for place in ranks if (place.pipeline, place.data, place.context) == group}
+        assert len(nodes) == 1, f"tensor-parallel group {group} is spread over nodes {nodes}"
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        (
+            "grpo-qwen2.5-7b-8gpu-megatron",
+            ["policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"],
+        ),
+        ("grpo-llama3.1-70b-8x8gpu-megatron", ["policy.megatron_cfg.pipeline_model_parallel_size=1"]),
+    ],
+)
+def test_what_the_recipes_say_would_not_fit_does_not(name: str, override: list[str]) -> None:
+    _, rows = memory_of_run(load_and_check(str(CONFIGS / f"{name}.yaml"), override))
+    assert max(row.peak for row in rows) > USABLE
+
+
+@pytest.mark.parametrize("model", KNOWN_MODELS)
+def test_known_sizes_give_the_published_number_of_parameters(model: str) -> None:
+    facts = read_model_facts(model)
+    assert facts is not None
+    experts = (
+        sum(facts.is_sparse(layer) for layer in range(facts.num_layers)) * expert_layer_parameters(facts, 1, 1) if facts.num_experts else 0
+    )
+    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == PUBLISHED_PARAMETERS[model]
+
+
+def test_what_is_on_the_disk_goes_before_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert published_config("Qwen/Qwen2.5-7B") == KNOWN_MODELS["Qwen/Qwen2.5-7B"]
+    snapshot = tmp_path / "models--Qwen--Qwen2.5-7B" / "snapshots" / ("0" * 40)
+    make_config(vocab_size=60, pad_token_id=0, eos_token_id=1).save_pretrained(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    assert published_config("Qwen/Qwen2.5-7B") is None
+    facts = read_model_facts("Qwen/Qwen2.5-7B")
+    assert facts is not None and facts.vocab_size == 60
+    shutil.rmtree(snapshot.parents[1])
+    assert published_config("owner/unknown") is None and read_model_facts("owner/unknown") is None
