@@ -7,7 +7,6 @@ acknowledged what was in it, and a reader that was overtaken all the same (after
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -81,9 +80,9 @@ class Arena:
         self._words[slot, 0] = round_
 
     def _readers(self) -> list[list[int]]:
-        """Registered readers whose processes live."""
+        """Registered readers that live: a process that ended has lost its lock, also one that nobody has reaped."""
         table = self._words[SLOTS : SLOTS + READERS].tolist()
-        return [reader for reader in table if reader[0] and os.path.exists(f"/proc/{reader[0]}")]
+        return [reader for number, reader in enumerate(table) if reader[0] and self._block.is_locked(number)]
 
     def close(self) -> None:
         """Let go of it. Readers keep what they have until they let go too."""
@@ -110,16 +109,12 @@ class ArenaReader:
         self._entry = self._register()
 
     def _register(self) -> torch.Tensor:
-        """This reader's line of the table; those of dead processes are free."""
-        fcntl.lockf(self._block.descriptor, fcntl.LOCK_EX)
-        try:
-            for entry in self._words[SLOTS : SLOTS + READERS]:
-                process = int(entry[0])
-                if process == 0 or not os.path.exists(f"/proc/{process}"):
-                    entry.copy_(torch.tensor([os.getpid(), -1, -1, 0]))
-                    return entry
-        finally:
-            fcntl.lockf(self._block.descriptor, fcntl.LOCK_UN)
+        """This reader's line of the table: the first one whose lock nobody has."""
+        for number, entry in enumerate(self._words[SLOTS : SLOTS + READERS]):
+            if self._block.lock(number):
+                entry.copy_(torch.tensor([os.getpid(), -1, -1, 0]))
+                return entry
+        self._block.close()
         raise RefitError(f"more than {READERS} processes read the weights of one policy rank: spread the engine over more ranks or hosts")
 
     def read(self, slot: int, round_: int, group: int) -> torch.Tensor:
@@ -151,7 +146,7 @@ class ArenaReader:
 
     def close(self) -> None:
         """Let go of the arena; the policy waits for this reader no longer."""
-        if self._block.descriptor >= 0:
+        if not self._block.closed:
             self._entry[0] = 0
             self._block.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,13 @@ from megarl.errors import RefitError, StateError
 from megarl.weight_sync.arena import SLOTS, Arena
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.manifest import Group, Manifest, groups_within
+from megarl.weight_sync.packing import Stream, expect_end, pack
 from megarl.weight_sync.shared_memory import host_identity
 
-Stream = Iterator[tuple[str, torch.Tensor]]
 GIB = 2**30
 # of a slot, where the configuration names no size; on a GPU less when less is free
 DEFAULT_SLOT_BYTES = GIB // 2
 FREE_SHARE = 0.1
-# weights are copied in batches of this many bytes, so that many small ones cost little each and gathered ones are not kept for long
-STAGED_BYTES = 32 * 2**20
 
 
 class WeightSender:
@@ -180,25 +178,8 @@ class WeightSender:
         return self._views[key]
 
     def _copy(self, group: Group, targets: list[torch.Tensor] | None) -> None:
-        """Take the group's weights from the stream, into ``targets`` where there are any."""
         assert self._open is not None
-        weights: list[torch.Tensor] = []
-        copied = staged = 0
-        for info in self.manifest.tensors[group.first : group.stop]:
-            name, tensor = next(self._open, ("nothing", torch.empty(0)))
-            if not info.fits(name, tensor):
-                found = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                message = f"the policy gives {found} where {info} was announced: make a new policy and engine after changing a model"
-                raise RefitError(message)
-            if targets is None:
-                continue
-            weights.append(tensor)
-            staged += tensor.nbytes
-            if staged >= STAGED_BYTES:
-                torch._foreach_copy_(targets[copied : copied + len(weights)], weights)
-                copied, weights, staged = copied + len(weights), [], 0
-        if targets is not None and weights:
-            torch._foreach_copy_(targets[copied:], weights)
+        pack(self._open, self.manifest.tensors[group.first : group.stop], targets)
 
     def give_up(self) -> None:
         """End a refit that is under way, if there is one."""
@@ -208,10 +189,9 @@ class WeightSender:
             close()
 
     def _end(self) -> None:
-        """Let the stream come to its end: what stands after its last weight runs too."""
         stream, self._open = self._open, None
-        for name, _ in stream or ():
-            raise RefitError(f"the policy gives {name} after the last weight that was announced: make a new policy and engine")
+        if stream is not None:
+            expect_end(stream)
 
     def close(self) -> None:
         """Let go of the arena."""

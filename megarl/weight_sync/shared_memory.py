@@ -5,10 +5,12 @@ Linux alone has it (``memfd_create``). Another process opens it through ``/proc`
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import mmap
 import os
 import secrets
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,12 +95,30 @@ class SharedBlock:
         return block
 
     @property
-    def descriptor(self) -> int:
-        """File descriptor, for locks."""
-        return self._descriptor
+    def closed(self) -> bool:
+        """Whether it was let go of."""
+        return self._descriptor < 0
+
+    def lock(self, number: int) -> bool:
+        """Take lock ``number``, unless another opening of the block has it. The kernel frees it with this one, however its process ends."""
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, number))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def is_locked(self, number: int) -> bool:
+        """Whether another opening of the block has lock ``number``."""
+        found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, number))
+        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Let go of it; tensors that look into it keep their pages."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _flock(kind: int, number: int) -> bytes:
+    """``struct flock`` of one byte (fcntl(2)): type, whence, start, length, and a process, which has to be 0 for these locks."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0)

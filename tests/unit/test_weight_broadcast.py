@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -66,39 +67,39 @@ def test_every_engine_rank_gets_every_version(groups: list[TransferGroup], with_
     policy = WeightBroadcaster(groups[0], MANIFEST, with_checksum=with_checksum)
     engines = [listening(group) for group in groups[1:]]
     for version in (3, 4, 9):
-        sent = weights(version)
-        nothing, *received = together(lambda sent=sent, version=version: policy.send(iter(sent.items()), version), *engines)
-        assert nothing is None
-        for found, tensors in received:
-            assert found == version
-            assert_same(tensors, sent)
+        refit(policy, engines, weights(version), version)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world_size": 4}, "rank 2 expects world_size 4 for 3"),
-        ({"digest": "other"}, "rank 2 expects manifest 'other'"),
+        ({"world_size": 4}, "rank 1 expects world_size 4 for 3"),
+        ({"digest": "other"}, "rank 1 expects manifest 'other'"),
+        ({"rank": 5}, "rank 5 is outside the 3 ranks"),
     ],
 )
-def test_a_rank_that_expects_something_else_is_refused_on_all_sides(changes: dict[str, Any], message: str) -> None:
+def test_a_rank_that_expects_something_else_is_refused_though_others_are_missing(changes: dict[str, Any], message: str) -> None:
+    """The third rank never comes, and the handshake has hours: who is wrong is refused when it comes."""
     port = free_port()
-    outcomes = together(joining(port, 0), joining(port, 1), joining(port, 2, **changes))
+    outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, **{"rank": 1, **changes}))
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
 
-def test_a_missing_rank_and_one_taken_twice_are_named() -> None:
+def test_a_rank_that_comes_twice_is_refused_on_all_sides() -> None:
     port = free_port()
-    outcomes = together(joining(port, 0, handshake_s=3.0), joining(port, 1), joining(port, 1))
-    assert sum("rank 1 was there already" in str(outcome) for outcome in outcomes) == 1
-    assert sum("ranks [2] of 3 did not come within 3 s" in str(outcome) for outcome in outcomes) == 2
+    outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, 1), joining(port, 1))
+    assert all(isinstance(outcome, RefitError) and "rank 1 came twice" in str(outcome) for outcome in outcomes), outcomes
 
 
-def test_a_rank_beyond_the_policy_s_world_is_refused() -> None:
+def test_a_missing_rank_is_named_and_one_too_many_is_refused() -> None:
     port = free_port()
-    outcomes = together(joining(port, 0), joining(port, 1), joining(port, 2), joining(port, 5))
-    assert "rank 5 is outside the 3 ranks" in str(outcomes[3])
-    assert all(isinstance(outcome, TransferGroup) for outcome in outcomes[:3])
+    outcomes = together(joining(port, 0, handshake_s=1.0), joining(port, 1))
+    assert all("ranks [2] of 3 did not come within 1 s" in str(outcome) for outcome in outcomes), outcomes
+    port = free_port()
+    made = together(*(joining(port, rank) for rank in range(3)))
+    assert all(isinstance(group, TransferGroup) for group in made)
+    with pytest.raises(RefitError, match="rank 5 came when all 3 ranks"):
+        joining(port, 5)()
 
 
 def test_a_taken_port_and_an_absent_policy_are_errors() -> None:
@@ -112,16 +113,51 @@ def test_a_taken_port_and_an_absent_policy_are_errors() -> None:
         joining(free_port(), 1, handshake_s=2.0)()
 
 
-def test_weights_that_were_not_announced_are_refused_and_the_stream_is_taken_to_its_end(groups: list[TransferGroup]) -> None:
+def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, torch.Tensor], version: int) -> None:
+    nothing, *received = together(lambda: policy.send(iter(sent.items()), version), *engines)
+    assert nothing is None
+    for found, tensors in received:
+        assert found == version
+        assert_same(tensors, sent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed": torch.zeros(2)}, r"gives embed \[2\] float32 where embed \[131, 48\] float32 was announced"),
+        ({"norm": torch.zeros(5)}, r"gives norm \[5\] float32 where norm \[5\] float64 was announced"),
+        ({"more": torch.zeros(5)}, "gives more after the last weight"),
+    ],
+)
+def test_weights_that_were_not_announced_are_refused_by_all_and_the_next_refit_works(
+    groups: list[TransferGroup], changes: dict[str, torch.Tensor], message: str
+) -> None:
     policy = WeightBroadcaster(groups[0], MANIFEST)
-    wrong = {**weights(), "embed": torch.zeros(2)}
-    stream = iter(wrong.items())
-    with pytest.raises(RefitError, match="gives embed where embed"):
-        policy.send(stream, 1)
-    assert next(stream, None) is None
+    engines = [listening(group) for group in groups[1:]]
+    refit(policy, engines, weights(1), 1)
+    stream = iter({**weights(2), **changes}.items())
+    error, *others = together(lambda: policy.send(stream, 2), *engines)
+    assert isinstance(error, RefitError) and re.search(message, str(error))
+    assert next(stream, None) is None, "gathering is collective: the stream has to be taken to its end"
+    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
+    refit(policy, engines, weights(3), 3)
 
 
-def test_changed_bytes_are_found(groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_next_refit_works(groups: list[TransferGroup]) -> None:
+    policy = WeightBroadcaster(groups[0], MANIFEST)
+    engines = [listening(group) for group in groups[1:]]
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(weights().items()))
+        raise ZeroDivisionError
+
+    error, *others = together(lambda: policy.send(broken(), 2), *engines)
+    assert isinstance(error, ZeroDivisionError)
+    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
+    refit(policy, engines, weights(3), 3)
+
+
+def test_changed_bytes_are_found_and_the_next_refit_works(groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     policy = WeightBroadcaster(groups[0], MANIFEST, with_checksum=True)
     engines = [listening(group) for group in groups[1:]]
     broadcast = groups[0].broadcast
@@ -131,7 +167,26 @@ def test_changed_bytes_are_found(groups: list[TransferGroup], monkeypatch: pytes
         return broadcast(buffer)
 
     monkeypatch.setattr(groups[0], "broadcast", damaged)
-    monkeypatch.setattr("megarl.weight_sync.broadcast.CONFIRM_SECONDS", 1.0)
-    outcomes = together(lambda: policy.send(iter(weights().items()), 1), *engines)
-    assert "did not confirm" in str(outcomes[0])
-    assert all("embed on have another checksum" in str(outcome) for outcome in outcomes[1:])
+    error, *others = together(lambda: policy.send(iter(weights().items()), 1), *engines)
+    assert isinstance(error, RefitError) and re.search(r"rank 1: .*embed on have another checksum.* rank 2: ", str(error))
+    assert all("embed on have another checksum" in str(other) for other in others)
+    monkeypatch.undo()
+    refit(policy, engines, weights(2), 2)
+
+
+def test_what_one_engine_cannot_load_no_engine_serves(groups: list[TransferGroup]) -> None:
+    policy = WeightBroadcaster(groups[0], MANIFEST)
+    listeners = [WeightListener(group, MANIFEST) for group in groups[1:]]
+
+    def full(_: object) -> None:
+        raise MemoryError("no room for embed")
+
+    error, first, second = together(
+        lambda: policy.send(iter(weights().items()), 1), lambda: listeners[0].receive(full), lambda: listeners[1].receive(lambda _: None)
+    )
+    assert isinstance(error, RefitError) and "rank 1: MemoryError: no room for embed" in str(error)
+    assert isinstance(first, MemoryError) and isinstance(second, RefitError) and "others could not load" in str(second)
+    assert [listener.version for listener in listeners] == [None, None]
+    kept: dict[str, torch.Tensor] = {}
+    outcomes = together(lambda: policy.send(iter(weights(4).items()), 4), *(lambda one=one: one.receive(kept.update) for one in listeners))
+    assert outcomes == [None, 4, 4]

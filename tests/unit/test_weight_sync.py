@@ -176,7 +176,8 @@ def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightS
     connection.send(None)
     sender.send(names[0])
     os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    # it ended, and stands in the table of processes until its parent asks
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     for name in names[1:]:
         sender.send(name)
     receiver = WeightReceiver(sender.manifest, CPU)

@@ -278,7 +278,7 @@ class EngineWorker:
         self._refuse_reference("init_collective")
         self._require("init_collective")
         manifest = self._sender.manifest
-        self._broadcasts, self._broadcaster = False, None
+        self._leave_collective()
         with _on_first_rank(RefitError) as first:
             if first:
                 buffer = self._sender.slot_bytes()
@@ -286,6 +286,11 @@ class EngineWorker:
                 group = TransferGroup(ip, port, world_size, 0, digest=manifest.digest, device=here, buffer_bytes=buffer)
                 self._broadcaster = WeightBroadcaster(group, manifest)
         self._broadcasts = True
+
+    def _leave_collective(self) -> None:
+        broadcaster, self._broadcaster, self._broadcasts = self._broadcaster, None, False
+        if broadcaster is not None:
+            broadcaster.close()
 
     def broadcast_weights_for_collective(self) -> None:
         """Send the present weights over the group of :meth:`init_collective`, and wait until every engine rank has them.
@@ -420,6 +425,7 @@ class EngineWorker:
     def shutdown(self) -> None:
         """Leave the process groups."""
         self._sender.close()
+        self._leave_collective()
         close = getattr(self.backend, "close", None)
         if close is not None:
             close()

@@ -1,0 +1,166 @@
+"""Policies and engines killed within a refit, in real processes: no part is served, nobody waits for the dead, the next refit works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.errors import RefitError
+from tests.unit.weight_processes import Actor, Engine, Policy, expected, free_port, open_files, shared_files
+
+Start = Callable[..., Actor]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts processes; none of them and no shared memory of theirs is left."""
+    # the server of the processes has its own pipe here, from the first process on
+    Actor(Engine).kill()
+    descriptors = open_files()
+    actors: list[Actor] = []
+
+    def begin(kind: type[Any]) -> Actor:
+        actors.append(Actor(kind, *([str(tmp_path)] if kind is Policy else [])))
+        return actors[-1]
+
+    yield begin
+    for actor in actors:
+        actor.kill()
+    assert not shared_files([actor.number for actor in actors])
+    actors.clear()
+    assert open_files() <= descriptors
+
+
+def refit(policy: Actor, engines: list[Actor], step: int) -> list[Any]:
+    """Through shared memory; what the engines serve in the end."""
+    for names in policy.do("groups", step):
+        handle = policy.do("group", names)
+        served = [engine.do("read", handle) for engine in engines]
+    return served
+
+
+def connect(policy: Actor, *engines: Actor) -> None:
+    port, world = free_port(), 1 + len(engines)
+    policy.order("join", port, world)
+    for rank, engine in enumerate(engines, 1):
+        engine.order("join", port, world, rank)
+    assert [actor.answer() for actor in (policy, *engines)] == ["joined"] * world
+
+
+def broadcast(policy: Actor, engines: list[Actor], step: int) -> list[Any]:
+    policy.order("send", step)
+    for engine in engines:
+        engine.order("receive")
+    return [actor.answer() for actor in (policy, *engines)]
+
+
+# shared memory
+
+
+def test_an_engine_killed_within_a_refit_is_not_waited_for(start: Start) -> None:
+    policy, engine, other = start(Policy), start(Engine), start(Engine)
+    first, *rest = policy.do("groups", 1)
+    payload = policy.do("group", first)
+    engine.order("read", payload, True)
+    assert (engine.answer(), other.do("read", payload)) == ("paused", None)
+    engine.kill()
+    served = [other.do("read", policy.do("group", names)) for names in rest]
+    assert served == [None] * (len(rest) - 1) + [(1, expected(1))]
+    again = start(Engine)
+    assert again.do("served") is None
+    assert refit(policy, [again, other], 2) == [(2, expected(2))] * 2
+
+
+def test_a_policy_killed_within_a_refit_leaves_nothing_served_and_a_new_one_takes_over(start: Start) -> None:
+    policy, engine, late = start(Policy), start(Engine), start(Engine)
+    assert refit(policy, [engine], 1) == [(1, expected(1))]
+    first, second, *_ = policy.do("groups", 2)
+    handle = policy.do("group", first)
+    assert engine.do("read", handle) is None
+    next_handle = policy.do("group", second)
+    policy.kill()
+    # what was published is whole, and stays with who has the memory open; who has not finds it gone
+    assert engine.do("read", next_handle) is None
+    error = late.do("read", handle)
+    assert isinstance(error, RefitError) and "the policy's shared memory is gone" in str(error)
+    assert engine.do("served") is late.do("served") is None
+    new = start(Policy)
+    assert refit(new, [engine, late], 3) == [(3, expected(3))] * 2
+    error = engine.do("read", handle)
+    assert isinstance(error, RefitError) and engine.do("served") is None
+    assert refit(new, [engine, late], 4) == [(4, expected(4))] * 2
+
+
+def test_a_handle_of_an_older_version_serves_nothing(start: Start) -> None:
+    policy, engine = start(Policy), start(Engine)
+    old = policy.do("group", policy.do("groups", 1)[0])
+    assert refit(policy, [engine], 2) == [(2, expected(2))]
+    error = engine.do("read", old)
+    assert isinstance(error, RefitError) and "group 0 of refit 1, but its buffer holds group" in str(error)
+    assert engine.do("served") is None
+    assert refit(policy, [engine], 3) == [(3, expected(3))]
+
+
+def test_two_runs_on_one_machine_do_not_see_each_other(start: Start) -> None:
+    policies, engines = [start(Policy), start(Policy)], [start(Engine), start(Engine)]
+    for step in (1, 2):
+        plans = [policy.do("groups", step + 10 * run) for run, policy in enumerate(policies)]
+        for groups in zip(*plans, strict=True):
+            handles = [policy.do("group", names) for policy, names in zip(policies, groups, strict=True)]
+            served = [engine.do("read", handle) for engine, handle in zip(engines, handles, strict=True)]
+        assert served == [(step, expected(step)), (step + 10, expected(step + 10))]
+    for run, (policy, engine) in enumerate(zip(policies, engines, strict=True)):
+        connect(policy, engine)
+        assert broadcast(policy, [engine], 3 + run) == ["sent", (3 + run, expected(3 + run))]
+
+
+# a broadcast
+
+
+@pytest.mark.parametrize("where", ["layer.0.weight", "layer.4.weight"], ids=["in-the-first-group", "when-all-has-come"])
+def test_an_engine_killed_within_a_broadcast_ends_it_for_all(start: Start, where: str) -> None:
+    policy, engine, other = start(Policy), start(Engine), start(Engine)
+    connect(policy, engine, other)
+    assert broadcast(policy, [engine, other], 1) == ["sent", (1, expected(1)), (1, expected(1))]
+    policy.order("send", 2)
+    engine.order("receive", where)
+    other.order("receive")
+    assert engine.answer() == "paused"
+    engine.kill()
+    assert isinstance(policy.answer(), RefitError) and isinstance(other.answer(), RefitError)
+    assert other.do("served") is None
+    error, again = policy.do("send", 3), other.do("receive")
+    assert all(isinstance(one, RefitError) and "init_collective()" in str(one) for one in (error, again))
+    new = start(Engine)
+    connect(policy, new, other)
+    assert broadcast(policy, [new, other], 4) == ["sent", (4, expected(4)), (4, expected(4))]
+
+
+def test_a_policy_killed_within_a_broadcast_leaves_nothing_served(start: Start) -> None:
+    policy, engine = start(Policy), start(Engine)
+    connect(policy, engine)
+    assert broadcast(policy, [engine], 1) == ["sent", (1, expected(1))]
+    policy.order("send", 2, 3)
+    engine.order("receive")
+    assert policy.answer() == "paused"
+    policy.kill()
+    assert isinstance(engine.answer(), RefitError) and engine.do("served") is None
+    new = start(Policy)
+    connect(new, engine)
+    assert broadcast(new, [engine], 3) == ["sent", (3, expected(3))]
+
+
+def test_a_port_that_another_run_has_is_refused(start: Start) -> None:
+    policy, engine, second = start(Policy), start(Engine), start(Policy)
+    port = free_port()
+    policy.order("join", port, 2)
+    engine.order("join", port, 2, 1)
+    assert (policy.answer(), engine.answer()) == ("joined", "joined")
+    error = second.do("join", port, 2)
+    assert isinstance(error, RefitError) and "the port cannot be taken" in str(error)
+    stranger = start(Engine).do("join", port, 2, 1)
+    assert isinstance(stranger, RefitError) and "rank 1 came when all 2 ranks of the policy's group were there" in str(stranger)
+    assert broadcast(policy, [engine], 5) == ["sent", (5, expected(5))]
