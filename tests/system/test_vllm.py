@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from megarl.algorithms.refit import connect, refit_policy_generation
 from megarl.algorithms.run import run
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
-from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError
+from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from tests.choice import slow
@@ -208,6 +210,57 @@ def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGene
     policy.get_weights_ipc_handles(names[:3])
     with pytest.raises(MegarlError, match="an old handle was used again"):
         colocated.update_weights_from_ipc_handles(half)
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
+    assert policy.shutdown()
+
+
+def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, model: Path) -> None:
+    policy = policy_of("megatron-tp1", model)
+    apart.prepare_refit_info(policy.prepare_refit_info() or {})
+    connect(policy, apart)
+    sending, receiving = policy.broadcast_weights_for_collective(), apart.update_weights_from_collective()
+    for side, futures in ((policy, sending), (apart, receiving)):
+        side.worker_group.get_all_worker_results(futures)
+    # nobody called loaded(): the engines themselves say what came
+    before = rows_of(apart.generate(PROMPTS, greedy=True))
+    assert apart.version == apart.expected_version == 0
+    with pytest.raises(RefitError, match="version 0 where version 7 is wanted"):
+        apart.worker_group.get_all_worker_results(
+            apart.worker_group.run_all_workers_single_data("generate", data=PROMPTS, greedy=True, version=7)
+        )
+    apart.loaded([0, None])
+    with pytest.raises(RefitError, match="engine 1 of 2 has no whole weights where version 0 was sent last: refit all engines"):
+        apart.generate(PROMPTS)
+    sending, receiving = policy.broadcast_weights_for_collective(), apart.update_weights_from_collective(3)
+    policy.worker_group.get_all_worker_results(sending)
+    with pytest.raises(RefitError, match="the policy sent version 0 of its weights where version 3 was asked for"):
+        apart.generate(PROMPTS)
+    with pytest.raises(RefitError, match="engine 0 of 2 has no whole weights where version 3 was sent last"):
+        apart.generate(PROMPTS)
+    refit_policy_generation(policy, apart, colocated_inference=False)
+    assert rows_of(apart.generate(PROMPTS, greedy=True)) == before
+    assert policy.shutdown()
+
+
+def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_it_is_refitted(
+    colocated: VllmGeneration, model: Path
+) -> None:
+    policy = policy_of("megatron-tp1", model)
+    colocated.prepare_refit_info(policy.prepare_refit_info() or {})
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    before = rows_of(colocated.generate(PROMPTS, greedy=True))
+    [future] = colocated.worker_group.run_all_workers_single_data("is_alive")
+    process = colocated.worker_group._roster.process(future)
+    assert process is not None
+    os.kill(process.process_id, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"worker process died(.|\n)*VllmGeneration\.restart\(\)"):
+        colocated.generate(PROMPTS)
+    with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights where version 0 was sent last"):
+        colocated.generate(PROMPTS)
+    colocated.restart()
+    with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights where version 0 was sent last"):
+        colocated.generate(PROMPTS)
     refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
     assert policy.shutdown()

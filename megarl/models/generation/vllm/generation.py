@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ConfigError, RefitError
+from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class VllmGeneration(GenerationInterface):
         init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
 
     Attributes:
-        version: of the weights that all engines have; None when they have none, or not the same.
+        expected_version: of the weights that were sent last, and that an engine must have to answer; None before the first refit.
 
     Raises:
         ConfigError: the places do not make whole engines.
@@ -66,13 +67,13 @@ class VllmGeneration(GenerationInterface):
         ranks = int(settings["tensor_parallel_size"])
         on_cpu = not cluster.use_gpus
         self.cfg = config
-        self.version: int | None = None
         places = _first_places(cluster, ranks)
+        self.expected_version: int | None = None
         self._engines, self._ranks = len(places), ranks
-        self._names: list[str] = []
+        self._versions: list[int | None] = [None] * self._engines
         self._weights: list[list[Any]] = []
         self._seed, self._calls = seed, 0
-        self._coming: int | None = None
+        self._receiving: list[ray.ObjectRef[Any]] = []
         self._colocated = bool(config["colocated"]["enabled"])
         builder = RayWorkerBuilder(
             WORKER,
@@ -82,7 +83,8 @@ class VllmGeneration(GenerationInterface):
             dtype or settings["precision"],
             seed,
         )
-        self.worker_group = RayWorkerGroup(
+        self._start = functools.partial(
+            RayWorkerGroup,
             cluster,
             builder,
             name_prefix=name_prefix,
@@ -99,6 +101,26 @@ class VllmGeneration(GenerationInterface):
             init_timeout_s=init_timeout_s,
             call_timeout_s=call_timeout_s,
         )
+        self.worker_group = self._start()
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that all engines have; None when one of them has others than were sent last, or none."""
+        return self.expected_version if set(self._versions) == {self.expected_version} else None
+
+    def restart(self) -> None:
+        """Start new engines in place of all present ones, after one has died or hangs. They are refused until a whole refit.
+
+        Engines apart from the policy need a new group before: ``init_collective`` of both sides.
+
+        Raises:
+            MegarlError: an engine could not be made; none is left behind.
+        """
+        self._forget()
+        self.shutdown()
+        self.worker_group = self._start()
+        if self._weights and self._colocated:
+            self._all("connect", weights=self._weights, address=None)
 
     @property
     def ranks(self) -> int:
@@ -110,7 +132,8 @@ class VllmGeneration(GenerationInterface):
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
         """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its devices are ready afterwards."""
         self._weights = [[name, list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()]
-        self.version = None
+        self._forget()
+        self.expected_version = None
         if self._colocated:
             self._all("connect", weights=self._weights, address=None)
 
@@ -125,6 +148,7 @@ class VllmGeneration(GenerationInterface):
         right = self.ranks + 1
         if world_size != right:
             raise RefitError(f"world_size = {world_size}: {self._engines} engines of {self._ranks} ranks and the policy make {right}")
+        self._forget()
         addresses = [[ip, port, world_size, 1 + engine * self._ranks] for engine in range(self._engines)]
         return self.worker_group.run_all_workers_multiple_data("connect", address=addresses, common_kwargs={"weights": self._weights})
 
@@ -137,27 +161,52 @@ class VllmGeneration(GenerationInterface):
         Raises:
             RefitError, WorkerError: an engine could not take them; none answers until a whole refit.
         """
-        self.version = None
-        self._agree(self._all("update_from_handles", handles=ipc_handles))
+        self._forget()
+        self.expected_version = int(next(iter(ipc_handles.values()))["version"])
+        self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
 
     def update_weights_from_collective(self, version: int | None = None) -> list[ray.ObjectRef[Any]]:
-        """Take all weights from the policy's group; await the futures with the policy's, then call :meth:`loaded` with their results.
+        """Take all weights from the policy's group; await the futures with the policy's.
 
         Args:
-            version: of the weights that come; one more than the last by default.
+            version: of the weights that have to come; by default any, as the policy says.
         """
-        self._coming = version if version is not None else (-1 if self.version is None else self.version) + 1
-        self.version = None
-        return self.worker_group.run_all_workers_single_data("update_from_broadcast", version=self._coming)
+        self._forget()
+        self.expected_version = version
+        self._receiving = self.worker_group.run_all_workers_single_data("update_from_broadcast", version=version)
+        return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """What the futures of :meth:`update_weights_from_collective` gave."""
-        self._agree(versions)
+        """What the futures of :meth:`update_weights_from_collective` gave; asked for before the next answer where nobody calls this."""
+        self._receiving = []
+        self._versions = list(versions)
+        if self.expected_version is None:
+            self.expected_version = next((version for version in versions if version is not None), None)
 
-    def _agree(self, versions: list[int | None]) -> None:
-        """All engines have all of one version, or none counts."""
-        self.version = versions[0] if len(set(versions)) == 1 else None
+    def _forget(self) -> None:
+        """No engine has whole weights any more, as far as is known."""
+        self._receiving = []
+        self._versions = [None] * self._engines
+
+    def _require_weights(self) -> None:
+        """That all engines have what was sent last.
+
+        Raises:
+            RefitError: one of them has not.
+        """
+        if self._receiving:
+            receiving, self._receiving = self._receiving, []
+            self.loaded(self.worker_group.get_all_worker_results(receiving))
+        if self.expected_version is None:
+            raise RefitError("the engines have no whole weights: refit them before they answer")
+        for engine, version in enumerate(self._versions):
+            if version != self.expected_version:
+                has = "no whole weights" if version is None else f"the weights of version {version}"
+                raise RefitError(
+                    f"engine {engine} of {self._engines} has {has} where version {self.expected_version} was sent last: "
+                    "refit all engines before they answer"
+                )
 
     # generation
 
@@ -166,15 +215,15 @@ class VllmGeneration(GenerationInterface):
 
         Raises:
             BatchError: the prompts cannot be used.
-            RefitError: the engines do not all have the last version of the weights.
+            RefitError: the engines do not all have the version of the weights that was sent last.
+            WorkerError: an engine died; :meth:`restart` makes new ones.
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
         missing = [key for key in REQUIRED if key not in data]
         if missing:
             raise BatchError(f"generate() needs {' and '.join(REQUIRED)}; {missing[0]} is missing: add it")
-        if self.version is None:
-            raise RefitError("the engines have no whole weights: refit them before they answer")
+        self._require_weights()
         names = [name for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data]
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in names})
         if "sampling_seeds" not in needed:
@@ -185,9 +234,9 @@ class VllmGeneration(GenerationInterface):
             "generate",
             data=needed.shard_by_batch_size(self._engines, batch_size=None, allow_uneven_shards=True),
             in_sharded_axes=["data_parallel"],
-            common_kwargs={"greedy": greedy, "version": self.version},
+            common_kwargs={"greedy": greedy, "version": self.expected_version},
         )
-        results = self.worker_group.get_all_worker_results(future)
+        results = self._results(future)
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -198,7 +247,7 @@ class VllmGeneration(GenerationInterface):
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Give the devices back to the policy. On a GPU that is shared the weights go too, and only a refit brings them back."""
         if not all(self._all("finish_generation")):
-            self.version = None
+            self._forget()
         return True
 
     def shutdown(self) -> bool:
@@ -210,7 +259,15 @@ class VllmGeneration(GenerationInterface):
             return False
 
     def _all(self, method: str, **options: Any) -> list[Any]:
-        return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+        return self._results(self.worker_group.run_all_workers_single_data(method, **options))
+
+    def _results(self, futures: Any) -> list[Any]:
+        try:
+            return self.worker_group.get_all_worker_results(futures)
+        except WorkerError as error:
+            # one that died, or failed otherwise than on purpose: what it has now is not known
+            self._forget()
+            raise WorkerError(f"{error}\nFix: start new engines with VllmGeneration.restart(), and refit them") from error
 
 
 def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, list[int]]]:

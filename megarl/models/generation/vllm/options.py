@@ -39,6 +39,7 @@ def engine_options(config: Mapping[str, Any], model: str, longest: int, dtype: s
         # after the temperature, as the policy's are
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": plugin.COLOCATED if shared else plugin.APART},
+        "worker_extension_cls": plugin.EXTENSION,
         "trust_remote_code": False,
         "disable_log_stats": True,
     }

@@ -148,6 +148,7 @@ class BroadcastEngine(_Reloading):
     def init_transfer_engine(self, init_info: Connection) -> None:
         """Join the policy."""
         assert init_info.address is not None, "the driver gives the address"
+        self.shutdown()
         ip, port, world_size, first_rank = init_info.address
         manifest, rank = self.manifest(init_info), first_rank + self.parallel_config.rank
         group = TransferGroup(ip, port, world_size, rank, digest=manifest.digest, device=self.device)
@@ -162,4 +163,6 @@ class BroadcastEngine(_Reloading):
         return self._listener.version if self._listener is not None else None
 
     def shutdown(self) -> None:
-        self._listener = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None

@@ -55,14 +55,24 @@ class VllmGenerationWorker:
             self._begin()
         self._update({"handles": handles})
         if payload["first"] + payload["count"] == len(self._names):
-            self._finish(int(payload["version"]))
+            self._finish()
         return self._version
 
-    def update_from_broadcast(self, version: int) -> int | None:
-        """Load all weights of a version from the transfer group."""
+    def update_from_broadcast(self, version: int | None = None) -> int | None:
+        """Load all weights from the transfer group; returns their version, as the policy gave it.
+
+        Args:
+            version: that has to come; any by default.
+
+        Raises:
+            RefitError: the weights did not come whole, or are of another version.
+        """
         self._begin()
         self._update({})
-        self._finish(version)
+        self._finish()
+        if version is not None and version != self._version:
+            came, self._version = self._version, None
+            raise RefitError(f"the policy sent version {came} of its weights where version {version} was asked for: refit anew")
         return self._version
 
     def _begin(self) -> None:
@@ -77,9 +87,13 @@ class VllmGenerationWorker:
             self._version, self._updating = None, False
             raise
 
-    def _finish(self, version: int) -> None:
+    def _finish(self) -> None:
         self._llm.finish_weight_update()
-        self._version, self._updating = version, False
+        self._updating = False
+        versions = set(self._llm.collective_rpc("megarl_weights_version"))
+        if len(versions) != 1:
+            raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
+        [self._version] = versions
 
     def _give_up(self) -> None:
         """End a refit that is under way, if there is one."""
