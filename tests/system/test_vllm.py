@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.refit import connect, refit_policy_generation
@@ -330,6 +330,47 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
         config["grpo"] |= {"max_num_steps": 3, "max_token_mult_prob_error": 1.0}
         with pytest.raises(MismatchError, match="step 3: token_mult_prob_error"):
             run(config)
+
+
+@slow
+@pytest.mark.parametrize("changes", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=["ep2", "tp2-ep2"])
+def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str, int]) -> None:
+    path = tmp_path / "mixture"
+    torch.manual_seed(4)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=112,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    policy = Policy(
+        RayVirtualCluster([2 * changes.get("tp", 1)], use_gpus=False, name="mixture"),
+        policy_config(path, gbs=8, mbs=2, temperature=0.7, **changes),
+        None,
+        init_reference_model=False,
+    )
+    generation = engines(path, "mixture", colocated=True)
+    generation.prepare_refit_info(policy.prepare_refit_info() or {})
+    for step in range(2):
+        refit_policy_generation(policy, generation, colocated_inference=True)
+        policy.prepare_for_lp_inference()
+        policy.export_hf(tmp_path / str(step))
+        assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
+        policy.prepare_for_training()
+        policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+    assert generation.shutdown() and policy.shutdown()
 
 
 @slow
