@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: what each has, whether all have come, and which of them a virtual cluster takes.
+"""The nodes of a Ray cluster: what each has, and whether all have come.
 
 As a program it waits for nodes, for launch/ray_node.sh: ``python -m megarl.distributed.ray_nodes --expect n1,n2 --timeout 600``.
 """
@@ -10,11 +10,12 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import ray
+from ray._private.state import available_resources_per_node
 
+from megarl.distributed.node_choice import RayNode
 from megarl.distributed.ray_runtime import init_ray
 from megarl.errors import MegarlError, MissingNodesError
 
@@ -23,24 +24,12 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RayNode:
-    """One living node.
-
-    Attributes:
-        name: what ``ray start --node-name`` said; the address where it said nothing.
-        node_id: Ray's own name for it.
-        total: amount of each resource, for example ``{"CPU": 64, "GPU": 8}``.
-    """
-
-    name: str
-    node_id: str
-    total: Mapping[str, float] = field(default_factory=dict)
-
-
 def alive_nodes() -> list[RayNode]:
     """The nodes that are up, sorted by name with numbers in their order, which is how Slurm lists neighbours."""
-    nodes = [RayNode(node["NodeName"], node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    free = available_resources_per_node()
+    nodes = [
+        RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]
+    ]
     return sorted(nodes, key=lambda node: _natural(node.name))
 
 

@@ -14,8 +14,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import TypedDict
 
+from megarl.distributed.node_choice import ResourceInsufficientError, choose_nodes
+from megarl.distributed.ray_nodes import alive_nodes
 from megarl.distributed.ray_runtime import init_ray, is_single_host
-from megarl.errors import ClusterError, ConfigError, DeadlineError, StateError
+from megarl.errors import ConfigError, DeadlineError, StateError
 
 __all__ = [
     "PY_EXECUTABLES",
@@ -28,6 +30,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_NODE_ID_LABEL = "ray.io/node-id"
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -45,10 +48,6 @@ class PY_EXECUTABLES:
     BASE = sys.executable
     VLLM = sys.executable
     MCORE = sys.executable
-
-
-class ResourceInsufficientError(ClusterError):
-    """The Ray cluster has fewer CPUs or GPUs than the bundles need."""
 
 
 def _get_node_ip_and_free_port() -> tuple[str, int]:
@@ -115,6 +114,9 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups, one for each node that has bundles, reserved on the first call.
 
+        In a Ray cluster of several nodes each group lies on a node of its own, in the order of the nodes' names; on a single node all lie
+        there. Ranks count through the groups, so that neighbours in rank (tensor parallelism) are on one node.
+
         Raises:
             ResourceInsufficientError: the cluster is too small.
             DeadlineError: the resources exist but are in use by others.
@@ -161,9 +163,13 @@ class RayVirtualCluster:
             groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
         else:
             groups = [
-                placement_group([dict(bundle) for _ in range(count)], strategy="PACK", name=f"{name}-node{node}")
-                for node, count in enumerate(counts)
-                if count > 0
+                placement_group(
+                    [dict(bundle) for _ in range(count)],
+                    strategy="STRICT_PACK",
+                    name=f"{name}-node{index}",
+                    bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
+                )
+                for index, (count, node_id) in enumerate(self._places(bundle))
             ]
         deadline = time.monotonic() + self._ready_timeout_s
         for group in groups:
@@ -176,6 +182,14 @@ class RayVirtualCluster:
                     f"{self._ready_timeout_s:g} s; free now: {available}. Fix: shut down other users of this Ray cluster, or wait longer"
                 )
         return groups
+
+    def _places(self, bundle: dict[str, int]) -> list[tuple[int, str | None]]:
+        """Bundles of each node, and the node; None where there is but one, which then stands for all, as on a laptop."""
+        counts = [count for count in self._bundle_ct_per_node_list if count > 0]
+        nodes = alive_nodes()
+        if len(nodes) == 1:
+            return [(count, None) for count in counts]
+        return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, bundle, nodes), strict=True)]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Address of the node of bundle 0 and a port that was free there a moment ago. Worker groups keep a bound port instead."""

@@ -21,7 +21,7 @@ import ray
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ClusterError, ConfigError, DeadlineError, StateError, WorkerError
+from megarl.errors import BatchError, ClusterError, ConfigError, DeadlineError, StateError, WorkerError, WorkerLostError
 
 SAMPLES = "tests.system.sample_workers"
 POLICY_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
@@ -313,7 +313,7 @@ def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("way", "error", "words"), [("raise", BatchError, "refused on rank 1"), ("kill", WorkerError, "worker process died")]
+    ("way", "error", "words"), [("raise", BatchError, "refused on rank 1"), ("kill", WorkerLostError, "worker process died")]
 )
 def test_the_cause_is_told_from_the_broken_connection_of_its_peers(local_ray: int, way: str, error: type[Exception], words: str) -> None:
     with group_of([2], "CollectiveWorker") as group, pytest.raises(error, match=rf"^\[rank1 .*{words}"):

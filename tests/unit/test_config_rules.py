@@ -74,6 +74,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"cluster.gpus_per_node"},
     ),
+    (
+        "tensor_stays_inside_nodes",
+        {"m.tensor_model_parallel_size": 2, "cluster.gpus_per_node": 3, "cluster.num_nodes": 4},
+        {},
+        {"m.tensor_model_parallel_size"},
+    ),
     ("sequence_parallel_needs_tensor", {"m.sequence_parallel": True, "m.tensor_model_parallel_size": 1}, {}, {"m.sequence_parallel"}),
     (
         "sequence_length_divides",

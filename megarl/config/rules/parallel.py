@@ -97,6 +97,17 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix)
 
 
+def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
+    """Ranks count through the nodes and tensor parallelism takes neighbours: a group that no node boundary should cut fills its nodes."""
+    per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
+    sizes = axis_sizes(view)
+    tensor = sizes[-1]
+    view.require(min(per_node, nodes, *sizes) >= 1 and nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
+    if per_node % tensor and tensor % per_node:
+        bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
+        yield Violation(tensor_key(view), tensor, bound, f"write a divisor of {per_node}")
+
+
 def sequence_parallel_needs_tensor(view: View) -> Iterator[Violation]:
     """Sequence parallelism shards over tensor-parallel ranks."""
     view.require(backend_of(view) == "megatron")
@@ -198,6 +209,7 @@ def hidden_divides(view: View) -> Iterator[Violation]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     ranks_divide,
+    tensor_stays_inside_nodes,
     sequence_parallel_needs_tensor,
     sequence_length_divides,
     layers_divide,

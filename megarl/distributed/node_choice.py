@@ -1,0 +1,72 @@
+"""Which node takes which part of a virtual cluster. Pure: no Ray here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megarl.errors import ClusterError
+
+
+class ResourceInsufficientError(ClusterError):
+    """The Ray cluster has fewer CPUs or GPUs than the bundles need, or not on enough nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One living node.
+
+    Attributes:
+        name: what ``ray start --node-name`` said; the address where it said nothing.
+        node_id: Ray's own name for it.
+        total: amount of each resource, for example ``{"CPU": 64, "GPU": 8}``.
+        free: the part of it that nobody has taken.
+    """
+
+    name: str
+    node_id: str
+    total: Mapping[str, float] = field(default_factory=dict)
+    free: Mapping[str, float] = field(default_factory=dict)
+
+
+def choose_nodes(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]) -> list[RayNode]:
+    """A node for each entry of ``counts``, each another one, in the order of ``nodes`` as far as their sizes allow.
+
+    Neighbours in ``nodes`` so become neighbours in rank. Nodes with too little for an entry are left to smaller ones. Where something is
+    taken already, free nodes come first; where all is taken, the answer is that of an idle cluster, and the caller waits.
+
+    Args:
+        counts: bundles of each part, all above 0.
+        bundle: what a bundle needs, for example ``{"CPU": 1, "GPU": 1}``.
+        nodes: living nodes.
+
+    Raises:
+        ResourceInsufficientError: there are too few nodes of that size; the message says what each has.
+    """
+    chosen = _match(counts, bundle, nodes, free=True) or _match(counts, bundle, nodes, free=False)
+    if chosen is None:
+        have = ", ".join(f"{node.name}: {_capacity(bundle, node.total)}" for node in nodes)
+        raise ResourceInsufficientError(
+            f"bundles of each node = {list(counts)}, each bundle {dict(bundle)}: every entry needs a node of its own. "
+            f"The {len(nodes)} nodes hold so many bundles: {have}. "
+            "Fix: start more or equal nodes (sbatch --nodes), or lower cluster.num_nodes or cluster.gpus_per_node"
+        )
+    return chosen
+
+
+def _match(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode], free: bool) -> list[RayNode] | None:
+    """The largest entry chooses first: whatever it takes, no smaller one could have used better."""
+    left = list(nodes)
+    chosen: dict[int, RayNode] = {}
+    for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
+        fitting = (node for node in left if _capacity(bundle, node.free if free else node.total) >= counts[index])
+        node = next(fitting, None)
+        if node is None:
+            return None
+        left.remove(node)
+        chosen[index] = node
+    return [chosen[index] for index in range(len(counts))]
+
+
+def _capacity(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    return int(min(resources.get(kind, 0.0) // amount for kind, amount in bundle.items()))
