@@ -43,6 +43,8 @@ start_ray() {
     local cpus=${SLURM_CPUS_ON_NODE:-1}
     # To Ray, CPUs are book-keeping: one a rank.
     ((cpus >= 64)) || cpus=64
+    # What a killed attempt of this number has left would make Ray refuse to start.
+    rm -rf -- "$RAY_TEMP"
     (umask 077 && mkdir -p -- "$RAY_TEMP")
     ray start "$@" --block --disable-usage-stats --node-name="$NAME" --num-cpus="$cpus" --temp-dir="$RAY_TEMP" \
         --node-manager-port=$((BASE + 1)) --object-manager-port=$((BASE + 2)) --runtime-env-agent-port=$((BASE + 3)) \
@@ -79,6 +81,14 @@ leave() {
     fi
     rm -rf -- "$RAY_TEMP"
     exit "$code"
+}
+
+# Ray holds a connection for every worker; most systems start with 1024 files.
+raise_file_limit() {
+    local limit
+    limit=$(ulimit -Hn)
+    [[ "$limit" != unlimited ]] && ((limit <= 65535)) || limit=65535
+    ulimit -n "$limit" 2>/dev/null || true
 }
 
 check_shared_directory() {
@@ -163,7 +173,7 @@ join_head() {
 
 trap leave EXIT
 trap 'exit 143' TERM INT
-ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
+raise_file_limit
 check_shared_directory
 if ((NODE == 0)); then
     start_head

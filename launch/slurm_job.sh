@@ -98,13 +98,15 @@ on_stop_signal() {
     [[ "${STOP_BY_SIGNAL:-0}" == 0 ]] || kill -TERM "$SRUN_PID" 2>/dev/null || true
 }
 
-# The steps get the same signal from Slurm, and KILL a little later. When this shell ends, the job's state is Slurm's affair.
+# The steps get the same signal from Slurm, and KILL a little later. The state is COMPLETING by now, whatever the cause; only the reason tells
+# the time limit from the rest. A job that somebody cancelled could be requeued too, and must not be; after a preemption or the loss of a
+# node Slurm requeues by itself.
 on_termination() {
     trap '' TERM
-    local state
-    state=$(job_property JobState)
-    say "TERM from Slurm (job is ${state:-unknown}): the run goes on from its last checkpoint when it is started again"
-    [[ "$state" == CANCELLED* ]] || ((!STOPPING)) || go_on_later "Slurm ended the job before the driver could stop"
+    local reason
+    reason=$(job_property Reason)
+    [[ "$reason" != TimeLimit ]] || go_on_later "the time limit came before the driver could stop"
+    say "TERM from Slurm (reason: ${reason:-unknown}): a run goes on from its last checkpoint when it is started again"
     exit 143
 }
 

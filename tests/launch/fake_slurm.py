@@ -66,7 +66,17 @@ case "$*" in
 esac
 """
 
-PROGRAMS = {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "ray": RAY.replace("PYTHON", sys.executable), "python": PYTHON_M}
+# Numbers jobs from 1, and notes what is left of the chain.
+SBATCH = 'echo "chain:${MEGARL_CHAIN_LEFT:-none}" >>"$FAKE_CALLS"; grep -c ^sbatch "$FAKE_CALLS"\n'
+
+PROGRAMS = {
+    "sbatch": SBATCH,
+    "srun": SRUN,
+    "scontrol": SCONTROL,
+    "squeue": SQUEUE,
+    "ray": RAY.replace("PYTHON", sys.executable),
+    "python": PYTHON_M,
+}
 
 
 def write_fake_slurm(directory: Path) -> None:
@@ -76,3 +86,18 @@ def write_fake_slurm(directory: Path) -> None:
         path = directory / name
         path.write_text("#!/bin/sh\n" + RECORD.format(name=name) + body)
         path.chmod(0o755)
+
+
+# The real Python, which waits for no nodes.
+PASSING_PYTHON = """
+case "$*" in *megarl.distributed.ray_nodes*) exit 0 ;; esac
+exec PYTHON "$@"
+"""
+
+
+def write_fake_ray(directory: Path) -> None:
+    """Put a stand-in for Ray alone into ``directory``, and a Python that does not ask it for its nodes."""
+    directory.mkdir()
+    for name, body in (("ray", PROGRAMS["ray"]), ("python", PASSING_PYTHON.replace("PYTHON", sys.executable))):
+        (directory / name).write_text("#!/bin/sh\n" + body)
+        (directory / name).chmod(0o755)

@@ -16,7 +16,7 @@ import pytest
 from tests.launch.fake_python import write_fake_python
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
 PREPARE = 'set -euo pipefail; source launch/environment.sh; prepare_environment "$VENV" {level} "$CONSTRAINTS"; echo prepared'
 
 

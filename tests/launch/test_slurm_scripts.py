@@ -231,23 +231,27 @@ def test_a_chained_job_leaves_the_rest_to_the_next(job: Job) -> None:
     assert job.run(DRIVER + "exit 2", MEGARL_CHAIN_LEFT="1") == 2
 
 
-def test_cancelling_is_143_and_never_requeued(job: Job) -> None:
-    process = job.start(DRIVER + SAVES + "sleep 20", FAKE_JOB="JobState=CANCELLED PreemptTime=None")
+@pytest.mark.parametrize("after_notice", [False, True])
+def test_cancelling_is_143_and_never_requeued(job: Job, after_notice: bool) -> None:
+    # What Slurm 22.05 says of a cancelled job while it ends it.
+    process = job.start(DRIVER + SAVES + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=None PreemptTime=None")
     job.await_file("last_checkpoint")
+    if after_notice:
+        process.send_signal(signal.SIGUSR1)
+        job.await_file("stop_requested")
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST_WAIT_S) == 143
     assert not job.requeues()
-    assert "CANCELLED" in job.log
+    assert "TERM from Slurm (reason: None)" in job.log
 
 
-def test_termination_after_a_notice_that_was_too_short_requeues(job: Job) -> None:
-    process = job.start(SAVES + DRIVER + "sleep 20")
+def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> None:
+    process = job.start(SAVES + DRIVER + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=TimeLimit PreemptTime=None")
     job.await_file("driver_started")
-    process.send_signal(signal.SIGUSR1)
-    job.await_file("stop_requested")
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST_WAIT_S) == 75
     assert job.requeues() == [["requeue", "4711"]]
+    assert "the time limit came before the driver could stop" in job.log
 
 
 def test_an_attempt_keeps_the_files_of_one_of_the_same_number(job: Job) -> None:
@@ -359,3 +363,20 @@ def test_every_job_has_its_own_band_of_ports(job: Job) -> None:
     bases = [base(number) for number in range(4711, 4719)]
     assert len(set(bases)) == 8
     assert all(first >= 10000 and first + 2000 <= ephemeral for first in bases)
+
+
+def test_a_chain_waits_for_the_job_before_and_knows_what_is_left(job: Job) -> None:
+    command = ["bash", str(ROOT / "launch" / "chain.sh"), "3", "--time=5", "launch/train.sbatch", "a b.yaml"]
+    done = subprocess.run(command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["job 1: 1 of 3", "job 2: 2 of 3", "job 3: 3 of 3"], done.stderr
+    asked = ["--time=5", "launch/train.sbatch", "a b.yaml"]
+    after = [[f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"] for number in (1, 2)]
+    assert job.calls("sbatch") == [["--parsable", *asked], *(["--parsable", *options, *asked] for options in after)]
+    assert re.findall(r"chain:(\d)", (job.directory / "calls").read_text()) == ["2", "1", "0"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["0", "a.sbatch"], ["launch/train.sbatch"]])
+def test_a_chain_of_nothing_is_refused(job: Job, arguments: list[str]) -> None:
+    command = ["bash", str(ROOT / "launch" / "chain.sh"), *arguments]
+    done = subprocess.run(command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "usage" in done.stderr and not job.calls("sbatch")
