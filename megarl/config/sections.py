@@ -187,7 +187,16 @@ class CheckpointingConfig(TypedDict):
 
 
 class WandbConfig(TypedDict):
-    """Weights & Biases."""
+    """Weights & Biases.
+
+    Attributes:
+        project: the project.
+        name: name of the run there; null lets the service choose one.
+        entity: team or user; null for the one that is logged in.
+        group: group of runs that belong together.
+        tags: words to find the run by.
+        mode: "offline" keeps the files here until ``wandb sync``.
+    """
 
     project: str
     name: NotRequired[str | None]

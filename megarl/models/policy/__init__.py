@@ -236,14 +236,24 @@ class TokenizerConfig(TypedDict):
 
 
 class PytorchOptimizerConfig(TypedDict):
-    """An optimizer of the torch backends: import path and keyword arguments."""
+    """An optimizer of the torch backends.
+
+    Attributes:
+        name: import path of the class, for example ``torch.optim.AdamW``.
+        kwargs: its keyword arguments.
+    """
 
     name: str
     kwargs: dict[str, Any]
 
 
 class SinglePytorchSchedulerConfig(TypedDict):
-    """A learning-rate scheduler of the torch backends: import path and keyword arguments."""
+    """A learning-rate scheduler of the torch backends.
+
+    Attributes:
+        name: import path of the class, for example ``torch.optim.lr_scheduler.LinearLR``.
+        kwargs: its keyword arguments.
+    """
 
     name: str
     kwargs: dict[str, Any]

@@ -1,0 +1,193 @@
+"""Writes the tables of ``configs/README.md``: ``python -m megarl.config.reference configs/README.md``.
+
+Every key comes from the TypedDicts that configurations are checked against, its meaning from their docstrings, its default from what fills
+absent keys in; the table of recipes comes from their dry runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NotRequired, get_args, get_origin
+
+from typing_extensions import is_typeddict
+
+from megarl.config.defaults import complete_run
+from megarl.config.load import load_config
+from megarl.config.report import memory_of_run, size_text
+from megarl.config.schema import keys_of, section_types
+from megarl.config.sections import RunConfig
+from megarl.config.validate import validate_config
+
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
+_BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"
+_MISSING = object()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Bring the tables of a page up to date."""
+    page = Path(arguments[0])
+    page.write_text(updated(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
+    return 0
+
+
+def updated(page: str, configs: Path) -> str:
+    """The page with its tables as they should be.
+
+    Args:
+        page: has ``<!-- generated: recipes -->`` to ``<!-- end: recipes -->``, and the same for ``keys``.
+        configs: directory of the recipes.
+
+    Raises:
+        ValueError: the page lacks one of these lines.
+    """
+    for name, lines in (("recipes", recipe_table(configs)), ("keys", key_tables())):
+        begin, end = _BEGIN.format(name), _END.format(name)
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise ValueError(f"the page must have the lines {begin} and {end} once each. Fix: put them where the table belongs")
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def recipe_table(configs: Path) -> Iterator[str]:
+    """One row a recipe: its ranks, what a rank computes at a time, and the memory of the fullest rank."""
+    yield "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | fullest rank |"
+    yield "|---|---|---|---|---|---|"
+    for path in sorted(configs.glob("*.yaml")):
+        config = validate_config(load_config(path), name=path.stem)
+        layout, rows = memory_of_run(config)
+        policy, cluster = config["policy"], config["cluster"]
+        megatron, dtensor = policy["megatron_cfg"], policy["dtensor_cfg"]
+        packing = policy["sequence_packing"]
+        tokens = policy["train_micro_batch_size"] * policy["max_total_sequence_length"]
+        recompute = (
+            megatron.get("activation_checkpointing")
+            or dtensor.get("activation_checkpointing")
+            or policy["activation_checkpointing_enabled"]
+        )
+        cells = (
+            f"`{path.stem}`",
+            f"{cluster['num_nodes']} x {cluster['gpus_per_node']}",
+            f"{layout.pipeline}, {layout.data}, {layout.tensor}, {megatron.get('expert_model_parallel_size', 1)}",
+            f"{packing['train_mb_tokens']:,}, packed" if packing["enabled"] else f"{tokens:,}",
+            "yes" if recompute else "no",
+            size_text(max(row.peak for row in rows)) if rows else "",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def key_tables() -> Iterator[str]:
+    """A table for every section, in the order in which a configuration is written."""
+    for number, (path, section) in enumerate(_sections("", RunConfig)):
+        if number:
+            yield ""
+        yield f"### {f'`{path}`' if path else 'The top level'}"
+        yield ""
+        yield _in_markdown(_summary(section))
+        yield ""
+        yield "| key | value | default | meaning |"
+        yield "|---|---|---|---|"
+        meanings = _meanings(section)
+        for key, annotation in keys_of(section).items():
+            full = f"{path}.{key}" if path else key
+            default = _default(annotation, *_absent_values(full))
+            yield f"| `{key}` | {_kind(annotation)} | {default} | {_in_markdown(meanings.get(key, ''))} |"
+
+
+def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
+    """A section, then those below it, each with its dotted path."""
+    yield path, section
+    for key, annotation in keys_of(section).items():
+        for inner in section_types(annotation):
+            yield from _sections(f"{path}.{key}" if path else key, inner)
+
+
+def _kind(annotation: Any) -> str:
+    """What a value may be, in words."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is NotRequired:
+        return _kind(parts[0])
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if is_typeddict(annotation):
+        return "section"
+    if origin is list:
+        return f"list of {_kind(parts[0])}"
+    if origin is dict or annotation is dict:
+        return "keys and values"
+    if parts:
+        return " or ".join(dict.fromkeys(_kind(part) for part in parts))
+    return _WORDS.get(annotation, str(annotation))
+
+
+def _default(annotation: Any, first: Any, second: Any) -> str:
+    """The value of an absent key. One that differs between two examples follows from other keys."""
+    if get_origin(annotation) is not NotRequired:
+        return "required"
+    if first is _MISSING or (isinstance(first, Mapping) and any(True for _ in section_types(annotation))):
+        return ""
+    if first != second:
+        return "follows"
+    return f"`{'null' if first is None else str(first).lower() if isinstance(first, bool) else first}`"
+
+
+def _absent_values(path: str) -> Iterator[Any]:
+    """What an absent key is filled with in two examples that differ in all their sizes."""
+    for size in (8, 24):
+        example = _example(size)
+        *parents, key = path.split(".")
+        section = _value(example, ".".join(parents)) if parents else example
+        if isinstance(section, dict):
+            section.pop(key, None)
+        yield _value(complete_run(example, f"run-{size}"), path)
+
+
+def _value(config: Any, path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(config, Mapping) or key not in config:
+            return _MISSING
+        config = config[key]
+    return config
+
+
+def _example(size: int) -> dict[str, Any]:
+    """A configuration of required keys alone; two of different sizes differ wherever a default follows from another key."""
+    source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
+    megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
+    generation = {"max_new_tokens": size}
+    sizes = {"train_global_batch_size": size, "train_micro_batch_size": size // 8, "max_total_sequence_length": size}
+    backends = {"precision": "bfloat16" if size == 8 else "float32", "megatron_cfg": megatron, "dtensor_cfg": {"enabled": True}}
+    return {
+        "run_dir": f"runs/{size}",
+        "seed": size,
+        "policy": {"model_name": "m", "tokenizer": {"name": "m"}, **sizes, **backends, "generation": generation},
+        "grpo": {"num_prompts_per_step": size, "num_generations_per_prompt": 2, "max_num_steps": size},
+        "sft": {"max_num_steps": size},
+        "env": {"reward": "exact_match"},
+        "data": {"train": source, "max_input_seq_length": size},
+        "cluster": {"gpus_per_node": size, "num_nodes": 1},
+    }
+
+
+def _summary(section: Any) -> str:
+    return (inspect.getdoc(section) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _meanings(section: Any) -> dict[str, str]:
+    """Key to meaning, from the ``Attributes:`` of a docstring."""
+    _, _, text = (inspect.getdoc(section) or "").partition("Attributes:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", text, flags=re.MULTILINE)
+    return {key: " ".join(meaning.split()) for key, meaning in found}
+
+
+def _in_markdown(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

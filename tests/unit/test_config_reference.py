@@ -1,0 +1,72 @@
+"""The pages of the configuration are current, and name every key that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.config.reference import updated
+from megarl.config.schema import known_paths
+from megarl.config.sections import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (CONFIGS / "README.md").read_text(encoding="utf-8")
+
+
+def rows_of(page: str) -> dict[str, tuple[str, str, str]]:
+    """Dotted key to value, default and meaning."""
+    rows: dict[str, tuple[str, str, str]] = {}
+    section = ""
+    for line in page.split("<!-- generated: keys -->")[1].splitlines():
+        if line.startswith("### "):
+            section = line.removeprefix("### ").strip("`")
+            section = "" if section == "The top level" else f"{section}."
+        elif line.startswith("| `"):
+            key, value, default, meaning = re.split(r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |") + " ", maxsplit=3)
+            rows[section + key.strip("`")] = (value, default, meaning.strip())
+    return rows
+
+
+def test_the_page_is_current(page: str) -> None:
+    assert updated(page, CONFIGS) == page, "run: python -m megarl.config.reference configs/README.md"
+
+
+def test_every_key_is_there_with_its_meaning(page: str) -> None:
+    rows = rows_of(page)
+    assert set(rows) == set(known_paths(RunConfig))
+    assert [key for key, (_, _, meaning) in rows.items() if not meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "default"),
+    [
+        ("algorithm", "`grpo`, `sft`", "required"),
+        ("policy.logprob_batch_size", "whole number", "follows"),
+        ("policy.megatron_cfg.sequence_parallel", "true or false", "`false`"),
+        ("policy.megatron_cfg.optimizer.adam_eps", "number", "`1e-08`"),
+        ("policy.megatron_cfg.optimizer.lr", "number", "required"),
+        ("policy.megatron_cfg.optimizer.bf16", "true or false", "follows"),
+        ("policy.megatron_cfg.virtual_pipeline_model_parallel_size", "whole number or null", "`null`"),
+        ("policy.generation.stop_strings", "list of text or null", "`null`"),
+        ("policy.dtensor_cfg", "section", ""),
+        ("run_dir", "text", "follows"),
+        ("policy.make_sequence_length_divisible_by", "whole number", "follows"),
+        ("policy.megatron_cfg.tensor_model_parallel_size", "whole number", "`1`"),
+        ("checkpointing.checkpoint_dir", "text", "follows"),
+        ("deadlines.step_s", "number", "`3600.0`"),
+        ("logger.wandb.project", "text", "required"),
+    ],
+)
+def test_values_and_defaults(page: str, key: str, value: str, default: str) -> None:
+    assert rows_of(page)[key][:2] == (value, default)
+
+
+def test_a_page_without_its_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="generated: recipes"):
+        updated("no marks", CONFIGS)
