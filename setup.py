@@ -28,6 +28,7 @@ REQUIREMENTS = [
     "typing_extensions>=4.12",
     "omegaconf>=2.3",
     "pyyaml>=6",
+    "packaging>=23",
     "rich>=13",
     "safetensors>=0.4",
     "tokenizers>=0.22",

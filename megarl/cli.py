@@ -48,11 +48,41 @@ def build_parser() -> argparse.ArgumentParser:
         help="lay this YAML file over CONFIG, for example configs/base/dtensor.yaml; may be given several times",
     )
     train.add_argument("--dry-run", action="store_true", help="check everything, show ranks, batches and memory, and start nothing")
-    plot = commands.add_parser("plot", help="draw the metrics of a run", usage="megarl plot RUN")
-    plot.add_argument("run", metavar="RUN", help="directory of the run")
+    add_watch(commands)
     add_parity(commands)
     add_convert(commands)
     return parser
+
+
+def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The sub-commands that look at runs and machines: ``status``, ``plot`` and ``doctor``."""
+    status = commands.add_parser(
+        "status",
+        help="say where a run stands",
+        description="Progress, checkpoints, restarts, memory, metrics and the time of each phase of a run, also while it trains.",
+    )
+    status.add_argument("run", metavar="RUN", help="directory of the run")
+    status.add_argument("--json", action="store_true", help="as JSON")
+    status.add_argument(
+        "--hashes", action="store_true", help="read every byte of the newest checkpoint, instead of comparing names and sizes"
+    )
+    plot = commands.add_parser(
+        "plot",
+        help="draw the metrics of one run or of several",
+        description="One run: pictures and report.html in its directory. Several, or a directory of runs: comparison.html beside them. "
+        "The pages need nothing but a browser.",
+    )
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
+    plot.add_argument("--out", metavar="FILE", help="write the page there")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has, what works, and how to get what is missing",
+        description="Versions, devices, a real all-reduce between two processes, shared memory, open files and, with --run-dir, "
+        "the file system.",
+        epilog="Exit codes: 0 megarl can work here, 1 something that it needs is missing or does not work.",
+    )
+    doctor.add_argument("--run-dir", metavar="DIR", help="also try the file system of this directory; nothing stays behind")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -118,14 +148,6 @@ def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: b
     return int(run(config) or 0)
 
 
-def plot(run_dir: str) -> int:
-    """Draw the metrics of a run."""
-    from megarl.observe.plots import plot_run
-
-    plot_run(Path(run_dir))
-    return 0
-
-
 def parity(arguments: argparse.Namespace) -> int:
     """Compare with plain transformers."""
     from megarl.parity.command import Options, run
@@ -173,7 +195,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             from converters.command import run as convert
 
             return convert(arguments, _megatron_logprobs)
-        return plot(arguments.run)
+        if arguments.command == "status":
+            from megarl.watch.status import run as status
+
+            return status(arguments.run, arguments.json, arguments.hashes)
+        if arguments.command == "doctor":
+            from megarl.doctor.command import run as doctor
+
+            return doctor(arguments.run_dir, arguments.json)
+        from megarl.watch.report import run as plot
+
+        return plot(arguments.runs, arguments.out)
     except (MegarlError, ConversionError) as error:
         return report(error)
     except KeyboardInterrupt:

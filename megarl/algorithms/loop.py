@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -60,18 +60,28 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Where a run reports to."""
+    """Where a run reports to.
+
+    Attributes:
+        sinks: the log.
+        console: what a person sees.
+        timer: told the phases of a step.
+        memory: the memory figures of the workers, in GiB.
+    """
 
     sinks: MetricSinks
     console: TrainingConsole
     timer: PhaseTimer
+    memory: Callable[[], Mapping[str, float]] = dict
 
     def report(self, step: int, train: Mapping[str, float], validation: Mapping[str, float]) -> None:
         """One row in the log and the lines on the console; what the timer has collected goes with them."""
+        memory = self.memory() if train else {}
         seconds = self.timer.collect()
         row = {**_prefixed("train", train), **_prefixed("validation", validation), **_prefixed("timing", seconds)}
         if STEP_TOKENS in train and seconds[STEP_SECONDS] > 0:
             row["performance/tokens_per_s"] = train[STEP_TOKENS] / seconds[STEP_SECONDS]
+        row.update(_prefixed("performance", memory))
         self.sinks.log(row, step)
         if train:
             self.console.step(step, row)

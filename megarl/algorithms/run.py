@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from megarl.data.tokenization import get_tokenizer
 from megarl.environments.rewards import get_reward
 from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
+from megarl.observe.launches import recorded_launch
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
@@ -56,9 +57,9 @@ NOT_SAVED = 1
 def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
     """Train as the configuration says, from the latest checkpoint of the run where there is one.
 
-    Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``checkpoints/step_N`` and, with ``checkpointing.export_hf``,
-    ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see :mod:`megarl.algorithms.stopping`), it ends after
-    the step it is in, with a checkpoint.
+    Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
+    ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see
+    :mod:`megarl.algorithms.stopping`), it ends after the step it is in, with a checkpoint.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
@@ -90,9 +91,11 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         schedule = _schedule(config, len(train_data))
         sampler = _sampler(config, train_data, start)
+        stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
         policy = (make_policy or start_policy)(config, tokenizer, start, stack)
         refit = start_engines(config, policy, stack)
+        reporting = replace(reporting, memory=policy.memory_figures)
         parts = _Parts(config, policy, refit, tokenizer, train_data, validation_data, sampler, reporting.timer)
         algorithm = _ALGORITHMS[config["algorithm"]](parts)
         writer = _writer(manager, policy, config, attempt)

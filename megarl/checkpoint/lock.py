@@ -50,6 +50,25 @@ class Owner:
         return f"process {self.pid} on host {self.host}" + (f" (Slurm job {self.job_id})" if self.job_id else "")
 
 
+def read_owner(directory: Path) -> Owner | None:
+    """Who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock, so it never hinders a run."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _read_owner(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def has_ended(owner: Owner) -> bool | None:
+    """Whether a process runs no more; None when it is on another host, where nothing here can look."""
+    if _is_gone(owner):
+        return True
+    return False if owner.host == _this_process().host else None
+
+
 class RunLock:
     """The right to write into a run directory.
 

@@ -152,7 +152,7 @@ class CheckpointManager:
         """
         if self.keep_top_k is None:
             return
-        whole = _newest_of_each_step([(step, path) for step, path in self._checkpoints() if not verify(path, hashes=False)])
+        whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not verify(path, hashes=False)])
         while whole and not self._is_trusted(whole[max(whole)]):
             del whole[max(whole)]
         metrics = {step: self._metric(path) for step, path in whole.items()}
@@ -164,11 +164,11 @@ class CheckpointManager:
 
     def get_latest_checkpoint_path(self) -> Path | None:
         """The whole checkpoint of the highest step; damaged ones are skipped with a warning. None when there is none."""
-        return next(self._whole(self._checkpoints()), None)
+        return next(self._whole(self.checkpoints()), None)
 
     def get_best_checkpoint_path(self) -> Path | None:
         """The whole checkpoint with the best metric, the newer of equals; the latest when none has the metric."""
-        checkpoints = _newest_of_each_step(self._checkpoints())
+        checkpoints = _newest_of_each_step(self.checkpoints())
         metrics = {step: self._metric(path) for step, path in checkpoints.items()}
         if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
             logger.warning("no checkpoint in %s has the metric %r; the latest counts as best", self.checkpoint_dir, self.metric_name)
@@ -193,7 +193,13 @@ class CheckpointManager:
         if problems:
             raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
 
-    def _checkpoints(self) -> list[tuple[int, Path]]:
+    def unfinished(self) -> list[Path]:
+        """Directories of checkpoints that were begun and not committed, by name."""
+        if not self.checkpoint_dir.is_dir():
+            return []
+        return [path for path in sorted(self.checkpoint_dir.iterdir()) if _TEMPORARY.fullmatch(path.name) and _is_real_dir(path)]
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of every committed checkpoint, latest first, a replacement before what it replaces."""
         if not self.checkpoint_dir.is_dir():
             return []
@@ -258,11 +264,10 @@ class CheckpointManager:
 
     def _tidy(self) -> None:
         """Remove what killed runs left unfinished and end the replacements they began."""
-        for path in sorted(self.checkpoint_dir.iterdir()):
-            if _TEMPORARY.fullmatch(path.name) and _is_real_dir(path):
-                logger.warning("removing unfinished %s", path)
-                remove_tree(path)
-        for step in {step for step, _ in self._checkpoints()}:
+        for path in self.unfinished():
+            logger.warning("removing unfinished %s", path)
+            remove_tree(path)
+        for step in {step for step, _ in self.checkpoints()}:
             self._settle_replacement(step)
 
     def _failed(self, temporary: Path, error: Exception) -> CheckpointError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -49,6 +50,15 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     reach = window // 2
     neighbours = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
     return [math.fsum(group) / len(group) for group in neighbours]
+
+
+def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """A long curve in equal parts: of each its mean step, and mean, smallest and largest value."""
+    bounds = [len(curve.steps) * index // parts for index in range(parts + 1)]
+    groups = [(curve.steps[low:high], curve.values[low:high]) for low, high in pairwise(bounds) if high > low]
+    steps = [sum(group) / len(group) for group, _ in groups]
+    means = [math.fsum(values) / len(values) for _, values in groups]
+    return steps, means, [min(values) for _, values in groups], [max(values) for _, values in groups]
 
 
 def mean_over_runs(curves: Sequence[Series]) -> Series:

@@ -10,6 +10,7 @@ from megarl.observe.timing import STEP_SECONDS
 
 LOSS_NAMES = ("train/loss", "loss")
 REWARD_NAMES = ("train/reward", "reward", "train/reward_mean", "reward_mean", "train/mean_reward", "mean_reward")
+ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
 THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
 _SHORT_PHASES = {

@@ -68,6 +68,9 @@ class ReferencePolicy:
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         self._prepared = ""
 
+    def memory_figures(self) -> dict[str, float]:
+        return {"memory_gib": 0.5, "peak_memory_gib": 0.75}
+
     def shutdown(self) -> bool:
         self._prepared = "shut down"
         return True

@@ -62,7 +62,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"megarl {__version__}"
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["nonsense"], ["plot"], ["plot", "run", "more"], ["train", "c.yaml", "--dryrun"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["train"], ["nonsense"], ["plot"], ["status"], ["status", "one", "two"], ["doctor", "run"], ["train", "c.yaml", "--dryrun"]],
+)
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -186,8 +189,19 @@ def test_the_exit_code_of_a_run_is_returned(config_file: Path, monkeypatch: pyte
     assert main(["train", str(config_file)]) == 3
 
 
-def test_plot_hands_over_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path] = []
-    stand_in(monkeypatch, "megarl.observe.plots", plot_run=seen.append)
-    assert main(["plot", "runs/one"]) == 0
-    assert seen == [Path("runs/one")]
+@pytest.mark.parametrize(
+    ("arguments", "module", "handed_over"),
+    [
+        (["plot", "runs/one", "runs/two", "--out", "a.html"], "megarl.watch.report", (["runs/one", "runs/two"], "a.html")),
+        (["status", "runs/one", "--hashes"], "megarl.watch.status", ("runs/one", False, True)),
+        (["doctor", "--run-dir", "runs", "--json"], "megarl.doctor.command", ("runs", True)),
+    ],
+    ids=["plot", "status", "doctor"],
+)
+def test_what_looks_on_gets_its_arguments_and_gives_its_exit_code(
+    arguments: list[str], module: str, handed_over: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    stand_in(monkeypatch, module, run=lambda *values: seen.append(values) or 3)
+    assert main(arguments) == 3
+    assert seen == [handed_over]

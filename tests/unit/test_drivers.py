@@ -14,6 +14,7 @@ from megarl.algorithms.loop import total_steps
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.errors import CheckpointError, ConfigError, DataError, StateError
+from megarl.observe.launches import read_launches
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.tiny_model import make_tiny_model
 
@@ -50,6 +51,9 @@ def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, mod
     logged = rows(tmp_path)
     assert [row["step"] for row in logged] == list(range(0 if algorithm == "grpo" else 1, STEPS + 1))
     training = [row for row in logged if row["step"]]
+    assert all((row["performance/memory_gib"], row["performance/peak_memory_gib"]) == (0.5, 0.75) for row in training)
+    [launch] = read_launches(tmp_path)
+    assert (launch.first_step, launch.total_steps, launch.outcome) == (0, STEPS, "finished")
     for row in training:
         assert {"train/loss", "train/grad_norm", "train/lr", "timing/train_s", "timing/step_s", "performance/tokens_per_s"} <= set(row)
         assert all(value is not None for value in row.values())

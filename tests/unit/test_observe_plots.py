@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import DataError
-from megarl.observe import plots
+from megarl.observe.drawing import run_labels
 from megarl.observe.plots import compare_runs, plot_run
 from megarl.observe.series import Series, collect_series, mean_over_runs, running_mean, smoothing_window
 from megarl.observe.sinks import open_sinks
@@ -127,6 +127,6 @@ def test_mean_over_runs_uses_common_steps_only() -> None:
 
 
 def test_labels_tell_runs_of_one_name_apart() -> None:
-    assert list(plots._labels(["a/x", "b/y"]).values()) == ["x", "y"]
-    assert list(plots._labels(["a/seed-1/grpo", "a/seed-2/grpo"]).values()) == ["seed-1/grpo", "seed-2/grpo"]
-    assert list(plots._labels(["same/run"]).values()) == ["run"]
+    assert list(run_labels(["a/x", "b/y"]).values()) == ["x", "y"]
+    assert list(run_labels(["a/seed-1/grpo", "a/seed-2/grpo"]).values()) == ["seed-1/grpo", "seed-2/grpo"]
+    assert list(run_labels(["same/run"]).values()) == ["run"]

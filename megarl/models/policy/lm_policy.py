@@ -344,6 +344,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # profiling and the end
 
+    def memory_figures(self) -> dict[str, float]:
+        """``memory_gib`` and ``peak_memory_gib`` of the worker that has most: what the allocator reserved of a GPU (on a CPU, the resident
+        set), now and at its peak so far."""
+        infos = self._results("get_gpu_info")
+        figures = {"memory_gib": "memory_reserved_mb", "peak_memory_gib": "peak_memory_reserved_mb"}
+        return {name: max(info[key] for info in infos) / 1024 for name, key in figures.items()}
+
     def start_gpu_profiling(self) -> None:
         """Open the CUDA profiler's capture range on all workers."""
         self._call_all("start_gpu_profiling")

@@ -1,0 +1,34 @@
+"""One answer of the doctor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    """How it is: only what FAILED keeps megarl from working."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        room: which kind of thing: ``versions``, ``devices``, ``system``, ``network`` or ``storage``.
+        name: the thing.
+        verdict: how it is.
+        found: what was found, with its unit and, where it falls short, the bound.
+        fix: a command, or what to do; empty where nothing needs doing.
+    """
+
+    room: str
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""

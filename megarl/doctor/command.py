@@ -1,0 +1,89 @@
+"""``megarl doctor``: asks everything, shows it, and says by its exit code whether megarl can work here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarl.config.report import WIDTH
+from megarl.doctor.check import Check, Verdict
+from megarl.doctor.devices import check_devices
+from megarl.doctor.network import check_network
+from megarl.doctor.storage import check_storage
+from megarl.doctor.system import check_system
+from megarl.doctor.versions import check_versions
+
+_INDENT = 11
+_STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING: "bold yellow", Verdict.FAILED: "bold red"}
+
+
+def run(run_dir: str | None = None, as_json: bool = False) -> int:
+    """Show all checks; 1 when one of them failed, else 0. What is optional and absent is no failure."""
+    checks = examine(run_dir)
+    if as_json:
+        answers = list(checks)
+        plain = [{"room": c.room, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix} for c in answers]
+        sys.stdout.write(json.dumps({"ok": exit_code(answers) == 0, "checks": plain}, indent=2) + "\n")
+        return exit_code(answers)
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+    seen: list[Check] = []
+    for room, group in groupby(checks, key=lambda check: check.room):
+        console.print(Text(room, style="bold"))
+        for check in group:
+            seen.append(check)
+            console.print(row_of(check))
+            if check.fix:
+                # Not folded, so that a command can be copied whole.
+                console.print(Text(f"{'':{_INDENT}}fix: {check.fix}", style="cyan"), soft_wrap=True)
+    console.print(summary(seen))
+    return exit_code(seen)
+
+
+def examine(run_dir: str | None) -> Iterator[Check]:
+    """Every check, each when it is asked for, so that the quick ones show while the slow ones run."""
+    yield from check_versions()
+    devices = check_devices()
+    yield from devices
+    yield from check_system()
+    usable = [check for check in devices if check.name == "CUDA" and check.verdict is not Verdict.FAILED]
+    yield from check_network(_usable_gpus() if usable else 0)
+    if run_dir is not None:
+        yield from check_storage(Path(run_dir).expanduser())
+
+
+def _usable_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """1 when something failed."""
+    return int(any(check.verdict is Verdict.FAILED for check in checks))
+
+
+def row_of(check: Check) -> Table:
+    """Verdict, name and what was found, folded under itself where the terminal is narrow."""
+    row = Table.grid(padding=(0, 1))
+    row.add_column(width=_INDENT - 1, no_wrap=True)
+    row.add_column(width=19, no_wrap=True)
+    row.add_column(overflow="fold")
+    row.add_row(Text(f"  {check.verdict.value}", style=_STYLES[check.verdict]), Text(check.name, style="bold"), Text(check.found))
+    return row
+
+
+def summary(checks: Sequence[Check]) -> Text:
+    """One line."""
+    failed = [check.name for check in checks if check.verdict is Verdict.FAILED]
+    warned = [check.name for check in checks if check.verdict is Verdict.WARNING]
+    text = Text(
+        f"megarl cannot work here: {', '.join(failed)}" if failed else "megarl can work here", style="bold red" if failed else "bold green"
+    )
+    return text.append(f"; look at: {', '.join(warned)}" if warned else "", style="bold yellow")

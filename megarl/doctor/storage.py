@@ -1,0 +1,101 @@
+"""Whether a run can live in a directory: whole files, seen by other processes, locked, with room; and whether other nodes see them too."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from megarl.checkpoint.atomic import fsync_directory, write_bytes_durably
+from megarl.doctor.check import Check, Verdict
+
+ROOM = "storage"
+GIB = 2**30
+LEAST_FREE = 5 * GIB
+CHECKPOINT_BYTES = 14
+"""Bytes of a parameter in a checkpoint: bfloat16 weights, float32 copies, and Adam's two moments."""
+NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "weka", "afs", "gluster", "panfs", "orangefs", "9p", "virtiofs")
+_SIZE = 1 << 20
+_READER = "import hashlib, sys; sys.stdout.write(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
+
+
+def check_storage(run_dir: Path) -> Iterator[Check]:
+    """Try ``run_dir``, or the directory that it would be made in; nothing stays behind."""
+    place = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
+    yield check_file_system(place)
+    yield judge_space(shutil.disk_usage(place).free)
+    trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
+    try:
+        trial.mkdir()
+        yield check_durable_write(trial)
+        yield check_lock(trial)
+    except OSError as error:
+        fix = f"ls -ld {place}; id   (who may write there), or give another --run-dir"
+        yield Check(ROOM, "writing", Verdict.FAILED, f"{place}: {error.strerror or error}", fix)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
+def check_durable_write(directory: Path) -> Check:
+    """Write, sync, rename, and let another process read: what every checkpoint goes through."""
+    content = secrets.token_bytes(_SIZE)
+    start = time.perf_counter()
+    write_bytes_durably(directory / "unfinished", content)
+    os.replace(directory / "unfinished", directory / "whole")
+    fsync_directory(directory)
+    seconds = time.perf_counter() - start
+    command = [sys.executable, "-I", "-c", _READER, str(directory / "whole")]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if answer.stdout != hashlib.sha256(content).hexdigest():
+        fix = "mount the file system without client-side caching, or give another --run-dir"
+        return Check(ROOM, "writing", Verdict.FAILED, f"another process read other bytes than were written to {directory.parent}", fix)
+    return Check(ROOM, "writing", Verdict.OK, f"1 MiB written, synced, renamed in {seconds * 1e3:.0f} ms; another process read the same")
+
+
+def check_lock(directory: Path) -> Check:
+    """Whether the kernel keeps a second run out of the directory of a first."""
+    with (directory / "lock").open("wb") as first, (directory / "lock").open("rb+") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            found = f"no locks here ({error.strerror}); two runs on different hosts could take one directory"
+            return Check(ROOM, "locks", Verdict.WARNING, found, "mount with locks (NFS: without nolock; Lustre: -o flock)")
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Check(ROOM, "locks", Verdict.OK, "a second owner is kept out")
+    return Check(ROOM, "locks", Verdict.WARNING, "a second owner was let in", "mount with locks (NFS: without nolock; Lustre: -o flock)")
+
+
+def judge_space(free: int) -> Check:
+    """Whether checkpoints find room; bytes."""
+    found = f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
+    if free >= LEAST_FREE:
+        return Check(ROOM, "space", Verdict.OK, found)
+    return Check(
+        ROOM,
+        "space",
+        Verdict.WARNING,
+        f"{found}; {LEAST_FREE // GIB} GiB are little",
+        "df -h; give another --run-dir or a smaller keep_top_k",
+    )
+
+
+def check_file_system(place: Path) -> Check:
+    """Which file system it is. That other nodes see it too can only be seen from there."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
+    kind = mount.fstype if mount is not None else "unknown"
+    where = f"{place} on {kind}"
+    if any(kind.removeprefix("fuse.").startswith(name) for name in NETWORKED):
+        return Check(ROOM, "file system", Verdict.OK, f"{where}, shared between hosts; on all nodes: srun megarl doctor --run-dir {place}")
+    return Check(ROOM, "file system", Verdict.OK, f"{where}, of this host alone: right for one node; several need a shared one")

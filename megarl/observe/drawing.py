@@ -1,0 +1,129 @@
+"""What the pictures and the report share: colours, axes, and how a curve is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import MegarlError
+from megarl.observe.series import Series, running_mean, smoothing_window, thinned
+from megarl.observe.timing import STEP_SECONDS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#264653", "#2a9d8f", "#e9c46a", "#f4a261", "#e76f51", "#8ab17d", "#6d597a", "#457b9d", "#b56576", "#3d405b")
+REWARD_COLOUR, VALIDATION_COLOUR, LOSS_COLOUR, GRAD_COLOUR, OTHER_COLOUR = "#2a9d8f", "#e76f51", "#264653", "#b5651d", "#c8c8c8"
+STEP = f"timing/{STEP_SECONDS}"
+MOST_BARS = 60
+MOST_POINTS = 400
+"""Points of a curve that are drawn one by one; of more, parts of equal size by mean and range."""
+
+
+def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
+    """Raw values faint, their running mean bold; of very many, their means with the range around them."""
+    if len(curve.steps) > MOST_POINTS:
+        steps, means, lowest, highest = thinned(curve, MOST_POINTS)
+        axes.fill_between(steps, lowest, highest, color=colour, alpha=0.22, linewidth=0.8)
+        axes.plot(steps, means, color=colour, linewidth=1.6, label=f"{label} (mean and range)")
+        return
+    window = smoothing_window(len(curve.steps))
+    if window == 1:
+        axes.plot(curve.steps, curve.values, color=colour, linewidth=1.5, marker="o", markersize=5, label=label)
+        return
+    axes.plot(curve.steps, curve.values, color=colour, linewidth=0.7, marker=".", markersize=4, alpha=0.35, label=label)
+    axes.plot(curve.steps, running_mean(curve.values, window), color=colour, linewidth=2.2, label=f"running mean of {window} steps")
+
+
+def cycled_colours(count: int) -> list[str]:
+    """That many colours, the first ones again where there are not enough."""
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def marker_of(curve: Series) -> str:
+    """Points for a curve of few points, none for one of many."""
+    return "o" if len(curve.steps) <= 30 else ""
+
+
+def one_panel(title: str) -> tuple[Figure, Axes]:
+    """A figure with one panel."""
+    figure, panels = stacked_panels(title, 1)
+    return figure, panels[0]
+
+
+def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` panels above each other that share the step axis. Needs no display: a Figure of its own draws by Agg."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MegarlError(f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install matplotlib") from error
+    figure = Figure(figsize=(9.0, 4.8 if count == 1 else 7.0), dpi=120, layout="constrained")
+    grid: Any = figure.subplots(count, 1, sharex=True, squeeze=False)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    return figure, list(grid[:, 0])
+
+
+def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = True) -> None:
+    """Labels, grid and, when asked for, legend; ``last`` is the panel that has the step axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_ylabel(y_label, fontsize=11)
+    if last:
+        axes.set_xlabel("training step", fontsize=11)
+        low, high = axes.dataLim.intervalx
+        if high - low < 1:
+            axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False, fontsize=10, loc="best")
+
+
+def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
+    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are called ``grpo``."""
+    parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(path[-length:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return dict(zip(run_dirs, names, strict=True))
+
+
+def phase_names(series: Mapping[str, Series]) -> list[str]:
+    """Metrics of the phases of the top level, longest first."""
+    names = [name for name in series if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP]
+    return sorted(names, key=lambda name: -sum(series[name].values))
+
+
+def draw_phases(axes: Axes, series: Mapping[str, Series]) -> None:
+    """Seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is ``other``."""
+    total, phases = series.get(STEP), {name[len("timing/") : -2]: series[name] for name in phase_names(series)}
+    steps = sorted({step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ()))
+    heights = {name: phase.on(steps) for name, phase in phases.items()}
+    covered = [sum(column) for column in zip(*heights.values(), strict=True)]
+    if total is not None:
+        heights["other"] = [max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)]
+    group = -(-len(steps) // MOST_BARS)
+    centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
+    bottom = [0.0] * len(centres)
+    for (name, seconds), colour in zip(heights.items(), [*cycled_colours(len(phases)), OTHER_COLOUR], strict=False):
+        bars = [_mean(seconds[start : start + group]) for start in range(0, len(steps), group)]
+        axes.bar(centres, bars, bottom=bottom, width=_bar_width(centres), color=colour, label=f"{name} ({_mean(seconds):.3g} s)")
+        bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
+    finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], title="phase (mean)", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _bar_width(centres: Sequence[float]) -> float:
+    gaps = [right - left for left, right in pairwise(centres)]
+    return 0.9 * min(gaps) if gaps else 0.9

@@ -1,0 +1,108 @@
+"""The file ``launches.jsonl``: when each launch of a run started, from which step, and how it ended. ``metrics.jsonl`` cannot say that: it
+is cut back on resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl import env
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "launches.jsonl"
+FINISHED = "finished"
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One start of a run.
+
+    Attributes:
+        start: unix seconds.
+        first_step: steps that earlier launches had finished.
+        total_steps: number of the last step of the run.
+        host: host name of the driver.
+        process: process id of the driver there.
+        job_id: Slurm job, or empty.
+        end: unix seconds; None for a launch that runs, or that was killed.
+        outcome: ``"finished"`` or why it ended; None as ``end``.
+    """
+
+    start: float
+    first_step: int
+    total_steps: int
+    host: str
+    process: int
+    job_id: str = ""
+    end: float | None = None
+    outcome: str | None = None
+
+
+@contextmanager
+def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[None]:
+    """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the record, not the run."""
+    path = run_dir / FILE_NAME
+    start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
+    _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
+    try:
+        yield
+    except BaseException as error:
+        _append(path, {"end": time.time(), "outcome": _reason(error)})
+        raise
+    _append(path, {"end": time.time(), "outcome": FINISHED})
+
+
+def read_launches(run_dir: Path) -> list[Launch]:
+    """The launches of a run, oldest first; empty for a run without the file. Lines that a killed launch left half-written are skipped."""
+    try:
+        lines = (run_dir / FILE_NAME).read_bytes().splitlines()
+    except OSError:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and "start" in entry:
+            found.append(entry)
+        elif isinstance(entry, dict) and found:
+            found[-1].update(entry)
+    return [launch for entry in found if (launch := _launch(entry)) is not None]
+
+
+def _launch(entry: Mapping[str, Any]) -> Launch | None:
+    try:
+        return Launch(**entry)
+    except TypeError:
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST_REASON]
+
+
+def _append(path: Path, entry: Mapping[str, Any]) -> None:
+    try:
+        with path.open("ab+") as stream:
+            # What a killed launch left of a line must not swallow this one.
+            size = stream.seek(0, os.SEEK_END)
+            torn = size > 0 and os.pread(stream.fileno(), 1, size - 1) != b"\n"
+            stream.write((b"\n" if torn else b"") + json.dumps(entry).encode() + b"\n")
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)

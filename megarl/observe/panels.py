@@ -1,0 +1,231 @@
+"""The panels of a report: which metrics they show, of one run or of several over one another, and their pictures as SVG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.errors import MegarlError
+from megarl.observe.drawing import (
+    COLOURS,
+    MOST_POINTS,
+    OTHER_COLOUR,
+    STEP,
+    cycled_colours,
+    draw_phases,
+    draw_smoothed,
+    finish_axes,
+    marker_of,
+    phase_names,
+)
+from megarl.observe.series import Series, running_mean, smoothing_window, thinned
+from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, THROUGHPUT_NAMES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Runs = Mapping[str, Mapping[str, Series]]
+"""All metrics of each run, by its label."""
+_SIZE = (6.4, 3.5)
+_RUN_COLOURS = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[6], COLOURS[7], COLOURS[8], COLOURS[5])
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A curve of a panel: the metrics it may come from, its name, whether it is sparse (drawn with points, dashed beside others), and
+    whether it is drawn as it is, without a running mean."""
+
+    metrics: tuple[str, ...]
+    name: str
+    sparse: bool = False
+    plain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel: title, unit of its axis, curves. ``fraction`` fixes the axis to 0 to 1 where all values lie there, ``from_zero`` begins it
+    at 0."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    fraction: bool = False
+    from_zero: bool = False
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        "reward, accuracy (fraction)",
+        (Curve(REWARD_NAMES, "reward of sampled answers"), Curve(ACCURACY_NAMES, "validation accuracy", True)),
+        fraction=True,
+    ),
+    Panel("Loss", "loss", (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True))),
+    Panel("KL from the reference policy", "nats a token", (Curve(("train/kl_penalty",), "KL penalty, before its weight"),)),
+    Panel("Entropy", "nats a token", (Curve(("train/approx_entropy",), "entropy of the policy (estimate)"),)),
+    Panel("Gradient norm", "L2 norm", (Curve(("train/grad_norm",), "gradient norm, before clipping"),), from_zero=True),
+    Panel(
+        "Length of answers",
+        "tokens",
+        (Curve(("train/generation_length",), "sampled answers"), Curve(("validation/generation_length",), "validation", True)),
+        from_zero=True,
+    ),
+    Panel(
+        "Answers that were cut off",
+        "fraction",
+        (Curve(("train/truncated",), "sampled answers"), Curve(("validation/truncated",), "validation", True)),
+        from_zero=True,
+    ),
+    Panel(
+        "Generation against training",
+        "probability ratio, 1 is equal",
+        (Curve(("train/token_mult_prob_error",), "mean multiplicative error of a token"),),
+    ),
+    Panel("Throughput", "tokens a second", (Curve(THROUGHPUT_NAMES, "tokens of the step, without padding"),), from_zero=True),
+    Panel(
+        "Memory of the fullest rank",
+        "GiB",
+        (
+            Curve(("performance/memory_gib",), "after the step", plain=True),
+            Curve(("performance/peak_memory_gib",), "peak so far", plain=True),
+        ),
+        from_zero=True,
+    ),
+    Panel("Learning rate", "learning rate", (Curve(("train/lr",), "learning rate", plain=True),), from_zero=True),
+)
+
+
+def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
+    """The SVG of every panel that has something to show, by title, and that of the phases.
+
+    Args:
+        runs: one run, or several that are drawn over one another.
+        restarts: steps after which a single run started again.
+
+    Raises:
+        MegarlError: matplotlib is not installed.
+    """
+    pictures: dict[str, str] = {}
+    for panel in PANELS:
+        figure, axes = _figure()
+        if _draw_panel(axes, panel, runs, restarts):
+            pictures[panel.title] = _svg(figure, panel.title)
+    timed = {label: series for label, series in runs.items() if phase_names(series)}
+    if timed:
+        figure, axes = _figure(wide=True)
+        if len(runs) == 1:
+            draw_phases(axes, next(iter(timed.values())))
+        else:
+            _compare_phases(axes, timed)
+        pictures["Time by phase"] = _svg(figure, "phases")
+    return pictures
+
+
+def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -> bool:
+    """False when no run has any of the panel's metrics."""
+    drawn: list[float] = []
+    for run_colour, (label, series) in zip(_colours_of_runs(len(runs)), runs.items(), strict=True):
+        for index, curve in enumerate(panel.curves):
+            found = next((series[name] for name in curve.metrics if name in series), None)
+            if found is None or not found.steps:
+                continue
+            drawn += found.values
+            colour = run_colour if len(runs) > 1 else (COLOURS[1], COLOURS[4])[index]
+            _draw_curve(axes, curve, found, colour, label if len(runs) > 1 else "", first=index == 0)
+    if not drawn:
+        return False
+    low, high = min(drawn), max(drawn)
+    if panel.fraction and low >= 0 and high <= 1:
+        axes.set_ylim(-0.03, 1.03)
+    elif panel.from_zero and low >= 0:
+        axes.set_ylim(0, high * 1.08 or 1.0)
+    elif high - low <= 1e-6 * max(abs(high), abs(low), 1e-6):
+        # A constant: an axis over its last digit would show rounding as if it were a course.
+        margin = 0.05 * (abs(high) or 1.0)
+        axes.set_ylim(low - margin, high + margin)
+    if 0 < high < 1e-3 and low >= 0:
+        axes.yaxis.set_major_formatter("{x:.2g}")
+    elif high < 1000:
+        axes.ticklabel_format(axis="y", useOffset=False)
+    else:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    for number, step in enumerate(restarts):
+        axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart" if number == 0 else None)
+    finish_axes(axes, panel.unit)
+    # Above the axes no legend ever lies over a curve.
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False, fontsize=9, borderaxespad=0.2, columnspacing=1.2)
+    return True
+
+
+def _draw_curve(axes: Axes, curve: Curve, series: Series, colour: str, run: str, first: bool) -> None:
+    if not run and not curve.sparse and not curve.plain:
+        draw_smoothed(axes, series, colour, curve.name)
+        return
+    label = f"{run}: {curve.name}" if run and not first else run or curve.name
+    if curve.sparse or len(series.steps) < 10:
+        axes.plot(
+            series.steps, series.values, color=colour, linewidth=1.8, linestyle="--" if run else "-", marker=marker_of(series) or None,
+            markersize=4, label=label,
+        )  # fmt: skip
+        return
+    if len(series.steps) > MOST_POINTS:
+        steps, values, *_ = thinned(series, MOST_POINTS)
+    elif curve.plain:
+        steps, values = list(series.steps), list(series.values)
+    else:
+        steps, values = list(series.steps), running_mean(series.values, smoothing_window(len(series.steps)))
+    axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=":" if run and not first else "-", label=label)
+
+
+def _compare_phases(axes: Axes, runs: Runs) -> None:
+    """Mean seconds of each phase, a bar for each run."""
+    names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
+    positions = range(len(runs))
+    counts = [
+        len(series[STEP].steps) if STEP in series else max(len(series[n].steps) for n in phase_names(series)) for series in runs.values()
+    ]
+    left = [0.0] * len(runs)
+    for colour, name in zip(cycled_colours(len(names)), names, strict=True):
+        widths = [sum(series[name].values) / count if name in series else 0.0 for series, count in zip(runs.values(), counts, strict=True)]
+        axes.barh(positions, widths, left=left, color=colour, height=0.6, label=name[len("timing/") : -2])
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    whole = [
+        sum(series[STEP].values) / count if STEP in series else end for series, count, end in zip(runs.values(), counts, left, strict=True)
+    ]
+    rest = [max(total - end, 0.0) for total, end in zip(whole, left, strict=True)]
+    axes.barh(positions, rest, left=left, color=OTHER_COLOUR, height=0.6, label="other")
+    for position, total in zip(positions, whole, strict=True):
+        axes.annotate(f" {total:.3g} s", (total, position), va="center", fontsize=10)
+    axes.set_yticks(list(positions), list(runs))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step, mean of all steps", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12)
+    axes.legend(title="phase", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+
+
+def _colours_of_runs(count: int) -> list[str]:
+    return [_RUN_COLOURS[index % len(_RUN_COLOURS)] for index in range(count)]
+
+
+def _figure(wide: bool = False) -> tuple[Figure, Axes]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MegarlError(f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install matplotlib") from error
+    figure = Figure(figsize=(_SIZE[0] * 2 if wide else _SIZE[0], _SIZE[1]), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The picture as an element of a page: text as text, ids that no other picture has, no prologue."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

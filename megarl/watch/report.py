@@ -1,0 +1,141 @@
+"""``megarl plot``: the curves of runs as pictures, and as one page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl import __version__
+from megarl.checkpoint.atomic import write_bytes_durably
+from megarl.errors import DataError
+from megarl.observe.drawing import run_labels
+from megarl.observe.metrics_file import FILE_NAME
+from megarl.observe.panels import draw_all
+from megarl.observe.plots import plot_run
+from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES, format_number, format_seconds
+from megarl.watch.run_state import CONFIG_FILE, RunState, read_run_state, require_run
+
+REPORT, COMPARISON = "report.html", "comparison.html"
+_STYLE = """
+:root { color-scheme: light; }
+body { margin: 0 auto; max-width: 1400px; padding: 24px; background: #f6f7f8; color: #22303a;
+  font: 15px/1.45 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+h1 { font-size: 24px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 0 0 6px; } .from { color: #66747e; margin: 0 0 18px; }
+.card { background: #fff; border: 1px solid #e2e6e9; border-radius: 8px; padding: 14px 16px; min-width: 0; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 16px; margin-top: 16px; }
+.wide { grid-column: 1 / -1; } .scroll { overflow-x: auto; }
+svg { display: block; width: 100%; height: auto; max-height: 560px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; } th, td { text-align: left; padding: 5px 14px 5px 0; }
+th { color: #66747e; font-weight: 500; white-space: nowrap; } tr + tr td, tr + tr th { border-top: 1px solid #eef1f3; }
+.running, .finished { color: #1b7f6f; font-weight: 600; } .killed, .ended { color: #c0492b; font-weight: 600; }
+details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: auto; font-size: 12.5px; }
+"""
+
+
+def run(directories: Sequence[str], out: str | None = None) -> int:
+    """Draw runs: one gets its pictures and ``report.html``, several ``comparison.html``; a directory of runs stands for those.
+
+    Raises:
+        DataError: a directory is not that of a run, or there is nothing in one to draw.
+        MegarlError: matplotlib is not installed.
+    """
+    run_dirs = [path for directory in directories for path in _expand(Path(directory))]
+    for run_dir in run_dirs:
+        require_run(run_dir)
+    written = plot_run(run_dirs[0]) if len(run_dirs) == 1 else []
+    if out is not None:
+        page = Path(out)
+    elif len(run_dirs) == 1:
+        page = run_dirs[0] / REPORT
+    else:
+        page = Path(os.path.commonpath([path.resolve().parent for path in run_dirs])) / COMPARISON
+    written.append(write_report(run_dirs, page))
+    sys.stdout.write("".join(f"{path}\n" for path in written))
+    return 0
+
+
+def _expand(directory: Path) -> list[Path]:
+    """The directory, or the runs right below it where it has no metrics itself."""
+    if any(directory.glob("metrics*.jsonl")):
+        return [directory]
+    return sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")}) or [directory]
+
+
+def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
+    """Write the page whole or not at all, and return where.
+
+    Raises:
+        DataError: a directory is not that of a run, or no run has logged anything that is shown.
+    """
+    states = [read_run_state(run_dir) for run_dir in run_dirs]
+    labels = run_labels([state.directory for state in states])
+    restarts = [launch.first_step for launch in states[0].launches[1:]] if len(states) == 1 else []
+    pictures = draw_all({labels[state.directory]: state.series for state in states}, restarts)
+    if not pictures:
+        raise DataError(f"{', '.join(state.directory for state in states)}: nothing to draw yet. Fix: let the run finish its first step")
+    title = labels[states[0].directory] if len(states) == 1 else f"{len(states)} runs compared"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    temporary = page.with_name(f".{page.name}.{os.getpid()}.tmp")
+    try:
+        write_bytes_durably(temporary, "".join(_page(str(title), states, [str(labels[s.directory]) for s in states], pictures)).encode())
+        os.replace(temporary, page)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return page
+
+
+def _page(title: str, states: Sequence[RunState], labels: Sequence[str], pictures: dict[str, str]) -> Iterator[str]:
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+    yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, drawn {made}</p>\n'
+    yield f'<div class="card scroll">{_summary(states, labels)}</div>\n<div class="grid">\n'
+    for name, picture in pictures.items():
+        wide = " wide" if name == "Time by phase" else ""
+        yield f'<section class="card{wide}"><h2>{html.escape(name)}</h2>{picture}</section>\n'
+    yield "</div>\n"
+    for state, label in zip(states, labels, strict=True):
+        config = Path(state.directory) / CONFIG_FILE
+        if config.is_file():
+            text = html.escape(config.read_text(encoding="utf-8", errors="replace"))
+            yield f'<details class="card"><summary>Configuration of {html.escape(label)}</summary><pre>{text}</pre></details>\n'
+    yield "</body></html>\n"
+
+
+def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
+    """A column for each run, a row for each fact; facts that no run has are left out."""
+    columns = [dict(_facts(state)) for state in states]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
+    rows = [f"<tr><th></th>{head}</tr>"] if len(states) > 1 else []
+    for name in names:
+        rows.append(f"<tr><th>{name}</th>" + "".join(f"<td>{column.get(name, '')}</td>" for column in columns) + "</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _facts(state: RunState) -> Iterator[tuple[str, str]]:
+    yield "directory", html.escape(state.directory)
+    if state.algorithm:
+        yield "trains", html.escape(f"{state.algorithm.upper()} of {state.model} on {state.backend}")
+    yield "state", f'<span class="{state.state.replace(" ", "-")}">{state.state}</span>: {html.escape(state.reason)}'
+    yield "step", f"{state.step}" + (f" of {state.total_steps}" if state.total_steps else "")
+    if state.launches:
+        yield "restarts", str(len(state.launches) - 1)
+    for name, metrics in (("reward", REWARD_NAMES), ("validation accuracy", ACCURACY_NAMES)):
+        curve = next((state.series[metric] for metric in metrics if metric in state.series), None)
+        if curve is not None:
+            best = max(curve.values)
+            at = curve.steps[curve.values.index(best)]
+            yield (
+                name,
+                f"{format_number(curve.values[-1])} (from {format_number(curve.values[0])}; best {format_number(best)} at step {at})",
+            )
+    if state.tokens_per_s is not None and state.step_s is not None:
+        yield "pace", f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step (last steps)"
+    if state.checkpoint is not None:
+        yield "checkpoint", f"step {state.checkpoint.step}, {'damaged' if state.checkpoint.problems else 'whole'}"

@@ -1,0 +1,246 @@
+"""Where a run stands, read from its directory alone. Nothing there is written, locked or waited for."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.checkpoint.lock import Owner, has_ended, read_owner
+from megarl.checkpoint.manager import CheckpointManager
+from megarl.checkpoint.manifest import verify
+from megarl.config.backend import enabled_backend
+from megarl.errors import DataError
+from megarl.observe.launches import FINISHED, Launch, read_launches
+from megarl.observe.metrics_file import FILE_NAME, read_metrics
+from megarl.observe.series import Series, collect_series
+from megarl.observe.timing import STEP_SECONDS
+
+CONFIG_FILE = "config.yaml"
+RECENT_STEPS = 20
+MARKS = (FILE_NAME, CONFIG_FILE, "run.lock", "launches.jsonl")
+"""What tells the directory of a run."""
+_STEP_SECONDS = f"timing/{STEP_SECONDS}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """A checkpoint.
+
+    Attributes:
+        step: finished steps.
+        path: its directory.
+        size: bytes.
+        age_s: seconds since it was committed.
+        problems: what is wrong with it; empty for a whole one.
+        hashed: every byte was read; otherwise names and sizes were compared.
+    """
+
+    step: int
+    path: str
+    size: int
+    age_s: float
+    problems: tuple[str, ...]
+    hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a run stands.
+
+    Attributes:
+        directory: of the run.
+        algorithm: what trains; None where the configuration cannot be read, like the next two.
+        model: its policy.
+        backend: what that runs on.
+        state: ``running``, ``elsewhere`` (on a host that cannot be seen from here), ``finished``, ``ended`` (it said why), ``killed``
+            (it did not) or ``not started``.
+        reason: the state in words.
+        step: last finished step.
+        total_steps: number of the last step; None where nothing says it.
+        eta_s: seconds until the last step at the pace of the recent steps; None without one.
+        last_row_age_s: seconds since the last row of metrics.
+        launches: of the run, oldest first.
+        phases: mean seconds of each phase of the recent steps, longest first, with ``other``.
+        step_s: median seconds of a recent step; the step before a checkpoint or validation does not move it.
+        tokens_per_s: mean over the recent steps.
+        checkpoints: steps that have one, newest first.
+        checkpoint: the newest whole one, or the newest when none is whole.
+        unfinished: checkpoints that were begun.
+        free_bytes: room on the file system of the run.
+        series: all metrics.
+    """
+
+    directory: str
+    algorithm: str | None
+    model: str | None
+    backend: str | None
+    state: str
+    reason: str
+    step: int
+    total_steps: int | None
+    eta_s: float | None
+    last_row_age_s: float | None
+    launches: tuple[Launch, ...]
+    phases: Mapping[str, float]
+    step_s: float | None
+    tokens_per_s: float | None
+    checkpoints: tuple[int, ...]
+    checkpoint: CheckpointState | None
+    unfinished: tuple[str, ...]
+    free_bytes: int
+    series: Mapping[str, Series] = field(repr=False)
+
+
+def read_run_state(directory: str | Path, hashes: bool = False, now: float | None = None) -> RunState:
+    """Look at a run.
+
+    Args:
+        directory: of the run.
+        hashes: read every byte of the newest checkpoint; otherwise its files' names and sizes are compared with its manifest.
+        now: unix seconds; the present when None.
+
+    Raises:
+        DataError: the directory is not that of a run, or its metrics are damaged.
+    """
+    run_dir = Path(directory)
+    require_run(run_dir)
+    present = time.time() if now is None else now
+    config = _read_config(run_dir / CONFIG_FILE)
+    rows = read_rows(run_dir)
+    series = collect_series(rows)
+    launches = tuple(read_launches(run_dir))
+    trained = series.get(_STEP_SECONDS, Series((), ())).steps
+    step = max([step for step in trained if step > 0], default=launches[-1].first_step if launches else 0)
+    total = launches[-1].total_steps if launches else (config.get(str(config.get("algorithm"))) or {}).get("max_num_steps")
+    state, reason = _state(read_owner(run_dir), launches, step, total)
+    recent = _recent(series)
+    step_s = statistics.median(recent[_STEP_SECONDS]) if recent.get(_STEP_SECONDS) else None
+    checkpoints, checkpoint, unfinished = _checkpoints(config, run_dir, hashes, present)
+    policy = config.get("policy") or {}
+    return RunState(
+        directory=str(run_dir),
+        algorithm=config.get("algorithm"),
+        model=policy.get("model_name"),
+        backend=enabled_backend(policy) if policy else None,
+        state=state,
+        reason=reason,
+        step=step,
+        total_steps=total,
+        eta_s=None if step_s is None or total is None else max(total - step, 0) * step_s,
+        last_row_age_s=max(present - rows[-1]["time"], 0.0) if rows and isinstance(rows[-1].get("time"), int | float) else None,
+        launches=launches,
+        phases=_phases(recent),
+        step_s=step_s,
+        tokens_per_s=_mean(recent.get("performance/tokens_per_s")),
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        unfinished=unfinished,
+        free_bytes=shutil.disk_usage(run_dir).free,
+        series=series,
+    )
+
+
+def require_run(run_dir: Path) -> None:
+    """Refuse what is not the directory of a run.
+
+    Raises:
+        DataError: says what was looked for, and which runs lie below.
+    """
+    if any((run_dir / mark).is_file() for mark in MARKS) or any(run_dir.glob("metrics*.jsonl")):
+        return
+    if not run_dir.is_dir():
+        raise DataError(f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: give the run_dir of a run")
+    below = sorted({path.parent.relative_to(run_dir).as_posix() for depth in ("*", "*/*") for path in run_dir.glob(f"{depth}/{FILE_NAME}")})
+    fix = f"give one of the runs in it: {', '.join(below[:5])}{' ...' if len(below) > 5 else ''}" if below else "give the run_dir of a run"
+    raise DataError(f"{run_dir} is not the directory of a run: none of {', '.join(MARKS)} is in it. Fix: {fix}")
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics; none before the first.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    files = [path for path in sorted(run_dir.glob("metrics*.jsonl")) if path.stat().st_size]
+    return [row for path in files for row in read_metrics(path)]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: int | None) -> tuple[str, str]:
+    again = "start it again with the same command"
+    if owner is not None and (ended := has_ended(owner)) is not True:
+        if ended is None:
+            return "elsewhere", f"{owner}, which cannot be seen from this host"
+        return "running", str(owner)
+    reached = not launches and owner is None and total is not None and step >= total  # a run from before launches were written down
+    if reached or (launches and launches[-1].outcome == FINISHED):
+        return "finished", f"all {total} steps"
+    if launches and launches[-1].outcome is not None:
+        return "ended", f"{launches[-1].outcome}; {again}"
+    if owner is not None or launches:
+        return "killed", f"{owner or f'process {launches[-1].process} on host {launches[-1].host}'} left without a word; {again}"
+    if step:
+        return "ended", f"no process holds it; {again}"
+    return "not started", "no launch has reached its first step"
+
+
+def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
+    """Values of the last training steps, by metric."""
+    steps = [step for step in series.get(_STEP_SECONDS, Series((), ())).steps if step > 0][-RECENT_STEPS:]
+    if not steps:
+        return {}
+    return {name: [value for step, value in zip(s.steps, s.values, strict=True) if step >= steps[0]] for name, s in series.items()}
+
+
+def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
+    """Mean seconds a step: a phase that comes every tenth step counts a tenth."""
+    steps = recent.get(_STEP_SECONDS)
+    if not steps:
+        return {}
+    names = [name for name in recent if name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS]
+    seconds = {name.removeprefix("timing/").removesuffix("_s"): sum(recent[name]) / len(steps) for name in names if recent[name]}
+    seconds["other"] = max(sum(steps) / len(steps) - sum(seconds.values()), 0.0)
+    return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _checkpoints(
+    config: Mapping[str, Any], run_dir: Path, hashes: bool, now: float
+) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
+    """Steps that have a checkpoint, the one that a resume would take, and those that were begun."""
+    configured = (config.get("checkpointing") or {}).get("checkpoint_dir")
+    # A run that was moved or is looked at from elsewhere still has them beside its metrics.
+    beside = run_dir / "checkpoints"
+    directory = beside if beside.is_dir() or not configured else Path(configured)
+    manager = CheckpointManager({"checkpoint_dir": directory}, verify_hashes=hashes)
+    found = manager.checkpoints()
+    states = (_checkpoint_state(step, path, hashes, now) for step, path in found)
+    looked: list[CheckpointState] = []
+    for state in states:
+        looked.append(state)
+        if not state.problems:
+            break
+    best = next((state for state in looked if not state.problems), looked[0] if looked else None)
+    return tuple(dict.fromkeys(step for step, _ in found)), best, tuple(path.name for path in manager.unfinished())
+
+
+def _checkpoint_state(step: int, path: Path, hashes: bool, now: float) -> CheckpointState:
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return CheckpointState(step, str(path), size, max(now - path.stat().st_mtime, 0.0), tuple(verify(path, hashes)), hashes)

@@ -1,0 +1,208 @@
+"""``megarl status``: where a run stands, for a person or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megarl.config.report import WIDTH, size_text
+from megarl.observe.series import Series
+from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, format_number, format_seconds
+from megarl.watch.run_state import RECENT_STEPS, CheckpointState, RunState, read_run_state
+
+MISMATCH = "train/token_mult_prob_error"
+MEMORY, PEAK_MEMORY = "performance/memory_gib", "performance/peak_memory_gib"
+KL = "train/kl_penalty"
+# name, the metrics it may have, and whether more is better (None: neither)
+SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
+    ("reward", REWARD_NAMES, True),
+    ("validation accuracy", ACCURACY_NAMES, True),
+    ("loss", LOSS_NAMES, None),
+    ("validation loss", ("validation/loss",), False),
+    ("gradient norm", ("train/grad_norm",), None),
+    ("KL penalty", (KL,), None),
+    ("answer length", ("train/generation_length",), None),
+)
+_STYLES = {"running": "bold green", "finished": "bold green", "elsewhere": "bold yellow", "not started": "bold yellow"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_TREND, _BAR = 24, 24
+
+
+def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
+    """Show a run; the exit code is always 0, whatever state it is in.
+
+    Raises:
+        DataError: the directory is not that of a run.
+    """
+    state = read_run_state(Path(directory), hashes)
+    if as_json:
+        sys.stdout.write(json.dumps(as_plain(state), indent=2) + "\n")
+        return 0
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+    console.print(render(state))
+    return 0
+
+
+def as_plain(state: RunState) -> dict[str, Any]:
+    """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first, smallest and largest value."""
+    fields = asdict(state)
+    series = fields.pop("series")
+    del series
+    wanted = {name: curve for name, curve, _ in _shown_metrics(state.series)}
+    wanted |= {name: state.series[key] for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY)) if key in state.series}
+    if PEAK_MEMORY in state.series:
+        wanted["peak_memory_gib"] = state.series[PEAK_MEMORY]
+    fields["metrics"] = {
+        name: {
+            "last": curve.values[-1],
+            "step": curve.steps[-1],
+            "first": curve.values[0],
+            "min": min(curve.values),
+            "max": max(curve.values),
+        }
+        for name, curve in wanted.items()
+    }
+    fields["restarts"] = max(len(state.launches) - 1, 0)
+    return fields
+
+
+def render(state: RunState) -> RenderableType:
+    """What a person sees; fits 80 columns unless names are longer."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _facts(state):
+        facts.add_row(name, value)
+    parts: list[RenderableType] = [facts]
+    metrics = _shown_metrics(state.series)
+    if metrics:
+        parts += [Text(), _metrics_table(metrics)]
+    if state.phases:
+        parts += [Text(), _phase_table(state)]
+    return Group(*parts)
+
+
+def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
+    what = " ".join(part for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}") if part)
+    yield "run", Text(f"{state.directory}\n{what}{f' on {state.backend}' if state.backend else ''}".rstrip())
+    age = f"; last step {format_seconds(state.last_row_age_s)} ago" if state.last_row_age_s is not None else ""
+    yield "state", Text(state.state, style=_STYLES.get(state.state, "bold red")).append(f": {state.reason}{age}", style="not bold default")
+    yield "progress", _progress(state)
+    if state.launches:
+        restarts, last = len(state.launches) - 1, state.launches[-1]
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
+        start = f"the last from step {last.first_step}" if restarts else "started"
+        yield "restarts", Text(f"{restarts}; {start} at {since}")
+    yield "checkpoint", _checkpoint(state)
+    if state.tokens_per_s is not None and state.step_s is not None:
+        yield "throughput", Text(f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step")
+    if MEMORY in state.series:
+        peak = state.series.get(PEAK_MEMORY, state.series[MEMORY]).values[-1]
+        now = state.series[MEMORY].values[-1]
+        yield "memory", Text(f"{now:.2f} GiB on the fullest rank, {peak:.2f} GiB at its peak")
+    if MISMATCH in state.series:
+        yield "mismatch", _mismatch(state.series[MISMATCH])
+    yield "disk", Text(f"{size_text(state.free_bytes)} free")
+
+
+def _progress(state: RunState) -> Text:
+    if not state.total_steps:
+        return Text(f"step {state.step}")
+    share = min(state.step / state.total_steps, 1.0)
+    text = Text(f"step {state.step} of {state.total_steps} ").append_text(_bar(share)).append(f" {share:.0%}")
+    if state.eta_s and state.state in {"running", "elsewhere"}:
+        text.append(f", ETA {format_seconds(state.eta_s)}")
+    elif state.eta_s and state.step:
+        text.append(f", {format_seconds(state.eta_s)} of training left")
+    return text
+
+
+def _checkpoint(state: RunState) -> Text:
+    begun = f"; unfinished: {', '.join(state.unfinished)}" if state.unfinished else ""
+    if state.checkpoint is None:
+        return Text(f"none{begun}")
+    checkpoint = state.checkpoint
+    text = Text(f"step {checkpoint.step}, ").append_text(_wholeness(checkpoint))
+    text.append(f", {size_text(checkpoint.size)}, {format_seconds(checkpoint.age_s)} old")
+    others = [step for step in state.checkpoints if step != checkpoint.step]
+    if others:
+        text.append(f"; {'damaged or older' if max(others) > checkpoint.step else 'older'}: {', '.join(map(str, others))}")
+    return text.append(begun)
+
+
+def _wholeness(checkpoint: CheckpointState) -> Text:
+    if checkpoint.problems:
+        more = f" and {len(checkpoint.problems) - 1} more" if len(checkpoint.problems) > 1 else ""
+        return Text(f"damaged ({checkpoint.problems[0]}{more})", style="bold red")
+    return Text("whole " + ("(every byte)" if checkpoint.hashed else "(names and sizes)"), style="green")
+
+
+def _mismatch(curve: Series) -> Text:
+    """How far the probabilities of generation and of training are apart; 1 is not at all."""
+    worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
+    text = (
+        f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"
+    )
+    return Text(text, style="" if abs(curve.values[-1] - 1) < 0.05 else "bold red")
+
+
+def _shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
+    found = ((title, next((series[name] for name in names if name in series), None), better) for title, names, better in SHOWN)
+    # A reward of 0 throughout is news, a KL penalty of 0 is one that is switched off.
+    return [(title, curve, better) for title, curve, better in found if curve is not None and (better is not None or any(curve.values))]
+
+
+def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("metric", style="bold", no_wrap=True)
+    for heading in ("last", "first", "best"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("trend", no_wrap=True)
+    for title, curve, better in metrics:
+        best = ""
+        if better is not None:
+            value = (max if better else min)(curve.values)
+            best = f"{format_number(value)} at {curve.steps[curve.values.index(value)]}"
+        table.add_row(
+            title, format_number(curve.values[-1]), format_number(curve.values[0]), best, Text(sparkline(curve.values), style="cyan")
+        )
+    return table
+
+
+def _phase_table(state: RunState) -> Table:
+    total = sum(state.phases.values())
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("phase", style="bold", no_wrap=True)
+    for heading in ("seconds", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(f"mean of the last {min(RECENT_STEPS, state.step)} steps", no_wrap=True)
+    for name, seconds in state.phases.items():
+        share = seconds / total if total else 0.0
+        table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{share:.0%}", _bar(share))
+    return table
+
+
+def _bar(share: float) -> Text:
+    filled = round(share * _BAR)
+    return Text("━" * filled, style="magenta").append("─" * (_BAR - filled), style="bright_black")
+
+
+def sparkline(values: Sequence[float], width: int = _TREND) -> str:
+    """The course of a curve in one line: means of ``width`` equal parts, the lowest as the lowest block."""
+    size = min(width, len(values))
+    bounds = [len(values) * index // size for index in range(size + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BLOCKS[0] * size
+    return "".join(_BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means)

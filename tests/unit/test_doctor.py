@@ -1,0 +1,167 @@
+"""The doctor: what is real here is really tried, and what is not here is judged from what a driver or kernel would say."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megarl.cli import main
+from megarl.doctor import command, network, storage, versions
+from megarl.doctor.check import Check, Verdict
+from megarl.doctor.command import exit_code
+from megarl.doctor.devices import Driver, Gpu, TorchBuild, judge, read_driver
+from megarl.doctor.storage import check_durable_write, check_lock, check_storage, judge_space
+from megarl.doctor.system import check_system, judge_open_files, judge_shared_memory
+
+GIB = 2**30
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0)
+
+
+def verdicts(checks: list[Check]) -> dict[str, str]:
+    return {check.name: check.verdict.value for check in checks}
+
+
+def test_the_command_tries_everything_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--run-dir", str(tmp_path / "runs" / "new"), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    found = {check["name"]: check for check in told["checks"]}
+    assert {check["room"] for check in told["checks"]} == {"versions", "devices", "system", "network", "storage"}
+    assert found["gloo all-reduce"]["verdict"] == "ok" and "2 processes added 4 MiB" in found["gloo all-reduce"]["found"]
+    assert found["writing"]["verdict"] == found["locks"]["verdict"] == "ok"
+    assert found["python"]["found"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["torch"]["verdict"] == "ok" and {"Transformer Engine", "vLLM", "Slurm"} <= set(found)
+    assert code == (0 if told["ok"] else 1) and told["ok"] == all(check["verdict"] != "failed" for check in told["checks"])
+    assert all(check["fix"] for check in told["checks"] if check["verdict"] in ("failed", "warning"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_is_named_with_its_last_words() -> None:
+    check = network.check_all_reduce("no-such-backend", 2)
+    assert (
+        check.verdict is Verdict.FAILED
+        and "rank 0" in check.found
+        and "no-such-backend" in check.found
+        and "GLOO_SOCKET_IFNAME" in check.fix
+    )
+
+
+def test_a_hanging_all_reduce_ends_at_its_deadline() -> None:
+    check = network.check_all_reduce("gloo", 2, deadline_s=0.0)
+    assert check.verdict is Verdict.FAILED and "no end within 0 s" in check.found
+
+
+@pytest.mark.parametrize(
+    ("requirement", "verdict", "says"),
+    [
+        (Requirement("torch>=2.9"), "ok", ""),
+        (Requirement("torch>=99"), "failed", ">=99 is wanted"),
+        (Requirement("no-such-package-of-anybody>=1"), "failed", "not installed"),
+    ],
+    ids=str,
+)
+def test_packages_are_held_against_their_bounds(requirement: Requirement, verdict: str, says: str) -> None:
+    check = versions.check_package(requirement)
+    assert check.verdict.value == verdict and says in check.found
+    assert check.fix == ("" if verdict == "ok" else f"pip install '{requirement.name}{requirement.specifier}'")
+
+
+def test_slurm_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert versions.check_slurm().verdict is Verdict.ABSENT
+    program = tmp_path / "sbatch"
+    program.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
+    program.chmod(0o755)
+    assert versions.check_slurm() == Check("versions", "Slurm", Verdict.OK, "slurm-wlm 22.05.8")
+    program.write_text("#!/bin/sh\necho cannot read slurm.conf >&2\nexit 1\n")
+    check = versions.check_slurm()
+    assert check.verdict is Verdict.WARNING and "cannot read slurm.conf" in check.found
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "expected"),
+    [
+        (None, TorchBuild(None, 0), {"GPU": "absent"}),
+        (Driver("570.1", 12080, (H100,)), TorchBuild("12.8", 1), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "ok"}),
+        (Driver("570.1", 12080, (H100,)), TorchBuild(None, 0), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "failed"}),
+        (Driver("535.1", 12020, (H100,)), TorchBuild("13.0", 0), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "failed"}),
+        (
+            Driver("570.1", 12080, (H100, H100)),
+            TorchBuild("12.8", 1),
+            {"NVIDIA driver": "ok", "GPU 0": "ok", "GPU 1": "ok", "CUDA": "warning"},
+        ),
+        (
+            Driver("570.1", 12080, (Gpu("H100", 80 * GIB, 30 * GIB),)),
+            TorchBuild("12.8", 1),
+            {"NVIDIA driver": "ok", "GPU 0": "warning", "CUDA": "ok"},
+        ),
+    ],
+    ids=["no driver", "well", "torch for CPUs", "old driver", "one hidden", "in use"],
+)
+def test_devices(driver: Driver | None, torch: TorchBuild, expected: dict[str, str]) -> None:
+    checks = list(judge(driver, torch))
+    assert verdicts(checks) == expected
+    assert all(check.fix for check in checks if check.verdict in (Verdict.FAILED, Verdict.WARNING))
+
+
+def test_the_driver_agrees_with_torch() -> None:
+    import torch
+
+    driver = read_driver()
+    assert (driver is None) or len(driver.gpus) >= torch.cuda.device_count()
+    assert driver is not None or not torch.cuda.is_available()
+
+
+def test_limits_of_the_system() -> None:
+    assert {check.name for check in check_system()} == {"processors", "memory", "/dev/shm", "open files"}
+    assert judge_shared_memory(2 * GIB).verdict is Verdict.OK
+    small = judge_shared_memory(64 * 2**20)
+    assert small.verdict is Verdict.WARNING and "0.06 GiB" in small.found and "--shm-size" in small.fix
+    infinite = resource.RLIM_INFINITY
+    assert judge_open_files(infinite, infinite).verdict is judge_open_files(4096, 4096).verdict is Verdict.OK
+    assert judge_open_files(1024, infinite).fix == judge_open_files(1024, 1_000_000).fix == "ulimit -n 65536"
+    assert "limits.conf" in judge_open_files(1024, 2048).fix
+
+
+def test_a_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere
+    checks = list(check_storage(tmp_path))
+    assert checks[-1].verdict is Verdict.FAILED and f"{tmp_path}: Permission denied" in checks[-1].found and str(tmp_path) in checks[-1].fix
+
+
+def test_bytes_that_another_process_sees_otherwise_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_durable_write(tmp_path).verdict is Verdict.OK
+    assert check_lock(tmp_path).verdict is Verdict.OK
+    monkeypatch.setattr(storage, "_READER", "import sys; sys.stdout.write('0' * 64)")
+    assert check_durable_write(tmp_path).verdict is Verdict.FAILED
+
+
+def test_room_for_checkpoints() -> None:
+    assert judge_space(140 * GIB).found == f"140.0 GiB free: one checkpoint of {140 * GIB / 14e9:.1f} billion parameters"
+    assert judge_space(4 * GIB).verdict is Verdict.WARNING
+
+
+def test_only_what_failed_makes_the_exit_code() -> None:
+    one = {verdict: Check("system", "x", verdict, "found", "do this") for verdict in Verdict}
+    assert exit_code([one[Verdict.OK], one[Verdict.ABSENT], one[Verdict.WARNING]]) == 0
+    assert exit_code(list(one.values())) == 1
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_was_found_is_folded_and_commands_are_not(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = Check("system", "a thing", Verdict.FAILED, "found " * 40, "command " * 40)
+    monkeypatch.setattr(command, "examine", lambda run_dir: iter([long]))
+    monkeypatch.setattr(command, "WIDTH", width)
+    assert command.run() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > width] == ["           fix: " + "command " * 40]
+    assert lines[1].startswith("  failed   a thing             found") and lines[2].startswith(" " * 31 + "found")

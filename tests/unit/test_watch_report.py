@@ -1,0 +1,128 @@
+"""The page of curves: complete in itself, small, and with the numbers of the runs."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megarl.cli import main
+from megarl.observe.drawing import MOST_POINTS
+from megarl.observe.panels import PANELS, draw_all
+from megarl.observe.series import Series, thinned
+from megarl.watch.report import write_report
+from tests.unit.runs import make_run
+
+pytest.importorskip("matplotlib")
+SVG = "{http://www.w3.org/2000/svg}"
+# elements that are closed by what follows them
+VOID = {"meta", "br", "link", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Elements, and every address that a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "data", "poster") and not (value or "").startswith("#"):
+                self.fetched.append(f"{tag} {name}={value}")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def pictures(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+
+
+def words(svg: ElementTree.Element) -> set[str]:
+    return {"".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")}
+
+
+def test_a_page_needs_no_network_and_closes_what_it_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path / "a <run> & more", token_mult_prob_error=1.0)
+    assert main(["plot", str(run_dir)]) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert [Path(line).name for line in written] == ["reward.png", "loss.png", "timing.png", "report.html"]
+    text = (run_dir / "report.html").read_text()
+    page = Page(text)
+    assert page.open == [] and page.fetched == [] and "script" not in page.elements and "@import" not in text and "url(http" not in text
+    assert "a &lt;run&gt; &amp; more" in text and "<run>" not in text
+    titles = set(re.findall(r"<h2>(.*?)</h2>", text))
+    assert {"Reward", "Loss", "KL from the reference policy", "Length of answers", "Throughput", "Time by phase"} <= titles
+    assert {"Generation against training", "Memory of the fullest rank", "Gradient norm"} <= titles and "Entropy" not in titles
+    assert "<td>30 of 40</td>" in text and "0.300 (from 0.0100; best 0.300 at step 30)" in text
+    assert [path.name for path in run_dir.iterdir() if path.name.endswith(".tmp")] == []
+    check_references(pictures(text))
+
+
+def check_references(found: list[ElementTree.Element]) -> None:
+    """What a picture refers to is in itself, and in no other picture of the page."""
+    assert len(found) >= 8
+    owner: dict[str, int] = {}
+    for number, svg in enumerate(found):
+        own = {name for element in svg.iter() if (name := element.get("id")) is not None}
+        wanted = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', ElementTree.tostring(svg, encoding="unicode")))
+        assert wanted and wanted <= own
+        for name in wanted:
+            assert owner.setdefault(name, number) == number, f"{name} is in two pictures"
+
+
+def test_every_panel_names_its_unit_and_the_steps(tmp_path: Path) -> None:
+    series = {name: Series(tuple(range(1, 31)), (0.5,) * 30) for panel in PANELS for curve in panel.curves for name in curve.metrics}
+    drawn = draw_all({"run": series})
+    assert list(drawn) == [panel.title for panel in PANELS]
+    for panel in PANELS:
+        shown = words(ElementTree.fromstring(drawn[panel.title]))
+        assert {panel.unit, "training step"} <= shown
+        assert all(any(curve.name in word for word in shown) for curve in panel.curves), (panel.title, shown)
+
+
+def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / "group" / name, seed=seed) for seed, name in enumerate(("first", "second", "third"))]
+    assert main(["plot", str(tmp_path / "group")]) == 0
+    page = tmp_path / "group" / "comparison.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    text = page.read_text()
+    reward = next(svg for svg in pictures(text) if "reward, accuracy (fraction)" in words(svg))
+    assert {"first", "second", "third"} <= words(reward)
+    assert {"first", "second", "third", "seconds a step, mean of all steps"} <= words(pictures(text)[-1])
+    assert main(["plot", str(runs[0]), str(runs[2]), "--out", str(tmp_path / "new" / "two.html")]) == 0
+    assert "second" not in re.findall(r"<th>(.*?)</th>", (tmp_path / "new" / "two.html").read_text())
+
+
+def test_long_runs_stay_small_and_keep_their_spikes(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, steps=3000)
+    assert write_report([run_dir], tmp_path / "page.html").stat().st_size < 1_000_000
+    values = [0.0] * 10_000
+    values[7777] = 9.0
+    steps, means, lowest, highest = thinned(Series(tuple(range(10_000)), tuple(values)), MOST_POINTS)
+    assert len(steps) == MOST_POINTS and max(highest) == 9.0 and min(lowest) == 0.0
+    assert sum(means) / MOST_POINTS == pytest.approx(9.0 / 10_000) and steps == sorted(steps)
+    assert thinned(Series((1, 2), (3.0, 4.0)), 5) == ([1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0])
+
+
+def test_restarts_are_marked(tmp_path: Path) -> None:
+    series = {"train/loss": Series(tuple(range(1, 31)), tuple(range(30)))}
+    assert "restart" in words(ElementTree.fromstring(draw_all({"run": series}, [12])["Loss"]))
+    assert "restart" not in words(ElementTree.fromstring(draw_all({"run": series})["Loss"]))
+
+
+def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, steps=0)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main(["plot", str(tmp_path)]) == 2
+    assert not (tmp_path / "report.html").exists()
