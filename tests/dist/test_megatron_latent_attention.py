@@ -75,7 +75,7 @@ def test_three_adam_steps_equal_transformers(
     check_training(pool, world, model, policy_config(model, mbs=2, clip=0.5, **options, **changes), ClippedPGLossFn(PG_LOSS))
 
 
-@newest_megatron(layout=NEWEST)
+@newest_megatron
 @pytest.mark.parametrize(
     ("layout", "family"),
     [("cp2-ep2", "deepseek_v2_groups"), pytest.param("pp3", "deepseek_v3", marks=slow)],

@@ -333,7 +333,7 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
 
 
 @slow
-@pytest.mark.parametrize("changes", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=["ep2", "tp2-ep2"])
+@pytest.mark.parametrize("changes", [{"ep": 2}, {"tp": 2, "ep": 2, "sp": True}], ids=["ep2", "tp2-ep2"])
 def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str, int]) -> None:
     path = tmp_path / "mixture"
     torch.manual_seed(4)

@@ -53,6 +53,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         finalize_layerwise_reload(self.model, self.model_config)
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
+        if self.device.type == "cpu":
+            _set_experts_up_anew(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -108,6 +110,18 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
             method = getattr(module, "quant_method", None)
             if method is not None:
                 method.process_weights_after_loading(module)
+
+
+def _set_experts_up_anew(model: torch.nn.Module) -> None:
+    """Let the reload pack the experts of a mixture as it did when they were built.
+
+    vLLM packs them for its kernel on a CPU together with making the kernel. Where there is a kernel it takes the weights as they come, and
+    goes on with rows and columns in the wrong places.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 class SharedMemoryEngine(_Reloading):
