@@ -15,6 +15,8 @@ from converters.foreign.known_settings import DEFAULTS, NEUTRAL, NEUTRAL_OF_MIXT
 from converters.foreign.settings import ForeignSettings
 from converters.megatron_settings import megatron_settings
 
+GATE_OF_GPT_OSS = "quick_gelu"
+"""Megatron-Core's activation function where a gate is limited."""
 # learning alone, or asked elsewhere
 _NOT_COMPARED = {
     "attention_dropout",
@@ -53,7 +55,8 @@ def check_agreement(settings: ForeignSettings, architecture: Architecture, ignor
 
 def _differences(settings: ForeignSettings, architecture: Architecture, ignored: Collection[str]) -> Iterator[str]:
     wanted = megatron_settings(architecture)
-    expected = {**wanted.transformer, **wanted.model, **wanted.attributes, "activation": architecture.activation}
+    activation = GATE_OF_GPT_OSS if architecture.gate_limit is not None else architecture.activation
+    expected = {**wanted.transformer, **wanted.model, **wanted.attributes, "activation": activation}
     expected["mtp_num_layers"] = architecture.prediction_layers or None
     for reason, own in (("llama3", wanted.llama3), ("routing", wanted.routing), ("latent_norm_epsilon", wanted.latent_norm_epsilon)):
         if own is not None and reason not in ignored:
@@ -85,6 +88,8 @@ def _unknown(settings: ForeignSettings, ignored: Collection[str]) -> Iterator[st
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
     if name == "moe_layer_freq":
         return _pattern(found, layers) == _pattern(wanted, layers)
+    if name == "window_attn_skip_freq" and isinstance(found, int) and found > 0:
+        found = [int(number % found != 0) for number in range(1, layers + 1)]
     if isinstance(wanted, list | tuple):
         return isinstance(found, list | tuple) and list(found) == list(wanted)
     if isinstance(wanted, bool) or wanted is None:

@@ -20,7 +20,12 @@ _RENAMED = {
     "rope_scaling": "use_rope_scaling",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     "max_sequence_length": "max_position_embeddings",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
 }
+# of YaRN in latent attention: what Megatron-LM has no flags for, and so leaves at the values of Megatron-Core
+_WITHOUT_FLAGS: dict[str, Any] = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 # nothing of a model, all of a run that saved weights alone
 _OF_A_RUN: dict[str, Any] = {
     "async_save": False,
@@ -53,23 +58,37 @@ _OF_OTHER_MODELS: dict[str, Any] = {
 }
 # what --use-checkpoint-args does not take over, with the value that Megatron-LM has without the flag
 _FLAGS: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
     "kv_lora_rank": 32,
+    "moe_router_dtype": None,
     "moe_router_enable_expert_bias": False,
     "moe_router_group_topk": None,
     "moe_router_num_groups": None,
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
     "multi_latent_attention": False,
     "norm_epsilon": 1e-5,
     "q_lora_rank": None,
     "qk_head_dim": 128,
     "qk_layernorm": False,
     "qk_pos_emb_head_dim": 64,
+    "quick_geglu": False,
+    "rope_type": None,
+    "rotary_scaling_factor": 1.0,
     "rotary_seq_len_interpolation_factor": None,
+    "softmax_type": "vanilla",
     "use_rope_scaling": False,
     "v_head_dim": 128,
+    "window_attn_skip_freq": None,
     "window_size": None,
+    "yarn_beta_fast": None,
+    "yarn_beta_slow": None,
+    "yarn_correction_range_round_to_int": None,
+    "yarn_original_max_position_embeddings": None,
 }
 
 
@@ -90,6 +109,8 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
     arguments = _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
     for name in ("gated_linear_unit", "share_embeddings_and_output_weights", "layernorm_epsilon"):
         arguments.pop(name)
+    # where a config gives YaRN no scales, what Megatron-LM has without the flags means the same
+    arguments |= {name: _FLAGS[name] for name in ("mscale", "mscale_all_dim") if name in arguments and arguments[name] is None}
     arguments |= {
         "add_position_embedding": False,
         "bf16": dtype == torch.bfloat16,
@@ -97,12 +118,14 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
         "group_query_attention": architecture.num_key_value_heads != architecture.num_attention_heads,
         "layernorm_epsilon": architecture.norm_epsilon,  # since Megatron-Core 0.19
         "make_vocab_size_divisible_by": _multiple(architecture.vocab_size, padded_vocab),
+        "moe_router_dtype": "fp32" if architecture.mixture is not None and architecture.mixture.routing.in_float32 else None,
         "mtp_num_layers": architecture.prediction_layers or None,
         "norm_epsilon": architecture.norm_epsilon,
         "padded_vocab_size": padded_vocab,
         "params_dtype": dtype,
         "seq_length": architecture.max_position,
-        "swiglu": True,
+        "swiglu": architecture.gate_limit is None,
+        "quick_geglu": architecture.gate_limit is not None,
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
         "vocab_size": architecture.vocab_size,
     }
@@ -117,7 +140,10 @@ def further_flags(state: dict[str, Any]) -> str:
         value = arguments.get(name, default)
         if value != default:
             flag = f"--{name.replace('_', '-')}"
-            flags.append(flag if value is True else f"{flag} {str(value).replace(' ', '')}")
+            if isinstance(value, bool):
+                flags.append(flag if value else f"--no-{name.replace('_', '-')}")
+            else:
+                flags.append(f"{flag} {str(value).replace(' ', '')}")
     return " ".join(flags)
 
 
@@ -141,6 +167,11 @@ def _require_arguments(settings: MegatronSettings) -> None:
     own = {"llama3": settings.llama3, "routing": settings.routing, "latent_norm_epsilon": settings.latent_norm_epsilon}
     problems = [f"{name} = {value}" for name, value in own.items() if value is not None]
     problems += [f"{name} = {value!r}" for name, value in settings.attributes.items() if not name.startswith("yarn_")]
+    problems += [
+        f"{name} = {settings.transformer[name]!r}: Megatron-LM has no flag for it, and computes with {value!r}"
+        for name, value in _WITHOUT_FLAGS.items()
+        if settings.transformer.get(name, value) != value
+    ]
     factor = settings.model.get("rope_scaling_factor", ROPE_FACTOR)
     if factor != ROPE_FACTOR:
         problems.append(f"rope_scaling_factor = {factor:g}: Megatron-LM computes with {ROPE_FACTOR:g} whatever --rope-scaling-factor says")

@@ -51,7 +51,11 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         values["position_embedding_type"] = "rope"
     values["gated_linear_unit"] = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
     chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
-    values["activation"] = "silu" if chosen == ["swiglu"] else " and ".join(chosen) or "gelu"
+    values["activation"] = _ACTIVATIONS.get(" and ".join(chosen), " and ".join(chosen) or "gelu")
+    if values.get("position_embedding_type") == "yarn" and not values.get("multi_latent_attention"):
+        for name, other in _YARN_ARGUMENTS.items():
+            if values.get(name) is None:
+                values[name] = arguments.get(other)
     return _filled(values, origin)
 
 
@@ -115,6 +119,13 @@ _RENAMED_ARGUMENTS = {
     "seq_len_interpolation_factor": ("rotary_seq_len_interpolation_factor",),
     "max_sequence_length": ("max_position_embeddings", "seq_length"),
 }
+_ACTIVATIONS = {"swiglu": "silu", "quick_geglu": "quick_gelu"}
+# what Megatron-LM calls settings of YaRN that Megatron-Core has under the names of the other arguments
+_YARN_ARGUMENTS = {
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+}
 _ARGUMENTS_OF_THEIR_OWN = frozenset(
     {
         "activation",
@@ -150,6 +161,9 @@ def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
     if values.get("moe_ffn_hidden_size") is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
     values["add_qkv_bias"] = bool(values.get("add_qkv_bias") or values.get("add_bias_linear"))
+    # the scale of 1 over no other is what Megatron-Core computes where neither is given
+    if values.get("yarn_mscale") == 1 and not values.get("yarn_mscale_all_dim"):
+        values["yarn_mscale"] = values["yarn_mscale_all_dim"] = None
     if isinstance(values.get("window_size"), list):
         values["window_size"] = tuple(values["window_size"])
     return ForeignSettings(origin, values)

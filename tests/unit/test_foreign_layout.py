@@ -20,7 +20,7 @@ from converters.foreign.settings import ROPE_FACTOR
 from converters.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.choice import newest_megatron
-from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
+from tests.unit.converters_tiny import DEEPSEEK_YARN, save_tiny, stored_tensors, tiny_config
 from tests.unit.foreign_checkpoints import config_of
 
 pytestmark = newest_megatron
@@ -84,6 +84,10 @@ def test_the_directory_of_a_training_run_is_left_alone(tmp_path: Path, capsys: p
             "llama3 = ",
         ),
         ("mixtral", {"num_experts_per_tok": 1}, "moe_router_pre_softmax = False"),
+        ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}, "original_max_position_embeddings = 16: Megatron-LM has no flag for it"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "latent_norm_epsilon = "),
+        ("deepseek_v2_groups_tied", {}, "routing = "),
+        ("glm4_moe_all_experts_tied", {}, "routing = "),
         ("llama", {"rope_parameters": LLAMA_3_2}, "rope_scaling_factor = 32: Megatron-LM computes with 8"),
     ],
 )  # fmt: skip
@@ -101,15 +105,36 @@ def test_megatron_lm_pads_to_the_stored_vocabulary(vocabulary: int, padded: int)
     assert -(-vocabulary // multiple) * multiple == padded == state["args"].padded_vocab_size
 
 
-@pytest.mark.parametrize("name", [*NAMES, "llama"])
+# what makes other arguments of some models
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA_3_1},
+    "deepseek_v3": {"rope_parameters": {**DEEPSEEK_YARN, "original_max_position_embeddings": 4096, "beta_fast": 32, "mscale": 0.7}},
+    "deepseek_v2": {"rope_parameters": {**DEEPSEEK_YARN, "original_max_position_embeddings": 4096, "beta_fast": 32}},
+}
+NAMED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_arguments_agree_with_a_config_that_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No config is made of the arguments of these families, but a config that is given is held against them."""
+    source = imported(tmp_path, name, "--vocab-multiple", "16", **CHANGES.get(name, {}))
+    shutil.rmtree(source / "release" / "huggingface")
+    (source / "release" / "conversion.json").unlink()
+    assert main(["export", str(source), str(tmp_path / "back"), "--eos-token-id", "2"]) == 2
+    assert "pass --hf-config DIRECTORY" in capsys.readouterr().err
+    assert main(["export", str(source), str(tmp_path / "back"), "--hf-config", str(tmp_path / "hf")]) == 0
+    expected, found = stored_tensors(tmp_path / "hf"), stored_tensors(tmp_path / "back")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", [*NAMES, *NAMED, "llama"])
 def test_megatron_lm_itself_takes_the_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--use-checkpoint-args`` and the further flags lead Megatron-LM's own code to the settings that this library trains with."""
     reason = "only newer packages of Megatron-Core contain Megatron-LM"
     arguments = pytest.importorskip("megatron.training.arguments", reason=reason)
     checkpointing = pytest.importorskip("megatron.training.checkpointing", reason=reason)
     utilities = pytest.importorskip("megatron.training.argument_utils", reason=reason)
-    scaling = {"rope_parameters": LLAMA_3_1} if name == "llama" else {}
-    source = imported(tmp_path, name, "--vocab-multiple", "16", **scaling)
+    source = imported(tmp_path, name, "--vocab-multiple", "16", **CHANGES.get(name, {}))
     stored = arguments_of(read_common_state(TorchDistCheckpoint(source / "release")))
     assert stored is not None
     flags = f"--load {source} --use-checkpoint-args --micro-batch-size 1 --bf16 --no-rope-fusion --transformer-impl local".split()
@@ -121,21 +146,21 @@ def test_megatron_lm_itself_takes_the_arguments(name: str, tmp_path: Path, monke
     from converters.foreign.arguments import further_flags
 
     further = further_flags({"args": found})
-    over = parser.parse_args([*flags, *further.split()])
-    for flag in further.split():
-        if flag.startswith("--"):
-            key = flag.removeprefix("--").replace("-", "_")
-            key = {"norm_epsilon": "layernorm_epsilon"}.get(key, key)
-            setattr(taken, key, getattr(over, key))
+    without = vars(parser.parse_args(flags))
+    for key, value in vars(parser.parse_args([*flags, *further.split()])).items():
+        if value != without[key]:
+            setattr(taken, key, value)
     taken.params_dtype = torch.bfloat16
     model = utilities.gpt_config_from_args(taken)
     settings = megatron_settings(read_architecture(config_of(tmp_path / "hf")))
     expected = {**settings.transformer, **settings.attributes}
     for key in {*expected} - {"init_method_std", "num_query_groups", "moe_router_bias_update_rate"}:
-        assert getattr(model.transformer, key) == expected[key], key
+        neither = {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}.get(key) if expected[key] is None else None
+        assert getattr(model.transformer, key) in (expected[key], neither), key
     assert (model.transformer.num_query_groups or expected["num_attention_heads"]) == expected["num_query_groups"]
     for key in ("position_embedding_type", "rotary_base", "rotary_percent", "rope_scaling", "share_embeddings_and_output_weights"):
-        assert getattr(model, key) == settings.model[key], key
+        # with latent attention the transformer's configuration has the same settings, and they alone are used
+        assert getattr(model if key not in settings.transformer else model.transformer, key) == settings.model[key], key
     assert model.vocab_size == 112
     # the reason why another factor is refused on the way in and asked for on the way out
     found.rope_scaling_factor = taken.rope_scaling_factor = 32.0
