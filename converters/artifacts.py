@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def copy_artifacts(source: Path, target: Path) -> None:
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)
+
+
+def refuse_changed_config(directory: Path, planned: Mapping[str, Any]) -> None:
+    """Refuse a copied ``config.json`` that is not the one that a conversion was planned with.
+
+    Raises:
+        ConversionError: somebody has changed it meanwhile.
+    """
+    if read_config(directory) != planned:
+        raise ConversionError(
+            "config.json was changed while the weights were converted", "run it again, and leave the source alone meanwhile"
+        )
 
 
 def write_config(directory: Path, dtype: torch.dtype) -> None:

@@ -176,15 +176,11 @@ def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.work import RunOptions
+
     begun = time.monotonic()
-    outcome = convert(
-        plan,
-        arguments.target,
-        workers=arguments.workers,
-        max_memory=arguments.max_memory,
-        overwrite=arguments.overwrite,
-        progress=None if arguments.json else sys.stderr,
-    )
+    progress = None if arguments.json else sys.stderr
+    outcome = convert(plan, arguments.target, RunOptions(arguments.workers, arguments.max_memory, arguments.overwrite, progress))
     seconds = time.monotonic() - begun
     facts = {
         "target": str(outcome.target),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 
 import torch
 
+from converters.account import account
 from converters.architecture import Architecture
-from converters.artifacts import TEMPLATES_DIRECTORY
-from converters.check import is_excused, repeated_tensors
+from converters.check import repeated_tensors
 from converters.errors import ConversionError
-from converters.fingerprints import THE_REST, WEIGHTS, fingerprints
+from converters.export_files import Parts, WrittenTensor, in_files
+from converters.fingerprints import RULES, THE_REST, WEIGHTS, fingerprint_of_rules, fingerprints
 from converters.logical import MegatronModel
 from converters.lora import LoraAdapter
 from converters.lora_model import merge_export
@@ -24,47 +24,8 @@ from converters.narrowing import kept_dtype
 from converters.opening import MegatronCheckpoint
 from converters.rule import HuggingFaceTensor, Place, Rule
 from converters.rules import all_rules, hf_tensors
-from converters.safetensors_file import NAMES
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_IGNORED_KEYS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenTensor:
-    """A tensor as it will stand in a safetensors file.
-
-    Attributes:
-        name, shape, dtype: of the stored tensor.
-        parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one part.
-        file: name of the file.
-        offset: of its first byte, from the end of the header.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[tuple[HuggingFaceTensor, Place], ...]
-    file: str
-    offset: int
-
-    @property
-    def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, Place]]]:
-        """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind the other; else empty.
-
-        Such a block is put together as a whole.
-        """
-        blocks: dict[int, list[tuple[HuggingFaceTensor, Place]]] = {}
-        if any(not place.is_consecutive for _, place in self.parts):
-            for part, place in self.parts:
-                assert place.index is not None, place
-                blocks.setdefault(place.index, []).append((part, place))
-        return blocks
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -125,20 +86,6 @@ class ExportPlan:
             sizes[tensor.dtype] += tensor.size
         return max(sizes, key=lambda dtype: sizes[dtype])
 
-    def header(self, file: str) -> bytes:
-        """The header of a file, its length in front."""
-        entries = {
-            tensor.name: {
-                "dtype": NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [tensor.offset, tensor.offset + tensor.size],
-            }
-            for tensor in self.files[file]
-        }
-        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
@@ -146,6 +93,7 @@ class ExportPlan:
             {
                 WEIGHTS: self.checkpoint.identity(),
                 "config.json": self.checkpoint.config,
+                RULES: fingerprint_of_rules(all_rules(self.architecture)),
                 "--source-weights": self.checkpoint.weights,
                 "--dtype": str(self.dtype),
                 "--max-shard-size": self.max_shard_bytes if len(self.files) > 1 else None,
@@ -190,7 +138,7 @@ def plan_export(
     rules, left_out = account(model, allow_missing)
     _check_also_stored(checkpoint)
     stored = _stored(rules, checkpoint.manifest)
-    written: list[tuple[str, tuple[int, ...], torch.dtype, tuple[tuple[HuggingFaceTensor, Place], ...]]] = []
+    written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
     for place, parts in stored:
         dtypes = {kept_dtype(part, _dtype(model, checkpoint.manifest, part), dtype) for part, _ in parts}
         if len(dtypes) > 1:
@@ -198,38 +146,7 @@ def plan_export(
         written.append((place.name, place.shape, dtypes.pop(), parts))
     there = {part.name for rule in rules for part in rule.parts}
     missing = tuple(part.name for part in hf_tensors(model.architecture) if part.name not in there)
-    return ExportPlan(checkpoint, tuple(_in_files(written, max_shard_bytes)), left_out, dtype, missing, adapter, max_shard_bytes)
-
-
-def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
-    """The parameters that are there, and the excused keys that nothing asks for.
-
-    Raises:
-        ConversionError: with every key that is missing, unknown or of another shape, and not excused.
-    """
-    rules, asked, problems = [], set(), []
-    for rule in all_rules(model.architecture):
-        key = model.place(rule).key
-        asked.add(key)
-        if model.has(rule):
-            rules.append(rule)
-        elif not is_excused((key, rule.megatron_name, *rule.hf_names), excused):
-            problems.append(f"missing: {key}" + (f" of {rule.megatron_name}" if key in model.checkpoint else ""))
-    left_out = []
-    for key in model.checkpoint:
-        if key in asked or key.startswith(_IGNORED_KEYS):
-            continue
-        if is_excused((key,), excused):
-            left_out.append(key)
-        else:
-            problems.append(f"unknown: {key} {list(model.checkpoint.shape(key))}")
-    if problems:
-        raise ConversionError(
-            f"{model.checkpoint.directory} does not hold a {model.architecture.family} model as its config describes it",
-            "use the config that belongs to these weights, or --allow-missing PATTERN for keys that need no counterpart",
-            list(dict.fromkeys(problems)),
-        )
-    return rules, tuple(left_out)
+    return ExportPlan(checkpoint, tuple(in_files(written, max_shard_bytes)), left_out, dtype, missing, adapter, max_shard_bytes)
 
 
 def _check_also_stored(checkpoint: MegatronCheckpoint) -> None:
@@ -245,7 +162,7 @@ def _check_also_stored(checkpoint: MegatronCheckpoint) -> None:
         )
 
 
-def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]]:
+def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, Parts]]:
     """What is stored: every tensor alone under its name, or where the source of the import had it."""
     together: dict[str, list[tuple[HuggingFaceTensor, Place]]] = {}
     for rule in rules:
@@ -259,10 +176,10 @@ def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, t
     return [(Place(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
 
 
-def _repeated(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]]:
+def _repeated(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, Parts]]:
     """Tensors that the source stored a second time under another name."""
     parts = {part.name: part for rule in rules for part in rule.parts}
-    again: list[tuple[Place, tuple[tuple[HuggingFaceTensor, Place], ...]]] = []
+    again: list[tuple[Place, Parts]] = []
     for name, original in (manifest.also_stored if manifest is not None else {}).items():
         if original in parts and name not in parts:
             place = Place(name, parts[original].shape)
@@ -274,43 +191,3 @@ def _dtype(model: MegatronModel, manifest: Manifest | None, part: HuggingFaceTen
     """What a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
     stored = model.dtype(part)
     return stored if manifest is None else manifest.dtype_before(part.name, stored)
-
-
-def _in_files(
-    tensors: list[tuple[str, tuple[int, ...], torch.dtype, tuple[tuple[HuggingFaceTensor, Place], ...]]], max_bytes: int
-) -> list[WrittenTensor]:
-    """Tensors in order, in as few files as the bound allows, wide dtypes first in each, so that all are aligned."""
-    groups: list[list[int]] = []
-    filled = 0
-    for number, (_, shape, dtype, _) in enumerate(tensors):
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if not groups or filled + size > max_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(number)
-        filled += size
-    written = []
-    for index, group in enumerate(groups, start=1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        offset = 0
-        for number in sorted(group, key=lambda number: -tensors[number][2].itemsize):
-            name, shape, dtype, parts = tensors[number]
-            written.append(WrittenTensor(name, shape, dtype, parts, file, offset))
-            offset += written[-1].size
-    return written
-
-
-def index_of(plan: ExportPlan) -> str | None:
-    """The text of ``model.safetensors.index.json``; None for a single file."""
-    if len(plan.files) == 1:
-        return None
-    weight_map = {tensor.name: tensor.file for tensor in sorted(plan.written, key=lambda tensor: tensor.name)}
-    return json.dumps({"metadata": {"total_size": plan.size}, "weight_map": weight_map}, indent=2) + "\n"
-
-
-def is_hf_directory(directory: Path) -> bool:
-    """Whether a directory is a Hugging Face model that may be replaced."""
-    names = {path.name for path in directory.iterdir() if not path.is_dir()}
-    others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
-    holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
-    return "config.json" in names and holds_weights and not others

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from converters.artifacts import artifacts, copy_artifacts, write_config
+from converters.artifacts import artifacts, copy_artifacts, refuse_changed_config, write_config
 from converters.boxes import read_box, whole, write_bytes
 from converters.errors import ConversionError
-from converters.export_plan import ExportPlan, WrittenTensor, index_of, is_hf_directory
+from converters.export_files import WrittenTensor, header_of, index_of, is_hf_directory
+from converters.export_plan import ExportPlan
 from converters.manifest import MANIFEST_FILE, Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
 from converters.narrowing import Narrowing
 from converters.open_files import OpenFiles
@@ -23,27 +24,20 @@ from converters.places import rows_in
 from converters.rule import HuggingFaceTensor, Place
 from converters.space import require_space
 from converters.staging import Staging, check_apart
-from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
+from converters.work import Outcome, Piece, Progress, RunOptions, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
 
 
 def export_model(
     plan: ExportPlan,
     target: Path,
-    *,
-    workers: int = 2,
-    max_memory: int | None = None,
-    overwrite: bool = False,
-    progress: TextIO | None = None,
+    options: RunOptions = RunOptions(),  # noqa: B008  # frozen
 ) -> Outcome:
     """Write the Hugging Face directory that a plan describes. A run that was killed goes on where it ended.
 
     Args:
         plan: from :func:`converters.export_plan.plan_export`.
         target: directory to make.
-        workers: threads; the bytes do not depend on them.
-        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
-        overwrite: replace an existing Hugging Face directory.
-        progress: where to say how far it is; None says nothing.
+        options: how.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
@@ -54,8 +48,8 @@ def export_model(
         artifacts(plan.checkpoint.hf_directory)  # refuses what cannot be copied at the end
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
-    workers = workers_within(workers, max_memory)
-    staging = Staging(target, plan.fingerprint, overwrite=overwrite, is_ours=is_hf_directory)
+    workers, progress = workers_within(options.workers, options.max_memory), options.progress
+    staging = Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_hf_directory)
     try:
         shown = Progress(plan.size, f"export {target.name}", progress)
         anew = say_why_anew(staging.started_anew_because_of, shown)
@@ -90,7 +84,7 @@ class _Writer:
         self._files = OpenFiles(writing=True)
         self._data_begins: dict[str, int] = {}
         for file, tensors in plan.files.items():
-            header = plan.header(file)
+            header = header_of(tensors)
             (staging.directory / file).touch(0o644)
             with self._files.use(staging.directory / file) as descriptor:
                 os.ftruncate(descriptor, len(header) + sum(tensor.size for tensor in tensors))
@@ -206,11 +200,13 @@ def _refuse_changed(plan: ExportPlan, digests: dict[str, dict[str, str]]) -> Non
 
 def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, dict[str, str]], notes: dict[str, Any]) -> None:
     """Index, config, tokenizer, manifest."""
-    index = index_of(plan)
+    index = index_of(plan.written)
     if index is not None:
         (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     if plan.checkpoint.hf_directory is not None:
         copy_artifacts(plan.checkpoint.hf_directory, directory)
+        if not plan.checkpoint.config_is_made:
+            refuse_changed_config(directory, plan.checkpoint.config)
     if plan.checkpoint.config_is_made:
         (directory / "config.json").write_text(json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8")
     write_config(directory, plan.main_dtype)

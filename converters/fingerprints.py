@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from converters.manifest import tool_version
+from converters.rule import Rule
+
 WEIGHTS = "the weights of the source (name, size or time of change of a file)"
+RULES = "the rules of the family (the program, or a --family-file)"
 THE_REST = "the program, which lays out the same files otherwise"
 """Name of all that follows from what has a name of its own."""
 
@@ -15,6 +19,14 @@ THE_REST = "the program, which lays out the same files otherwise"
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
     """A hash of each fact, by its name; facts are what JSON can say."""
     return {name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest() for name, fact in facts.items()}
+
+
+def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
+    """Changes when another tensor, or another part of one, would be written in the place of one that is there already."""
+    digest = hashlib.sha256()
+    for rule in rules:
+        digest.update(repr(rule).encode())
+    return [tool_version(), digest.hexdigest()]
 
 
 def changed(before: object, now: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from converters.architecture import Architecture, read_architecture
 from converters.check import check_source, is_excused, stored_twice
 from converters.errors import ConversionError
-from converters.fingerprints import THE_REST, WEIGHTS, fingerprints
+from converters.fingerprints import RULES, THE_REST, WEIGHTS, fingerprint_of_rules, fingerprints
 from converters.layouts import padded_vocab_size
 from converters.logical import HuggingFaceModel, shape_of_parameter
 from converters.lora import LoraAdapter
@@ -48,9 +48,11 @@ class ImportPlan:
         missing: tensors that the source does not have, and is excused for.
         adapter: that is merged into the tensors of ``model``.
         dtype_asked: of all tensors; None keeps every tensor's own.
+        config: the parsed ``config.json`` of the source.
     """
 
     model: HuggingFaceModel
+    config: Mapping[str, Any]
     rules: tuple[Rule, ...]
     stacked: bool
     padded_vocab: int
@@ -124,7 +126,8 @@ class ImportPlan:
         return fingerprints(
             {
                 WEIGHTS: self.model.source.identity(),
-                "config.json": self.model.source.read_json("config.json"),
+                "config.json": self.config,
+                RULES: fingerprint_of_rules(self.rules),
                 "--dtype": str(self.dtype_asked),
                 "--vocab-multiple": self.padded_vocab,
                 "--allow-missing": [self.missing, self.left_out],
@@ -188,6 +191,7 @@ def plan_import(
     also_stored = stored_twice(source, architecture, allow_missing)
     return ImportPlan(
         model=model,
+        config=config,
         rules=tuple(rules),
         stacked=is_stacked(architecture),
         padded_vocab=padded_vocab_size(architecture.vocab_size, 1, vocab_multiple),

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from converters.artifacts import HF_DIRECTORY, artifacts, copy_artifacts
+from converters.artifacts import HF_DIRECTORY, artifacts, copy_artifacts, refuse_changed_config
 from converters.errors import ConversionError
 from converters.exact import cast
 from converters.import_plan import ImportPlan
@@ -27,17 +27,13 @@ from converters.staging import Staging, check_apart
 from converters.torch_dist.find import is_checkpoint
 from converters.torch_dist.items import read_item
 from converters.torch_dist.writer import ItemFile, StoredItem, finish_checkpoint, write_common
-from converters.work import Outcome, Piece, Progress, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
+from converters.work import Outcome, Piece, Progress, RunOptions, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
 
 
 def import_model(
     plan: ImportPlan,
     target: Path,
-    *,
-    workers: int = 2,
-    max_memory: int | None = None,
-    overwrite: bool = False,
-    progress: TextIO | None = None,
+    options: RunOptions = RunOptions(),  # noqa: B008  # frozen
     common_state: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Write the checkpoint that a plan describes. A run that was killed goes on where it ended.
@@ -45,10 +41,7 @@ def import_model(
     Args:
         plan: from :func:`converters.import_plan.plan_import`.
         target: directory to make.
-        workers: threads; the bytes do not depend on them.
-        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
-        overwrite: replace an existing checkpoint.
-        progress: where to say how far it is; None says nothing.
+        options: how.
         common_state: what is no tensor, for ``common.pt``; by default nothing.
 
     Raises:
@@ -56,8 +49,8 @@ def import_model(
     """
     check_apart(plan.model.source.directory, target)
     artifacts(plan.model.source.directory)  # refuses what cannot be copied at the end
-    workers = workers_within(workers, max_memory)
-    staging = Staging(target, plan.fingerprint, overwrite=overwrite, is_ours=is_checkpoint)
+    workers, progress = workers_within(options.workers, options.max_memory), options.progress
+    staging = Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint)
     try:
         total = sum(map(plan.size, plan.rules))
         shown = Progress(total, f"import {target.name}", progress)
@@ -82,6 +75,7 @@ def import_model(
         copy_artifacts(plan.model.source.directory, staging.directory / HF_DIRECTORY)
         if isinstance(plan.model.source, DequantizedSource):
             drop_quantization(staging.directory / HF_DIRECTORY)
+        refuse_changed_config(staging.directory / HF_DIRECTORY, plan.config)
         _manifest(plan, {name: digest for file in finished.values() for name, digest in file.digests.items()}, notes).write(
             staging.directory
         )

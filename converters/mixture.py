@@ -87,26 +87,26 @@ def read_mixture(
 
 def read_deepseek_mixture(
     config: Mapping[str, object],
+    num_layers: int,
     problems: list[str],
     *,
-    sparse_layers: tuple[bool, ...],
-    normalized: bool,
     score: Literal["softmax", "sigmoid"] = "sigmoid",
     best_of_group: int = 2,
     grouped: bool = True,
 ) -> MixtureOfExperts | None:
-    """The mixture of DeepSeek's models and of those that follow them: routing by groups, and shared experts without a gate.
+    """The mixture of DeepSeek's models and of those that follow them: in all but the first layers, routing by groups, and shared experts
+    without a gate.
 
     Args:
         config: flat, with the defaults of its class filled in.
+        num_layers: of the model.
         problems: what is wrong is appended here.
-        sparse_layers: for each layer, whether it has experts.
-        normalized: see :class:`MixtureOfExperts`.
         score, best_of_group, grouped: see :func:`converters.routing.read_deepseek_routing`.
 
     Returns:
         None for a model without experts.
     """
+    sparse_layers = _read_dense_first(config, num_layers, problems)
     if not any(sparse_layers):
         return None
     experts, chosen = _whole(config, "n_routed_experts", problems), _whole(config, "num_experts_per_tok", problems)
@@ -118,7 +118,7 @@ def read_deepseek_mixture(
         num_experts=experts,
         experts_per_token=chosen,
         ffn_hidden_size=width,
-        normalized=normalized,
+        normalized=bool(config.get("norm_topk_prob")),
         sparse_layers=sparse_layers,
         auxiliary_loss_coefficient=0.0,
         shared_ffn_hidden_size=width * (shared or 0),
@@ -129,7 +129,7 @@ def read_deepseek_mixture(
     )
 
 
-def read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
     """For each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
     dense = config.get("first_k_dense_replace")
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:

@@ -10,18 +10,13 @@ from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.experts import expert_index, is_expert, sequential_name
 from converters.families import family_of
+from converters.fused_norms import FUSED_NORMS
 from converters.heads import head_rules
 from converters.prediction_layers import prediction_rules, usual_name
 from converters.rule import HuggingFaceTensor, Rule
 
 _LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer\.)?)(.+)")
-# Transformer Engine keeps the norm inside the linear layer that follows it.
-_TRANSFORMER_ENGINE_NAMES = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
-}
+_PORTABLE_NAMES = {fused: norm for norm, fused in FUSED_NORMS.items()}
 
 
 def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
@@ -51,7 +46,7 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
         # prediction layers are counted on behind the others
         layer += 0 if block == "decoder" else architecture.num_layers
         rules = _layer_rules(architecture, layer)
-        suffix = sequential_name(_TRANSFORMER_ENGINE_NAMES.get(suffix, suffix))
+        suffix = sequential_name(_PORTABLE_NAMES.get(suffix, suffix))
         rule = rules.get(f"{prefix}{suffix}")
         if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
             _refuse_expert(megatron_name, architecture.mixture.num_experts)

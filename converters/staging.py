@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,9 +42,9 @@ class Staging:
         started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away for it.
     """
 
-    def __init__(self, target: Path, plan: Mapping[str, str], *, overwrite: bool = False, is_ours: Any = None) -> None:
+    def __init__(self, target: Path, plan: Mapping[str, str], *, overwrite: bool = False, is_ours: Callable[[Path], bool]) -> None:
         self.target = target
-        _check_target(target, overwrite, is_ours)
+        check_target(target, overwrite, is_ours)
         self.directory = _partial(target)
         self._lock_path = target.parent / f".{target.name}.lock"
         try:
@@ -57,7 +57,7 @@ class Staging:
             raise ConversionError(f"{self.directory} cannot be made ({error})", "choose a directory that you may write to") from error
         try:
             # another run may have made the target while this one waited for nothing but its turn
-            _check_target(target, overwrite, is_ours)
+            check_target(target, overwrite, is_ours)
             self.started_anew_because_of: list[str] = []
             self._records = self._take_up(dict(plan))
             self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
@@ -181,12 +181,22 @@ def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> N
             raise ConversionError(f"{target} and {source} overlap", "write to a directory outside the source")
 
 
-def _check_target(target: Path, overwrite: bool, is_ours: Any) -> None:
+def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Refuse a target that may not be made, or not be replaced.
+
+    Args:
+        target: directory to be.
+        overwrite: it may replace one that is there, but of no other kind.
+        is_ours: says of an existing directory, which is not empty, whether it is of that kind.
+
+    Raises:
+        ConversionError: it may not.
+    """
     if not os.path.lexists(target):
         return
     if not overwrite:
-        raise ConversionError(f"{target} exists", "choose another directory, or pass --overwrite")
-    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or (is_ours is not None and is_ours(target)))
+        raise ConversionError(f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)")
+    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or is_ours(target))
     if not ours:
         raise ConversionError(f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from converters.account import account
 from converters.check import check_source
 from converters.compare import (
     Difference,
@@ -19,7 +20,7 @@ from converters.compare import (
     value_problems,
 )
 from converters.errors import ConversionError
-from converters.export_plan import account, plan_export
+from converters.export_plan import plan_export
 from converters.exporting import export_model
 from converters.foreign.options import OpeningOptions
 from converters.import_plan import plan_import

@@ -22,6 +22,23 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a conversion is to be done; what it makes does not depend on it.
+
+    Attributes:
+        workers: threads.
+        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
+        overwrite: replace an existing checkpoint of the kind that is made.
+        progress: where to say how far it is; None says nothing.
+    """
+
+    workers: int = 2
+    max_memory: int | None = None
+    overwrite: bool = False
+    progress: TextIO | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One piece of work: its size in bytes, for the progress, and what does it."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from converters.errors import ConversionError
 from converters.families import FAMILIES
-from converters.staging import flush_to_disk, put_in_place
+from converters.staging import check_target, flush_to_disk, put_in_place
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -64,7 +64,7 @@ def write_hf(
         ConversionError: the target exists, a name comes twice, or the names are not the expected ones.
     """
     target = Path(out_dir).expanduser().absolute()
-    _check_target(target, overwrite)
+    check_target(target, overwrite, lambda directory: (directory / "config.json").is_file())
     if max_shard_bytes <= 0:
         raise ConversionError(f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,15 +150,6 @@ class _ShardWriter:
 
     def _part_path(self, number: int) -> Path:
         return self._directory / f"part-{number}.safetensors"
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise ConversionError(f"{target} exists", "choose another directory or pass overwrite=True")
-    if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        raise ConversionError(f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory")
 
 
 def _check_names(names: Collection[str], expected: Collection[str] | None) -> None:

@@ -10,7 +10,7 @@ from converters.families.base import Family
 from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES, read_features, require
 from converters.families.dense import model_rules
 from converters.families.sparse import layer_rules
-from converters.mixture import MixtureOfExperts, read_deepseek_mixture, read_dense_first
+from converters.mixture import MixtureOfExperts, read_deepseek_mixture
 
 _METHODS = ("greedy", "group_limited_greedy")
 
@@ -24,15 +24,7 @@ def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[
     method = config.get("topk_method")
     if method not in _METHODS:
         problems.append(f"topk_method = {method!r}: only {' and '.join(map(repr, _METHODS))} are supported")
-    return read_deepseek_mixture(
-        config,
-        problems,
-        sparse_layers=read_dense_first(config, num_layers, problems),
-        normalized=False,
-        score="softmax",
-        best_of_group=1,
-        grouped=method == "group_limited_greedy",
-    )
+    return read_deepseek_mixture(config, num_layers, problems, score="softmax", best_of_group=1, grouped=method == "group_limited_greedy")
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from converters import latent_attention, prediction_layers
 from converters.families.base import Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
-from converters.mixture import MixtureOfExperts, read_deepseek_mixture, read_dense_first
+from converters.mixture import MixtureOfExperts, read_deepseek_mixture
 
 NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
 
@@ -57,12 +57,7 @@ def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[
     require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
     require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
     require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
-    return read_deepseek_mixture(
-        config,
-        problems,
-        sparse_layers=read_dense_first(config, num_layers, problems),
-        normalized=bool(config.get("norm_topk_prob")),
-    )
+    return read_deepseek_mixture(config, num_layers, problems)
 
 
 FAMILY = Family(

@@ -10,7 +10,7 @@ from converters import prediction_layers
 from converters.families.base import Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
-from converters.mixture import MixtureOfExperts, read_deepseek_mixture, read_dense_first
+from converters.mixture import MixtureOfExperts, read_deepseek_mixture
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
 
@@ -28,12 +28,7 @@ def _read_features(config: Mapping[str, object]) -> Features:
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("n_shared_experts") == 0:
         problems.append("n_shared_experts = 0: transformers then has a shared expert of no width; at least 1 is needed")
-    return read_deepseek_mixture(
-        config,
-        problems,
-        sparse_layers=read_dense_first(config, num_layers, problems),
-        normalized=bool(config.get("norm_topk_prob")),
-    )
+    return read_deepseek_mixture(config, num_layers, problems)
 
 
 FAMILY = Family(

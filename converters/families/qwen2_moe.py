@@ -7,25 +7,13 @@ from functools import partial
 
 from converters.families.base import Family, Features
 from converters.families.dense import model_rules
-from converters.families.sparse import MixtureNames, layer_rules, read_sparse_layers
-from converters.mixture import MixtureOfExperts, read_mixture
+from converters.families.sparse import MixtureNames, layer_rules, read_qwen_mixture
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
 
 
 def _read_features(config: Mapping[str, object]) -> Features:
     return Features(qkv_bias=bool(config.get("qkv_bias")), attention_output_bias=False, mlp_bias=False, qk_norm=False)
-
-
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    return read_mixture(
-        config,
-        problems,
-        width_key="moe_intermediate_size",
-        normalized=bool(config.get("norm_topk_prob")),
-        sparse_layers=read_sparse_layers(config, num_layers, problems),
-        shared_width_key="shared_expert_intermediate_size",
-    )
 
 
 FAMILY = Family(
@@ -54,5 +42,5 @@ FAMILY = Family(
     read_features=_read_features,
     model_rules=model_rules,
     layer_rules=partial(layer_rules, names=_NAMES),
-    read_mixture=_read_mixture,
+    read_mixture=partial(read_qwen_mixture, shared_width_key="shared_expert_intermediate_size"),
 )

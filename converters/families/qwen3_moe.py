@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from converters.families.base import Family
 from converters.families.dense import model_rules
 from converters.families.qwen3 import read_features
-from converters.families.sparse import MixtureNames, layer_rules, read_sparse_layers
-from converters.mixture import MixtureOfExperts, read_mixture
+from converters.families.sparse import MixtureNames, layer_rules, read_qwen_mixture
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
-
-
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    return read_mixture(
-        config,
-        problems,
-        width_key="moe_intermediate_size",
-        normalized=bool(config.get("norm_topk_prob")),
-        sparse_layers=read_sparse_layers(config, num_layers, problems),
-    )
 
 
 FAMILY = Family(
@@ -49,6 +37,6 @@ FAMILY = Family(
     read_features=read_features,
     model_rules=model_rules,
     layer_rules=partial(layer_rules, names=_NAMES),
-    read_mixture=_read_mixture,
+    read_mixture=read_qwen_mixture,
     has_uniform_window=True,
 )

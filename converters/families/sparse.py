@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.families import dense
-from converters.mixture import MixtureOfExperts
+from converters.mixture import MixtureOfExperts, read_mixture
 from converters.rule import HuggingFaceTensor, Kind, Place, Rule
 
 if TYPE_CHECKING:
@@ -37,7 +37,21 @@ class MixtureNames:
     router: str = "gate"
 
 
-def read_sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+def read_qwen_mixture(
+    config: Mapping[str, object], num_layers: int, problems: list[str], *, shared_width_key: str | None = None
+) -> MixtureOfExperts | None:
+    """The mixture of Qwen2-MoE and Qwen3-MoE; arguments as of :func:`converters.mixture.read_mixture`."""
+    return read_mixture(
+        config,
+        problems,
+        width_key="moe_intermediate_size",
+        normalized=bool(config.get("norm_topk_prob")),
+        sparse_layers=_read_sparse_layers(config, num_layers, problems),
+        shared_width_key=shared_width_key,
+    )
+
+
+def _read_sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
     """For each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to ``problems``.
 
     Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero) names it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -13,24 +12,20 @@ from converters.foreign.arguments import RELEASE, further_flags, megatron_lm_sta
 from converters.import_plan import ImportPlan
 from converters.importing import import_model
 from converters.torch_dist.find import TRACKER_FILE
-from converters.work import Outcome
+from converters.work import Outcome, RunOptions
 
 
 def import_for_megatron_lm(
     plan: ImportPlan,
     target: Path,
-    *,
-    workers: int = 2,
-    max_memory: int | None = None,
-    overwrite: bool = False,
-    progress: TextIO | None = None,
+    options: RunOptions = RunOptions(),  # noqa: B008  # frozen
 ) -> Outcome:
     """Write the checkpoint that a plan describes to ``target/release``, with the arguments of Megatron-LM.
 
     The notes of the outcome say which flags a run needs beside ``--load`` and ``--use-checkpoint-args``.
 
     Args:
-        plan, workers, max_memory, overwrite, progress: as for :func:`converters.importing.import_model`.
+        plan, options: as for :func:`converters.importing.import_model`.
         target: directory to make, or one that holds such a checkpoint.
 
     Raises:
@@ -40,15 +35,7 @@ def import_for_megatron_lm(
     # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet
     write_tracker(target)
     try:
-        outcome = import_model(
-            plan,
-            target / RELEASE,
-            workers=workers,
-            max_memory=max_memory,
-            overwrite=overwrite,
-            progress=progress,
-            common_state=state,
-        )
+        outcome = import_model(plan, target / RELEASE, options, common_state=state)
     except Exception:
         if not (target / RELEASE).exists():
             (target / TRACKER_FILE).unlink(missing_ok=True)

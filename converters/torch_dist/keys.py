@@ -12,17 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from converters.architecture import Architecture
+from converters.fused_norms import fused_norms
 from converters.rule import Rule
 
 _LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
 _PREDICTION_LAYER = re.compile(r"(mtp\.layers\.(0|[1-9]\d*)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(0|[1-9]\d*)\.(.+)")
-_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-_INSIDE_ATTENTION, _INSIDE_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
-_LATENT_NORMS = {
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
 _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.")
 
 
@@ -70,14 +65,8 @@ def _place_in_layer(
         assert architecture.mixture is not None
         suffix = f"mlp.experts.experts.{expert.group(2)}"
         return StoredPlace(prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts))
-    if architecture.latent_attention is not None:
-        # nothing is fused with the norm before the first projections
-        suffix = _LATENT_NORMS.get(suffix, suffix)
-    elif suffix == _NORM_BEFORE_ATTENTION:
-        suffix = _INSIDE_ATTENTION
-    if suffix == _NORM_BEFORE_MLP and not architecture.is_sparse(layer):
-        suffix = _INSIDE_MLP
-    return StoredPlace(prefix + suffix, index, grid)
+    fused = fused_norms(latent=architecture.latent_attention is not None, sparse=architecture.is_sparse(layer))
+    return StoredPlace(prefix + fused.get(suffix, suffix), index, grid)
 
 
 def extra_state_keys(place: StoredPlace) -> Iterator[str]:

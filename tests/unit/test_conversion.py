@@ -21,7 +21,7 @@ from converters.opening import open_megatron
 from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
-from converters.work import Outcome
+from converters.work import Outcome, RunOptions
 from tests.choice import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
 
@@ -36,11 +36,11 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bring_in(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> Outcome:
-    return import_model(plan_import(open_source(source), **(plan_options or {})), target, **options)
+    return import_model(plan_import(open_source(source), **(plan_options or {})), target, RunOptions(**options))
 
 
 def bring_out(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> Outcome:
-    return export_model(plan_export(open_megatron(source), **(plan_options or {})), target, **options)
+    return export_model(plan_export(open_megatron(source), **(plan_options or {})), target, RunOptions(**options))
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -25,6 +25,7 @@ from converters.rules import all_rules, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
+from converters.work import RunOptions
 from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
 from tests.choice import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
@@ -113,13 +114,13 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(TensorHashes, "update", dying)
-        export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back", workers=1)
+        export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back", RunOptions(workers=1))
     file = tmp_path / ".back.partial" / "model.safetensors"
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
     data[8 + length + json.loads(data[8 : 8 + length])[f"{BLOCK}gate_up_proj"]["data_offsets"][0] + 41] ^= 1
     file.write_bytes(data)
-    outcome = export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back", workers=1)
+    outcome = export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back", RunOptions(workers=1))
     assert outcome.resumed > 0
     expected, back = stored_tensors(tmp_path / "expected"), stored_tensors(tmp_path / "back")
     assert back.keys() == expected.keys() and all(torch.equal(back[name], tensor) for name, tensor in expected.items())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from converters import exporting, import_plan, importing
+from converters.errors import ConversionError
 from converters.export_plan import plan_export
 from converters.exporting import export_model
 from converters.import_plan import plan_import
@@ -21,7 +22,7 @@ from converters.importing import import_model
 from converters.opening import open_megatron
 from converters.source import open_source
 from converters.verify import open_any, verify
-from converters.work import Outcome
+from converters.work import Outcome, RunOptions
 from tests.unit.converters_tiny import save_tiny
 
 
@@ -45,11 +46,11 @@ def hf(tmp_path: Path) -> Path:
 
 
 def bring_in(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> Outcome:
-    return import_model(plan_import(open_source(source), **plan_options), target, progress=progress)
+    return import_model(plan_import(open_source(source), **plan_options), target, RunOptions(progress=progress))
 
 
 def bring_out(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> Outcome:
-    return export_model(plan_export(open_megatron(source), **plan_options), target, progress=progress)
+    return export_model(plan_export(open_megatron(source), **plan_options), target, RunOptions(progress=progress))
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
@@ -121,6 +122,22 @@ def test_what_decides_nothing_starts_nothing_anew(direction: str, hf: Path, tmp_
     outcome = run("out")
     assert outcome.resumed == outcome.size and "started_anew_because_of" not in outcome.notes
     assert any(path.name == "tokenizer_config.json" for path in (tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("direction", ["import", "export"])
+def test_a_config_that_changes_meanwhile_is_not_copied(direction: str, hf: Path, tmp_path: Path) -> None:
+    bring_in(hf, tmp_path / "mcore")
+    if direction == "import":
+        plan = plan_import(open_source(hf))
+        another_epsilon(hf)
+        with pytest.raises(ConversionError, match=r"config\.json was changed while the weights were converted"):
+            import_model(plan, tmp_path / "out")
+    else:
+        checkpoint = plan_export(open_megatron(tmp_path / "mcore"))
+        another_epsilon(tmp_path / "mcore" / "huggingface")
+        with pytest.raises(ConversionError, match=r"config\.json was changed while the weights were converted"):
+            export_model(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])

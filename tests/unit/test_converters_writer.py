@@ -121,7 +121,7 @@ def test_files_are_as_open_as_the_umask_allows(tmp_path: Path) -> None:
 def test_an_existing_target_is_refused_or_replaced(tmp_path: Path) -> None:
     config, target = tiny_config("llama"), tmp_path / "out"
     write_hf([("a", torch.zeros(2))], target, config)
-    with pytest.raises(ConversionError, match=r"exists\. Fix: choose another directory or pass overwrite=True"):
+    with pytest.raises(ConversionError, match=r"exists\. Fix: choose another directory, or overwrite it"):
         write_hf([("b", torch.ones(2))], target, config)
     assert open_source(target).names() == ["a"]
     write_hf([("b", torch.ones(2))], target, config, overwrite=True)

@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from converters import families, family_file
+from converters import families, family_file, importing
 from converters.architecture import read_architecture
 from converters.command import main
 from converters.errors import ConversionError
 from converters.families import family_of
 from converters.family_file import load_family_file
+from converters.fingerprints import RULES
+from converters.import_plan import plan_import
+from converters.importing import import_model
 from converters.rules import forget_rules
 from converters.selftest import Finding, selftest
 from converters.selftest_command import selftest_of
 from converters.selftest_models import save_random, tiny_config
+from converters.source import open_source
 
 # the example that users are shown
 EXAMPLE = textwrap.dedent((family_file.__doc__ or "").partition("::\n\n")[2].partition("\n``megarl")[0])
@@ -99,6 +103,21 @@ def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.Capture
         assert main([*argv, "--family-file", file]) == 0, argv
     assert "model.layers.2.ffn.up_proj.weight" in (Path(back) / "conversion.json").read_text()
     assert "my_family" in {family["model_type"] for family in facts(capsys, "families", "--family-file", file)[1]["families"]}
+
+
+def test_unfinished_work_of_other_rules_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and shapes are the same whichever of gate and up comes first."""
+    family = load_family_file(written(tmp_path, EXAMPLE))
+    config = tiny_config(family)
+    save_random(tmp_path / "hf", config, family, read_architecture(config))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(importing, "finish_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        import_model(plan_import(open_source(tmp_path / "hf")), tmp_path / "mcore")
+    turned = "tuple(replace(rule, parts=rule.parts[::-1]) if rule.kind == 'gated' else rule for rule in layer_rules(architecture, layer))"
+    mended = f"FAMILY = replace(FAMILY, layer_rules=lambda architecture, layer: {turned})\n"
+    load_family_file(written(tmp_path, EXAMPLE + mended))
+    outcome = import_model(plan_import(open_source(tmp_path / "hf")), tmp_path / "mcore")
+    assert outcome.resumed == 0 and outcome.notes["started_anew_because_of"] == [RULES]
 
 
 def test_a_family_that_transformers_knows(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from converters.fused_norms import fused_norms
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
@@ -165,14 +166,9 @@ def _latent_attention() -> ModuleSpec:
 def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
     """One layer, ``sparse`` with experts. Without Transformer Engine experts run one after another."""
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's; nothing is fused with the
-    # norm in front of experts
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    if sparse:
-        del names["pre_mlp_layernorm."]
-    if config.multi_latent_attention:
-        del names["input_layernorm."]
-        names |= {f"self_attention.{norm}_layernorm.": f"self_attention.linear_{norm}_up_proj.layer_norm_" for norm in ("q", "kv")}
+    # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's
+    fused = fused_norms(latent=config.multi_latent_attention, sparse=sparse)
+    names = {norm.removesuffix("weight"): inside.removesuffix("weight") for norm, inside in fused.items()}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
