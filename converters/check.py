@@ -10,6 +10,7 @@ import torch
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
+from converters.formulas import formula_of
 from converters.prediction_layers import copies
 from converters.rules import hf_tensors
 from converters.source import HuggingFaceSource
@@ -64,7 +65,7 @@ def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accou
             # A stack of experts holds many tensors; what is wrong with it is said once.
             if place.name not in accounted:
                 accounted.add(place.name)
-                problems += _tensor_problems(source, place.name, place.shape)
+                problems += _tensor_problems(source, architecture, place.name, place.shape)
     return problems
 
 
@@ -75,7 +76,7 @@ def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, acc
         if name in accounted or _IGNORABLE.fullmatch(name) or is_excused([name], excused):
             continue
         if name in repeated_tensors(architecture):
-            problems += _tensor_problems(source, name, (architecture.vocab_size, architecture.hidden_size))
+            problems += _tensor_problems(source, architecture, name, (architecture.vocab_size, architecture.hidden_size))
         else:
             problems.append(f"unknown: {name} {list(source.shape(name))}")
     return problems
@@ -114,10 +115,11 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _tensor_problems(source: HuggingFaceSource, name: str, shape: tuple[int, ...]) -> list[str]:
+def _tensor_problems(source: HuggingFaceSource, architecture: Architecture, name: str, shape: tuple[int, ...]) -> list[str]:
     problems = []
     if source.shape(name) != shape:
-        problems.append(f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)}")
+        formula = formula_of(name, shape, architecture)
+        problems.append(f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)} = {formula}")
     dtype = source.dtype(name)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         problems.append(f"dtype: {name} is {dtype}; quantised weights have to be dequantised first")

@@ -13,6 +13,7 @@ from torch import Tensor
 from converters.architecture import Architecture
 from converters.boxes import Box, whole
 from converters.errors import ConversionError
+from converters.formulas import formula_of_parameter
 from converters.layouts import runs_of
 from converters.places import locate, read_part
 from converters.rule import HuggingFaceTensor, Kind, Place, Rule
@@ -136,8 +137,9 @@ class MegatronModel:
         fits = own[1:] == expected[1:] and (own[:1] >= expected[:1] if rule.kind is Kind.VOCAB else own == expected)
         if grid != place.grid or not fits:
             raise ConversionError(
-                f"{place.key} has shape {list(shape)}, but the config asks for {[*place.grid, *expected]}",
-                "use the config that belongs to these weights",
+                f"{place.key} has shape {list(shape)}, but the config asks for {[*place.grid, *expected]}, the last "
+                f"{len(expected)} of them {formula_of_parameter(rule, self.architecture)}",
+                "use the config that belongs to these weights (--hf-config DIRECTORY)",
             )
         return own
 

@@ -168,7 +168,7 @@ def test_what_is_wrong_with_stacks_is_reported_at_once(tmp_path: Path) -> None:
         check_source(source, architecture)
     assert sorted(caught.value.details) == [
         "missing: model.layers.2.mlp.gate.weight [7, 42]",
-        f"shape: {block}down_proj is [7, 22, 42], config.json asks for [7, 42, 22]",
+        f"shape: {block}down_proj is [7, 22, 42], config.json asks for [7, 42, 22] = [num_experts, hidden_size, moe_intermediate_size]",
         f"stored more than once: {block}6.up_proj.weight, {block}gate_up_proj",
         "unknown: model.layers.0.mlp.experts.7.up_proj.weight [22, 42]",
         "unknown: model.layers.1.mlp.gate.weight [7, 42]",

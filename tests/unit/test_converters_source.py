@@ -196,7 +196,7 @@ def test_every_mismatch_is_reported_at_once(tmp_path: Path) -> None:
         "dtype: model.layers.1.mlp.gate_proj.weight is torch.float8_e4m3fn; quantised weights have to be dequantised first",
         "missing: lm_head.weight [101, 42]",
         "missing: model.layers.2.mlp.up_proj.weight [52, 42]",
-        "shape: model.norm.weight is [41], config.json asks for [42]",
+        "shape: model.norm.weight is [41], config.json asks for [42] = [hidden_size]",
         "unknown: model.layers.0.self_attn.o_proj.bias [42]",
         "unknown: model.layers.3.mlp.up_proj.weight [52, 42]",
     ]
