@@ -18,10 +18,11 @@ from torch import Tensor
 
 from converters.architecture import Architecture
 from converters.errors import ConversionError
-from converters.lora_config import CONFIG_FILE, LoraConfig, read_lora_config
+from converters.lora_config import LoraConfig, read_lora_config
 from converters.rule import HuggingFaceTensor, Place
 from converters.rules import hf_tensors
 from converters.safetensors_file import SafetensorsFile
+from converters.source import ADAPTER_CONFIG
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -64,7 +65,7 @@ class LoraAdapter:
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = directory
         self._file = SafetensorsFile(_weights_of(directory))
-        self._config = read_lora_config(directory / CONFIG_FILE, _read_json(directory / CONFIG_FILE))
+        self._config = read_lora_config(directory / ADAPTER_CONFIG, _read_json(directory / ADAPTER_CONFIG))
         self._base: dict[str, str] = {}
         self._factors = self._fit({tensor.name: tensor for tensor in hf_tensors(architecture)}, architecture.tied_embeddings)
 
@@ -82,7 +83,7 @@ class LoraAdapter:
 
     def identity(self) -> list[list[str | int]]:
         """Changes when its files do."""
-        files = [self.directory / CONFIG_FILE, self._file.path]
+        files = [self.directory / ADAPTER_CONFIG, self._file.path]
         return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -244,7 +245,7 @@ def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], foun
 
 def _weights_of(directory: Path) -> Path:
     if not directory.is_dir():
-        raise ConversionError(f"{directory} is no directory", f"give the directory of a PEFT adapter, with {CONFIG_FILE}")
+        raise ConversionError(f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}")
     if not (directory / WEIGHTS_FILE).is_file():
         others = sorted(path.name for path in directory.glob("adapter_model.*"))
         raise ConversionError(

@@ -11,7 +11,6 @@ from typing import Any
 
 from converters.errors import ConversionError
 
-CONFIG_FILE = "adapter_config.json"
 # about training, about where the adapter comes from, or the choice of modules, which the adapter's own tensors show
 _INERT = frozenset(
     {

@@ -17,6 +17,7 @@ from converters.json_file import read_json_object
 from converters.open_files import OpenFiles
 from converters.safetensors_file import SafetensorsFile
 
+ADAPTER_CONFIG = "adapter_config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Weights, configs and tokenizers at the top level of a repository, and chat templates; no pickles, no code, no second copies.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
@@ -169,6 +170,12 @@ class HuggingFaceSource:
         """File name by tensor name."""
         if not self.directory.is_dir():
             raise ConversionError(f"model directory {str(self.directory)!r} does not exist", "give an existing directory or a hub id")
+        if (self.directory / ADAPTER_CONFIG).exists():
+            # transformers would look for the base model elsewhere, and apply the adapter
+            raise ConversionError(
+                f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
+                "give the directory of the base model, and with --lora that of the adapter",
+            )
         if (self.directory / _SINGLE).exists():
             return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
         index = self.read_json(_INDEX)

@@ -9,7 +9,7 @@ from converters.foreign.master_weights import with_master_weights
 from converters.foreign.options import MASTER_WEIGHTS, OpeningOptions
 from converters.foreign.run_config import find_run_config, read_model_section
 from converters.foreign.settings import ForeignSettings, settings_from_arguments, settings_from_provider, with_rope_factor
-from converters.foreign.view import CanonicalTensors, without_prefix
+from converters.foreign.view import CanonicalTensors, refuse_adapters, without_prefix
 from converters.rules import all_rules
 from converters.torch_dist.keys import stored_place
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
@@ -41,8 +41,9 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
         weights: see :class:`converters.foreign.options.OpeningOptions`.
 
     Raises:
-        ConversionError: there is not one model in it, or there are no such weights.
+        ConversionError: there is not one model in it, there are adapters beside it, or there are no such weights.
     """
+    refuse_adapters(checkpoint)
     return without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
 
 

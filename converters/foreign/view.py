@@ -17,15 +17,12 @@ from torch import Tensor
 
 from converters.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
+from converters.fused_norms import FUSED_NORMS
 from converters.torch_dist.reader import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
-_NORMS = (
-    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-    ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
-    ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
-)
+# what Megatron-Bridge puts beside a linear layer, and where it then keeps the layer itself
+_ADAPTER = re.compile(r"(^|\.)(adapter\.(adapter_\w+\.)?linear_(in|out)\.|to_wrap\.|lora_[AB]\b)")
 _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias))")
 
 
@@ -154,6 +151,21 @@ class RenamedTensors:
         return self._tensors.is_saved(self._names[key], box)
 
 
+def refuse_adapters(tensors: StoredTensors) -> None:
+    """Refuse a checkpoint of LoRA training, whose adapters Megatron-Bridge keeps beside the weights that they change.
+
+    Raises:
+        ConversionError: there are adapters.
+    """
+    found = [key for key in tensors if _ADAPTER.search(key) and not key.startswith("optimizer.")]
+    if found:
+        raise ConversionError(
+            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first {found[0]}): they are neither "
+            "merged nor written as a PEFT adapter here",
+            "let the trainer merge them or save them as a PEFT adapter; export takes that with --lora",
+        )
+
+
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
     """The tensors without what stands before every key of the model (``model.``, ``module.``). Other keys, of optimizers, stay as they are.
 
@@ -190,7 +202,7 @@ def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | N
 
 def _other_norms(key: str) -> Iterator[str]:
     """Other names of a norm."""
-    for one, other in _NORMS:
+    for one, other in FUSED_NORMS.items():
         for name, instead in ((one, other), (other, one)):
             if key.endswith(f".{name}"):
                 yield key.removesuffix(name) + instead

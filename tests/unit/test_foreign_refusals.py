@@ -177,8 +177,16 @@ def test_damaged_descriptions_are_refused(case: str, tmp_path: Path) -> None:
             "missing: decoder.layers.mlp.linear_fc2",
         ),
         (lambda tensors: {key: value for key, value in tensors.items() if "embedding" not in key}, "has no embedding.word_embeddings"),
+        (
+            lambda tensors: tensors | {"decoder.layers.mlp.linear_fc2.adapter.linear_in.weight": torch.zeros(3, 4, 52)},
+            r"holds the LoRA adapters of its trainer \(1 tensors, the first decoder\.layers\.mlp\.linear_fc2\.adapter.* neither merged",
+        ),
+        (
+            lambda tensors: {"decoder.layers.self_attention.linear_qkv.adapter.adapter_q.linear_out.weight": torch.zeros(3, 60, 4)},
+            "holds the LoRA adapters",
+        ),
     ],
-    ids=["unknown", "twice", "two models", "missing", "no embedding"],
+    ids=["unknown", "twice", "two models", "missing", "no embedding", "adapters beside the model", "adapters alone"],
 )
 def test_tensors_are_accounted_for(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "run", change(tensors_of("llama", tmp_path)), arguments_for("llama"))

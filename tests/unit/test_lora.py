@@ -231,6 +231,19 @@ def test_directories_that_are_no_adapters(trained: Path, tmp_path: Path, capsys:
     assert "is no JSON object" in refused(trained, directory, tmp_path, capsys)
 
 
+def test_an_adapter_is_no_model(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is a model beside which one lies: transformers would apply it."""
+    for command in ("import", "inspect", "verify"):
+        capsys.readouterr()
+        assert main([command, str(trained / "adapter"), *([str(tmp_path / "out")] if command == "import" else [])]) == 2
+        said = capsys.readouterr().err
+        assert "holds a PEFT adapter (adapter_config.json). Fix: give the directory of the base model, and with --lora" in said
+    save_tiny(tmp_path / "both", "qwen2")
+    (tmp_path / "both" / "adapter_config.json").write_text("{}")
+    assert main(["import", str(tmp_path / "both"), str(tmp_path / "out")]) == 2
+    assert "holds a PEFT adapter" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_a_tied_embedding_and_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "hf", "llama")
     directory = adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=["embed_tokens"])
