@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -214,6 +215,14 @@ def test_wrong_arguments(
 )
 def test_sizes(text: str, size: int) -> None:
     assert read_size(text) == size
+
+
+def test_the_support_table_names_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("| family, with its `model_type`")[2].partition("\n\n")[0]
+    assert main(["families"]) == 0
+    families = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families) and len(families) == 11
 
 
 def test_both_names_of_the_command(tmp_path: Path) -> None:
