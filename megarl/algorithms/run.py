@@ -30,7 +30,7 @@ from megarl.data.tokenization import get_tokenizer
 from megarl.environments.rewards import get_reward
 from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
-from megarl.observe.launches import recorded_launch
+from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
@@ -91,7 +91,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         schedule = _schedule(config, len(train_data))
         sampler = _sampler(config, train_data, start)
-        stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
+        outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
         policy = (make_policy or start_policy)(config, tokenizer, start, stack)
         refit = start_engines(config, policy, stack)
@@ -109,6 +109,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         if config["checkpointing"]["export_hf"]:
             _export(policy, run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}", reporting.console)
         reporting.console.finish()
+        outcome.text = FINISHED
     return 0
 
 

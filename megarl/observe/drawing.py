@@ -76,7 +76,7 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
         low, high = axes.dataLim.intervalx
         if high - low < 1:
             axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -100,9 +100,14 @@ def phase_names(series: Mapping[str, Series]) -> list[str]:
     return sorted(names, key=lambda name: -sum(series[name].values))
 
 
+def phase_title(name: str) -> str:
+    """``timing/reference_logprobs_s`` in words."""
+    return name.removeprefix("timing/").removesuffix("_s").replace("_", " ")
+
+
 def draw_phases(axes: Axes, series: Mapping[str, Series]) -> None:
     """Seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is ``other``."""
-    total, phases = series.get(STEP), {name[len("timing/") : -2]: series[name] for name in phase_names(series)}
+    total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
     steps = sorted({step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ()))
     heights = {name: phase.on(steps) for name, phase in phases.items()}
     covered = [sum(column) for column in zip(*heights.values(), strict=True)]

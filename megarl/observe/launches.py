@@ -48,18 +48,31 @@ class Launch:
     outcome: str | None = None
 
 
+@dataclass
+class Outcome:
+    """How a launch will be said to have ended, unless an error ends it."""
+
+    text: str = "stopped before its last step"
+
+
 @contextmanager
-def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[None]:
-    """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the record, not the run."""
+def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[Outcome]:
+    """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the record, not the run.
+
+    Yields:
+        What will be written: whoever reaches the last step sets it to ``FINISHED``.
+    """
     path = run_dir / FILE_NAME
     start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
     _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
+    outcome = Outcome()
     try:
-        yield
+        yield outcome
     except BaseException as error:
-        _append(path, {"end": time.time(), "outcome": _reason(error)})
+        outcome.text = _reason(error)
         raise
-    _append(path, {"end": time.time(), "outcome": FINISHED})
+    finally:
+        _append(path, {"end": time.time(), "outcome": outcome.text})
 
 
 def read_launches(run_dir: Path) -> list[Launch]:

@@ -19,6 +19,7 @@ from megarl.observe.drawing import (
     finish_axes,
     marker_of,
     phase_names,
+    phase_title,
 )
 from megarl.observe.series import Series, running_mean, smoothing_window, thinned
 from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, THROUGHPUT_NAMES
@@ -190,7 +191,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     left = [0.0] * len(runs)
     for colour, name in zip(cycled_colours(len(names)), names, strict=True):
         widths = [sum(series[name].values) / count if name in series else 0.0 for series, count in zip(runs.values(), counts, strict=True)]
-        axes.barh(positions, widths, left=left, color=colour, height=0.6, label=name[len("timing/") : -2])
+        axes.barh(positions, widths, left=left, color=colour, height=0.6, label=phase_title(name))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     whole = [
         sum(series[STEP].values) / count if STEP in series else end for series, count, end in zip(runs.values(), counts, left, strict=True)
@@ -198,7 +199,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     rest = [max(total - end, 0.0) for total, end in zip(whole, left, strict=True)]
     axes.barh(positions, rest, left=left, color=OTHER_COLOUR, height=0.6, label="other")
     for position, total in zip(positions, whole, strict=True):
-        axes.annotate(f" {total:.3g} s", (total, position), va="center", fontsize=10)
+        axes.annotate(f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(list(positions), list(runs))
     axes.invert_yaxis()
     axes.set_xlabel("seconds a step, mean of all steps", fontsize=11)

@@ -187,10 +187,12 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
             return "elsewhere", f"{owner}, which cannot be seen from this host"
         return "running", str(owner)
     reached = not launches and owner is None and total is not None and step >= total  # a run from before launches were written down
-    if reached or (launches and launches[-1].outcome == FINISHED):
+    # An owner that no launch tells of was killed before its first step could begin; what an earlier launch said is not about it.
+    told = launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
+    if reached or told == FINISHED:
         return "finished", f"all {total} steps"
-    if launches and launches[-1].outcome is not None:
-        return "ended", f"{launches[-1].outcome}; {again}"
+    if told is not None:
+        return "ended", f"{told}; {again}"
     if owner is not None or launches:
         return "killed", f"{owner or f'process {launches[-1].process} on host {launches[-1].host}'} left without a word; {again}"
     if step:

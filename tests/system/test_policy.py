@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -64,6 +65,15 @@ def test_training_reports_the_true_loss_and_leaves_the_reference_alone(policy: P
     policy.prepare_for_lp_inference()
     assert not torch.equal(policy.get_logprobs(batch)["logprobs"], before)
     assert torch.equal(policy.get_reference_policy_logprobs(batch)["reference_logprobs"], before)
+
+
+def test_memory_is_that_of_the_fullest_worker(policy: Policy) -> None:
+    processes = [int(identity.rpartition("-")[2]) for identity in policy._results("report_device_id")]
+    resident = [psutil.Process(process).memory_info().rss for process in processes]
+    assert len(set(processes)) == 4
+    figures = policy.memory_figures()
+    assert figures["memory_gib"] == pytest.approx(max(resident) / 2**30, rel=0.1)
+    assert figures["memory_gib"] <= figures["peak_memory_gib"] < 16
 
 
 def test_checkpoint_round_trip_on_live_workers(policy: Policy, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import main
 from megarl.errors import DataError
-from megarl.observe.launches import Launch, read_launches, recorded_launch
+from megarl.observe.launches import FINISHED, Launch, read_launches, recorded_launch
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import render, sparkline
 from tests.unit.runs import TOTAL, add_checkpoint, make_run
@@ -64,6 +64,19 @@ def test_a_running_run_is_seen_alive_then_killed(tmp_path: Path) -> None:
     assert "ETA" not in shown(tmp_path) and "of training left" in shown(tmp_path)
 
 
+def test_what_an_earlier_launch_said_is_not_about_a_later_one(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(SystemExit), recorded_launch(tmp_path, 0, TOTAL):
+        raise SystemExit(75)
+    assert read_run_state(tmp_path).state == "ended"
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    process.kill()
+    process.communicate()
+    state = read_run_state(tmp_path)
+    assert state.state == "killed" and f"process {process.pid}" in state.reason
+
+
 def test_looking_never_keeps_a_run_from_starting(tmp_path: Path) -> None:
     make_run(tmp_path)
     with RunLock(tmp_path):
@@ -100,15 +113,19 @@ def test_launches_are_counted_and_say_how_they_ended(tmp_path: Path) -> None:
         raise DataError("the file\nis gone")
     with (tmp_path / "launches.jsonl").open("a") as stream:
         stream.write('{"start": 12')
-    with recorded_launch(tmp_path, 30, 50):
+    with recorded_launch(tmp_path, 25, 50):
+        pass  # asked to stop, it leaves without an error and without having reached its last step
+    with recorded_launch(tmp_path, 30, 50) as outcome:
         assert read_launches(tmp_path)[-1].end is None
+        outcome.text = FINISHED
     launches = read_launches(tmp_path)
-    assert [launch.first_step for launch in launches] == [0, 10, 20, 30]
-    assert [launch.outcome for launch in launches] == ["exit code 75", "interrupted", "DataError: the file", "finished"]
+    assert [launch.first_step for launch in launches] == [0, 10, 20, 25, 30]
+    reasons = ["exit code 75", "interrupted", "DataError: the file", "stopped before its last step", "finished"]
+    assert [launch.outcome for launch in launches] == reasons
     assert all(isinstance(launch, Launch) and launch.start <= (launch.end or 0) <= time.time() for launch in launches)
     make_run(tmp_path)
     state = read_run_state(tmp_path)
-    assert state.state == "finished" and state.total_steps == 50 and "restarts    3; the last from step 30" in shown(tmp_path)
+    assert state.state == "finished" and state.total_steps == 50 and "restarts    4; the last from step 30" in shown(tmp_path)
 
 
 def test_a_run_that_cannot_write_its_record_goes_on(tmp_path: Path) -> None:
