@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from converters.architecture import read_architecture
 from converters.artifacts import read_config
 from converters.command import main
+from converters.joined import join
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
 from tests.choice import newest_megatron
@@ -89,6 +93,73 @@ def save_as_megatron_lm(
     weights = jobs.full_weights(worker)
     worker.backend.close()
     return weights
+
+
+def provider_of(model: Any) -> dict[str, Any]:
+    """What Megatron-Bridge writes of a model: every field of Megatron-Core's own configuration, and the arguments of GPTModel."""
+
+    def said(value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return [said(one) for one in value]
+        name = getattr(value, "__qualname__", None) or getattr(value, "name", None) or type(value).__qualname__
+        return {"_call_": False, "_target_": f"{getattr(value, '__module__', None) or 'torch'}.{name}"}
+
+    fields = {field.name: getattr(model.config, field.name) for field in dataclasses.fields(model.config)}
+    fields |= {name: value for name, value in vars(model.config).items() if name.startswith("yarn_")}
+    own = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights", "vocab_size")
+    fields |= {name: getattr(model, name) for name in own if hasattr(model, name)}
+    return {"_target_": "some.Provider", "seq_length": model.max_sequence_length, **{name: said(value) for name, value in fields.items()}}
+
+
+def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str, torch.Tensor]:
+    """Train for a step, save as Megatron-Bridge does, and give the weights that the worker has then."""
+    from megarl.models.megatron import checkpoint
+    from megarl.models.megatron.cuda_redirect import cuda_literals
+
+    worker = jobs.build(config, init_reference_model=False)
+    worker.train(data=jobs.my_share(worker, make_batch(rows=8, length=12, seed=1), 8), loss_fn=NLLLoss())
+    model = worker.backend.chunks[0].module
+    if torch.distributed.get_rank() == 0:
+        Path(target).mkdir(parents=True)
+        (Path(target) / "run_config.yaml").write_text(yaml.safe_dump({"model": provider_of(model)}))
+    torch.distributed.barrier()
+    with cuda_literals():
+        checkpoint._save(model.sharded_state_dict(metadata={}), Path(target))
+    weights = jobs.full_weights(worker)
+    worker.backend.close()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("glm4_moe", {"ep": 2}),
+        ("gpt_oss", {"tp": 2, "sp": True, "multiple": 2}),
+    ],
+)
+def test_a_config_that_is_given_agrees_with_what_megatron_core_computed_with(
+    family: str, layout: dict[str, Any], pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Families of which no config is made: that of the user is held against every setting of the model that was saved."""
+    model = make_tiny(tmp_path / "hf", family, tied=False, seed=3)
+    source = tmp_path / "run" / "iter_0000001"
+    config = policy_config(model, precision="bfloat16", lr=1e-2, **layout)
+    weights = pool.run(2 if layout else 1, save_as_megatron_bridge, config, str(source))[0]
+    assert main(["export", str(source), str(tmp_path / "out"), "--eos-token-id", "2"]) == 2
+    assert "pass --hf-config DIRECTORY" in capsys.readouterr().err
+    assert main(["export", str(source), str(tmp_path / "out"), "--hf-config", str(model)]) == 0, capsys.readouterr().err
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    stored = dict(join(weights.items(), read_architecture(read_config(model))))
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
+    other = {**read_config(model), "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 9001.0}}
+    (model / "config.json").write_text(json.dumps(other))
+    assert main(["export", str(source), str(tmp_path / "other"), "--hf-config", str(model)]) == 2
+    said = capsys.readouterr().err
+    assert "moe_router_topk = " in said and "rotary_base = " in said and not (tmp_path / "other").exists()
 
 
 OPTIMIZER = {"distrib_optim_sharding_type": "fully_reshardable"}
