@@ -34,6 +34,12 @@ def pairs_covered(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return chosen
 
 
+def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Few rows of the product of ``axes``, as many as the longest has values: each value of each axis stands in one of them at least."""
+    values = [tuple(axis) for axis in axes]
+    return [tuple(axis[number % len(axis)] for axis in values) for number in range(max(map(len, values)))]
+
+
 def rest_is_slow(chosen: Iterable[tuple[Any, ...]], everything: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Parameters for ``pytest.mark.parametrize``: ``everything``, of which all that is not ``chosen`` is slow.
 

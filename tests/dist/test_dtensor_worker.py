@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
+from tests.choice import each_value, rest_is_slow
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
@@ -22,6 +25,13 @@ from tests.models import policy_config
 
 BATCHES = [make_batch(rows=12, length=12, seed=seed) for seed in range(4)]
 SAVED_AFTER = 2
+
+
+def few(*axes: Iterable[Any]) -> list[Any]:
+    """Each layout, precision and so on once; their whole product with the slow tests."""
+    return rest_is_slow(each_value(*axes), itertools.product(*axes))
+
+
 SOME = ["dp2", "tp2-sp", "cp2-tp2-sp"]
 # method -> parameters of the contract (spec/001), in order, without self
 METHODS = {
@@ -73,8 +83,7 @@ def test_every_name_of_the_contract_has_its_signature() -> None:
 # what changes nothing
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", ["dp2", "cp2-tp2-sp"])
+@pytest.mark.parametrize(("layout", "precision"), few(["dp2", "cp2-tp2-sp"], ["float32", "bfloat16"]))
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -84,8 +93,7 @@ def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path
         assert torch.equal(result["evaluated"]["global_loss"], result["trained"]["global_loss"])
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", SOME)
+@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["float32", "bfloat16"]))
 def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -96,8 +104,7 @@ def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], layout
         assert facts["changed"] == [] and facts["trained otherwise"] == []
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("layout", ["dp1", "tp2", "cp2-tp2-sp"])
+@pytest.mark.parametrize(("layout", "recompute"), few(["dp1", "tp2", "cp2-tp2-sp"], [False, True]))
 def test_logprobs_equal_those_inside_the_loss_to_the_bit(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, recompute: bool
 ) -> None:
@@ -109,8 +116,7 @@ def test_logprobs_equal_those_inside_the_loss_to_the_bit(
         assert torch.equal(inside, outside)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", ["tp2", "tp2-dp2", "cp2-tp2-sp"])
+@pytest.mark.parametrize(("layout", "precision"), few(["tp2", "tp2-dp2", "cp2-tp2-sp"], ["float32", "bfloat16"]))
 def test_replicas_agree_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     """Norms, which all tensor-parallel ranks have as a whole, stay one parameter; and pieces cover every parameter."""
     world, changes = LAYOUTS[layout]
@@ -143,8 +149,7 @@ def test_a_pass_that_was_broken_off_leaves_no_trace(pool: WorkerPool, tiny_model
 # precisions
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("layout", SOME)
+@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["bfloat16", "float16"]))
 def test_half_precision_follows_float32(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     batches = [make_batch(8, 12, seed=seed % 2) for seed in range(6)]
@@ -187,10 +192,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_mo
 # checkpoints
 
 
-@pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
-@pytest.mark.parametrize(
-    ("layout", "precision"), [*((layout, "float32") for layout in LAYOUTS), ("tp2-dp2", "bfloat16"), ("tp2-dp2", "float16")]
-)
+@pytest.mark.parametrize(("precision", "layout", "live"), few(["float32", "bfloat16", "float16"], LAYOUTS, [False, True]))
 def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, precision: str, live: bool) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -231,8 +233,7 @@ def check_continuation(undisturbed: dict[str, Any], resumed: dict[str, Any]) -> 
 # export and loading
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
+@pytest.mark.parametrize(("family", "layout"), few(["llama", "qwen2-tied"], LAYOUTS))
 def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     stored = reference.load(tiny_models[family]).state_dict()
@@ -256,8 +257,7 @@ def test_every_rank_reads_its_own_slices_alone(pool: WorkerPool, tiny_models: di
 # generation
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize(("family", "layout"), few(["llama", "qwen2-tied", "qwen3"], LAYOUTS))
 def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     batch = prompts()

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
 # Without Transformer Engine release 0.16 has mocks in the place of its classes, takes it for installed here, and asks whether a layer is
 # one of them.
@@ -27,6 +28,20 @@ class LatentSelfAttention(MLASelfAttention):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.linear_kv_down_proj.register_forward_hook(self._whole)
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """The projections and norms of the specification as they are.
+
+        From 0.19 on Megatron-Core decides by ``qk_layernorm``. Without it norms of latents are an error, with it queries that come from no
+        latent get one as well, and while gradients are added up it is taken for norms of heads (see ``transformer_config``).
+        """
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": submodules.linear_q_up_proj,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": submodules.q_layernorm or IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm or IdentityOp,
+        }
 
     def _whole(self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         """[S, B, L / ranks] or, of a projection that is whole on every rank, [s, B, L], to [s, B, L] with s = S / ranks under sequence

@@ -119,7 +119,7 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
     goes on with rows and columns in the wrong places.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
