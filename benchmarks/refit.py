@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
 from benchmarks.timing import collector_off, seconds_of
 from megarl.distributed.device import DeviceRuntime
@@ -38,17 +39,13 @@ def measure(quick: bool) -> Iterator[Point]:
         dist.init_process_group("gloo", init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1)
         try:
             for count in COUNTS:
-                yield Point({"tensors": count, "megabytes": nbytes >> 20}, _measured(nbytes, count, repeats))
+                yield Point({"tensors": count, "mebibytes": nbytes >> 20}, _measured(nbytes, count, repeats))
         finally:
             dist.destroy_process_group()
 
 
 def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
-    flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-    elements = nbytes // 2 // count
-    weights = {
-        f"model.layers.{index}.weight": part for index, part in enumerate(flat.view(torch.bfloat16)[: elements * count].split(elements))
-    }
+    flat, weights = random_weights(nbytes, count)
     target = torch.empty_like(flat)
     sender = WeightSender(lambda: iter(weights.items()), DeviceRuntime(CPU, "gloo"), buffer_gib=BUFFER_GIB)
     context = multiprocessing.get_context("spawn")
@@ -58,6 +55,8 @@ def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     connection.recv()
     seconds: dict[str, list[float]] = {"copy": [], "refit": [], "handles": []}
     try:
+        # the first one alone takes memory
+        memory = peak_of(lambda: _refit(sender, connection))
         with collector_off():
             for turn in range(1 + repeats):
                 took = {
@@ -77,8 +76,17 @@ def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
         "against_copy": Metric.ratio("the speed of one flat copy", seconds["copy"], seconds["refit"]),
         "against_handles": Metric.ratio("the speed of one handle a tensor", seconds["handles"], seconds["refit"]),
         "beyond_copy": Metric.of("ms", [1e3 * (one - copy) for one, copy in zip(seconds["refit"], seconds["copy"], strict=True)]),
-        "buffer": Metric.of("MiB", [BUFFER_GIB * 1024]),
+        "memory": Metric.of("MiB above the model", [memory]),
+        "buffer": Metric.of("MiB configured", [BUFFER_GIB * 1024]),
     }
+
+
+def random_weights(nbytes: int, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Bytes, and the same memory as ``count`` bfloat16 weights of one size."""
+    flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    elements = nbytes // 2 // count
+    parts = flat.view(torch.bfloat16)[: elements * count].split(elements)
+    return flat, {f"model.layers.{index}.weight": part for index, part in enumerate(parts)}
 
 
 def _refit(sender: WeightSender, connection: Connection) -> None:

@@ -31,6 +31,7 @@ CASES = {
     "convert.h2m": Case("import of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_h2m"),
     "convert.m2h": Case("export of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_m2h"),
     "refit.ipc": Case("weights handed over in 300 to 30,000 tensors against one flat copy of them", "benchmarks.cases.refit_ipc"),
+    "refit.bcast": Case("weights sent in 300 to 30,000 tensors against one flat broadcast of them", "benchmarks.cases.refit_bcast"),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "step.overhead": Case("a training step of each backend against a plain loop on transformers", "benchmarks.cases.step_overhead"),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),

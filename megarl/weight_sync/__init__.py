@@ -1,5 +1,7 @@
 """Hands trained weights to an engine that generates: one manifest and one arena a lifetime, groups of tensors with a version on each.
 
-:mod:`.manifest` says what is sent and where it lies, :mod:`.shared_memory` and :mod:`.arena` hold it, :mod:`.sender` fills it on the ranks
-of the policy and :mod:`.receiver` reads it on those of the engine.
+:mod:`.manifest` says what is sent and where it lies, :mod:`.packing` takes it from the model. On one machine :mod:`.shared_memory` and
+:mod:`.arena` hold it, :mod:`.sender` fills it on the ranks of the policy and :mod:`.receiver` reads it on those of the engine. Between
+machines :mod:`.transfer_group` joins both, :mod:`.channel` has the buffers, :mod:`.delta_channel` sends what changed alone, and
+:mod:`.broadcast` is a refit from either side.
 """

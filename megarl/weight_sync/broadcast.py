@@ -10,75 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megarl.errors import RefitError
+from megarl.weight_sync.channel import BUFFERS, Channel
 from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.manifest import ALIGNMENT, Group, Manifest, TensorInfo, groups_within
+from megarl.weight_sync.delta_channel import DeltaChannel
+from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.packing import Stream, expect_end, pack
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
-BUFFERS = 2
 CONFIRM_SECONDS = 120.0
-# in front of every group: int64 round, version, index of its first weight, checksum, whether there is one
-_HEADER, _WORDS = ALIGNMENT, 5
 # the round of groups that hold nothing, because the policy failed before
 _GIVEN_UP = -1
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
-class _Channel:
-    """Two transfer buffers for a lifetime, each with a header, and the groups of weights that go through them.
-
-    Args:
-        group: the ranks.
-        manifest: what is sent.
-    """
-
-    def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
-        self._group = group
-        self.manifest = manifest
-        self.round = 0
-        self._memory = [torch.empty(_HEADER + group.buffer_bytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
-        self.headers = [buffer[: 8 * _WORDS].view(torch.int64) for buffer in self._memory]
-        self.bodies = [buffer[_HEADER:] for buffer in self._memory]
-        self._works: dict[int, dist.Work] = {}
-        self.parts: list[Group] = []
-        for names in groups_within(manifest.padded_sizes, group.buffer_bytes):
-            self.parts.append(manifest.group(self.parts[-1].stop if self.parts else 0, len(names)))
-        self.views = [manifest.views(part, self.bodies[index % BUFFERS]) for index, part in enumerate(self.parts)]
-
-    def start(self, index: int) -> None:
-        """Begin to send or receive group ``index``.
-
-        Raises:
-            RefitError: the group of ranks is broken.
-        """
-        self._works[index % BUFFERS] = self._group.broadcast(self._memory[index % BUFFERS][: _HEADER + self.parts[index].nbytes])
-
-    def wait(self, slot: int) -> None:
-        """Until what ``slot`` holds has gone out or come in.
-
-        Raises:
-            RefitError: it has not.
-        """
-        if slot not in self._works:
-            return
-        try:
-            # no name for it: the error that it may raise would keep it, and it the connections
-            self._works.pop(slot).wait()
-        except RuntimeError as error:
-            raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error
-
-    def close(self) -> None:
-        """Leave the group of ranks, so that nobody waits in it for this one."""
-        self._works.clear()
-        self._group.close()
-
-    def infos(self, index: int) -> tuple[TensorInfo, ...]:
-        """The weights of group ``index``."""
-        return self.manifest.tensors[self.parts[index].first : self.parts[index].stop]
+def _channel_of(group: TransferGroup, manifest: Manifest) -> Channel:
+    return DeltaChannel(group, manifest) if group.delta_share else Channel(group, manifest)
 
 
 class WeightBroadcaster:
@@ -92,7 +41,7 @@ class WeightBroadcaster:
 
     def __init__(self, group: TransferGroup, manifest: Manifest, *, with_checksum: bool = False) -> None:
         self._group = group
-        self._channel = _Channel(group, manifest)
+        self._channel = _channel_of(group, manifest)
         self._with_checksum = with_checksum
 
     def send(self, stream: Stream, version: int) -> None:
@@ -104,11 +53,11 @@ class WeightBroadcaster:
             RefitError: an engine is gone or could not load the weights, or they are not what the manifest says.
         """
         channel = self._channel
-        channel.round += 1
+        channel.begin()
         packing: Exception | None = None
         sending: Exception | None = None
         for index in range(len(channel.parts)):
-            sending = sending or _failure_of(channel.wait, index % BUFFERS)
+            sending = sending or _failure_of(channel.wait, index)
             packing = packing or _failure_of(self._pack, index, stream)
             self._announce(index, version, given_up=packing is not None)
             sending = sending or _failure_of(channel.start, index)
@@ -129,21 +78,26 @@ class WeightBroadcaster:
             raise failure
         if refusals:
             raise RefitError(f"engines could not load the weights: {'; '.join(refusals)}")
+        channel.succeeded(version)
 
     def close(self) -> None:
         """Leave the group of ranks."""
         self._channel.close()
 
     def _pack(self, index: int, stream: Stream) -> None:
+        self._channel.clear(index)
         pack(stream, self._channel.infos(index), self._channel.views[index])
         if index + 1 == len(self._channel.parts):
             expect_end(stream)
 
     def _announce(self, index: int, version: int, *, given_up: bool) -> None:
-        channel, part, slot = self._channel, self._channel.parts[index], index % BUFFERS
-        number = checksum(channel.bodies[slot][: part.nbytes]) if self._with_checksum and not given_up else 0
-        round_ = _GIVEN_UP if given_up else channel.round
-        channel.headers[slot].copy_(torch.tensor([round_, version, part.first, number, int(self._with_checksum)]))
+        channel = self._channel
+        if given_up:
+            words = [_GIVEN_UP, version, channel.parts[index].first, 0, 0, -1, 0]
+        else:
+            number = checksum(channel.content(index)) if self._with_checksum else 0
+            words = [channel.round, version, channel.parts[index].first, number, int(self._with_checksum), *channel.seal(index)]
+        channel.header(index).copy_(torch.tensor(words))
 
 
 class WeightListener:
@@ -159,7 +113,7 @@ class WeightListener:
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
         self._group = group
-        self._channel = _Channel(group, manifest)
+        self._channel = _channel_of(group, manifest)
         self._coming = 0
         self.version: int | None = None
 
@@ -174,13 +128,13 @@ class WeightListener:
         """
         channel = self._channel
         self.version = None
-        channel.round += 1
+        channel.begin()
         failure: Exception | None = None
         try:
             for index in range(min(BUFFERS, len(channel.parts))):
                 channel.start(index)
             for index in range(len(channel.parts)):
-                channel.wait(index % BUFFERS)
+                channel.wait(index)
                 failure = failure or _failure_of(self._take, index, load)
                 if index + BUFFERS < len(channel.parts):
                     channel.start(index + BUFFERS)
@@ -192,6 +146,7 @@ class WeightListener:
             raise failure
         if refusals:
             raise RefitError(f"others could not load the weights, so that this engine does not serve them either: {'; '.join(refusals)}")
+        channel.succeeded(self._coming)
         self.version = self._coming
         return self._coming
 
@@ -207,15 +162,16 @@ class WeightListener:
 
     def _check(self, index: int) -> None:
         """That group ``index`` is that group of this refit, and that nothing happened to it."""
-        channel, part, slot = self._channel, self._channel.parts[index], index % BUFFERS
-        round_, version, first, number, checked = channel.headers[slot].tolist()
+        channel, first_here = self._channel, self._channel.parts[index].first
+        round_, version, first, number, checked = channel.header(index)[:5].tolist()
         if round_ == _GIVEN_UP:
             raise RefitError("the policy gave the refit up: look at its own error, and refit anew")
-        if (round_, first) != (channel.round, part.first):
+        if (round_, first) != (channel.round, first_here):
             raise RefitError(
-                f"weight {first} of refit {round_} came where weight {part.first} of refit {channel.round} was next: {NEW_GROUP}"
+                f"weight {first} of refit {round_} came where weight {first_here} of refit {channel.round} was next: {NEW_GROUP}"
             )
-        if checked and checksum(channel.bodies[slot][: part.nbytes]) != number:
+        channel.unseal(index)
+        if checked and checksum(channel.content(index)) != number:
             name = channel.infos(index)[0].name
             raise RefitError(f"the weights from {name} on have another checksum than the policy's: refit anew")
         self._coming = int(version)

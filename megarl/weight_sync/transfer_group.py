@@ -34,11 +34,12 @@ class TransferGroup:
         digest: of the manifest that this side knows.
         device: where the weights are on this side; the backend is NCCL on a GPU and gloo on a CPU.
         buffer_bytes: of a transfer buffer; rank 0 says it, the others learn it.
+        delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends everything. Rank 0 says it, too.
         handshake_s: longest time until all are there, in seconds.
         collective_s: longest time of one broadcast, in seconds.
 
     Attributes:
-        buffer_bytes: as rank 0 has it.
+        buffer_bytes, delta_share: as rank 0 has them.
 
     Raises:
         RefitError: somebody is missing, came twice, or expects something else.
@@ -54,9 +55,12 @@ class TransferGroup:
         digest: str,
         device: torch.device,
         buffer_bytes: int = 0,
+        delta_share: float = 0.0,
         handshake_s: float = HANDSHAKE_SECONDS,
         collective_s: float = COLLECTIVE_SECONDS,
     ) -> None:
+        if not 0.0 <= delta_share <= 1.0:
+            raise RefitError(f"delta_share = {delta_share}: must lie in [0, 1]; write 0 to send all weights at every refit")
         self.rank, self.world_size, self.device = rank, world_size, device
         self._address = f"{ip}:{port}"
         self._ends = time.monotonic() + handshake_s
@@ -65,12 +69,16 @@ class TransferGroup:
         self._store = self._open(ip, port)
         own = {"protocol": _PROTOCOL, "world_size": world_size, "manifest": digest, "device": device.type}
         try:
-            verdict = self._judge(own, buffer_bytes) if rank == 0 else self._introduce({**own, "rank": rank})
+            verdict = (
+                self._judge(own, {"buffer_bytes": buffer_bytes, "delta_share": delta_share})
+                if rank == 0
+                else self._introduce({**own, "rank": rank})
+            )
         except (dist.DistError, RuntimeError) as error:
             raise RefitError(f"no group for weights at {self._address}: the policy gave no verdict within {self._seconds:g} s") from error
         if verdict["error"]:
             raise RefitError(f"no group for weights at {self._address}: {verdict['error']}")
-        self.buffer_bytes = int(verdict["buffer_bytes"])
+        self.buffer_bytes, self.delta_share = int(verdict["buffer_bytes"]), float(verdict["delta_share"])
         self._group = self._make()
 
     def _open(self, ip: str, port: int) -> Any:
@@ -99,7 +107,7 @@ class TransferGroup:
             )
         return verdict
 
-    def _judge(self, own: dict[str, Any], buffer_bytes: int) -> dict[str, Any]:
+    def _judge(self, own: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
         """Rank 0: hear everybody in the order of coming, so that who does not belong here is refused at once, and tell them."""
         here: set[int] = set()
         error = ""
@@ -114,7 +122,7 @@ class TransferGroup:
                 said = json.loads(self._store.get(key))
                 error = self._objection(said, own, here)
                 here.add(said["rank"])
-        verdict = {"error": error, "world_size": self.world_size, "buffer_bytes": buffer_bytes}
+        verdict = {"error": error, "world_size": self.world_size, **terms}
         self._store.set("verdict", json.dumps(verdict))
         if error:
             # the store ends with this rank: who came has to hear why

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -62,7 +66,7 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
 
 
 def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """Refits over a group with two engine ranks, which are threads of rank 0; how often a refit after the first calls collectives of objects."""
+    """Refits over a group with two engine ranks, threads of rank 0; how often a refit after the first calls collectives of objects."""
     worker = build(config)
     digest = Manifest.from_description(worker.prepare_info_for_collective()).digest
     seen: list[Any] = []
@@ -87,6 +91,73 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
             worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     worker.backend.close()
     return {"refits": seen}
+
+
+def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[str, Any]:
+    """As many refits as the second mark says, of an engine on the same device and of one apart, which is a thread of rank 0.
+
+    Returns:
+        ``mib`` resident, open ``files`` and names in /dev/shm at the marks, and how often, from the second refit on, a collective of
+        objects was called and a tensor pickled.
+    """
+    worker = build(config)
+    manifest = Manifest.from_description(worker.prepare_refit_info())
+    receiver = WeightReceiver(manifest, torch.device("cpu"))
+    first = dist.get_rank() == 0
+    seen: list[dict[str, Any]] = []
+    objects: list[str] = []
+    with ThreadPoolExecutor(1) as pool, counted_objects() as called, counted_pickles() as pickled:
+        options = {"digest": manifest.digest, "device": torch.device("cpu")}
+        joining = [pool.submit(TransferGroup, "127.0.0.1", port, 2, 1, **options)] if first else []
+        worker.init_collective("127.0.0.1", port, 2)
+        listeners = [WeightListener(joined.result(), manifest) for joined in joining]
+        for refit in range(1, marks[1] + 1):
+            sizes, _ = worker.prepare_weights_for_ipc()
+            called.clear()
+            own = worker.get_weights_ipc_handles([name for name, _ in sizes])
+            objects += called
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, own)
+            handles = {device: payload for handle in everybody for device, payload in handle.items()}
+            with receiver.group(payload_for(handles, "CPU-engine")) as weights:
+                checked = sum(tensor.numel() for _, tensor in weights)
+            dist.barrier()
+            receiving = [pool.submit(listener.receive, lambda _: None) for listener in listeners]
+            called.clear()
+            worker.broadcast_weights_for_collective()
+            objects += called
+            assert checked and receiver.version == 0 and [future.result() for future in receiving] == [0] * len(listeners)
+            if refit == 1:
+                objects.clear()
+                pickled.clear()
+            if refit in marks:
+                seen.append(_held())
+    receiver.close()
+    worker.backend.close()
+    return {"seen": seen, "objects": objects, "pickled": len(pickled), "mib": sum(info.nbytes for info in manifest.tensors) / 2**20}
+
+
+def _held() -> dict[str, Any]:
+    gc.collect()
+    names = [path.name for path in Path("/dev/shm").iterdir() if f"_{os.getpid()}_" in path.name or "megarl" in path.name]
+    return {"mib": psutil.Process().memory_info().rss / 2**20, "files": len(os.listdir("/proc/self/fd")), "shared": names}
+
+
+@contextlib.contextmanager
+def counted_pickles() -> Iterator[list[int]]:
+    """The tensors that are pickled inside."""
+    pickled: list[int] = []
+    original = torch.Tensor.__reduce_ex__
+
+    def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
+        pickled.append(tensor.numel())
+        return original(tensor, protocol)
+
+    try:
+        torch.Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
+        yield pickled
+    finally:
+        torch.Tensor.__reduce_ex__ = original  # type: ignore[method-assign]
 
 
 def _kept_in(kept: dict[str, torch.Tensor]) -> Callable[[list[tuple[str, torch.Tensor]]], None]:

@@ -84,6 +84,19 @@ def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, 
     assert all(seen["objects"] == 0 for result in (first, *others) for seen in result["refits"])
 
 
+def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    backend, world, changes = LAYOUTS["megatron-tp2-sp"]
+    for result in pool.run(world, refit_jobs.many, configured(backend, tiny_models["qwen3-tied-four"], changes), port, (10, 100)):
+        early, late = result["seen"]
+        assert (late["files"], late["shared"]) == (early["files"], [])
+        # a tenth of what 90 refits would leave that keep their weights once
+        assert late["mib"] - early["mib"] < 9 * result["mib"]
+        assert (result["objects"], result["pickled"]) == ([], 0)
+
+
 @pytest.mark.parametrize("backend", ["megatron", "dtensor", "fsdp1"])
 def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
     config = configured(backend, tiny_models["qwen2"], {})

@@ -265,12 +265,13 @@ class EngineWorker:
 
     # refit of an engine elsewhere
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+    def init_collective(self, ip: str, port: int, world_size: int, delta_share: float = 0.0) -> None:
         """Make the group that weights are sent over; of the policy, rank 0 alone is in it.
 
         Args:
             ip, port: where rank 0 listens.
             world_size: ranks of the engines, and one.
+            delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends all weights at every refit.
 
         Raises:
             RefitError: an engine rank is missing or expects something else.
@@ -283,7 +284,8 @@ class EngineWorker:
             if first:
                 buffer = self._sender.slot_bytes()
                 here = self.runtime.device
-                group = TransferGroup(ip, port, world_size, 0, digest=manifest.digest, device=here, buffer_bytes=buffer)
+                terms = {"buffer_bytes": buffer, "delta_share": delta_share}
+                group = TransferGroup(ip, port, world_size, 0, digest=manifest.digest, device=here, **terms)
                 self._broadcaster = WeightBroadcaster(group, manifest)
         self._broadcasts = True
 

@@ -1,0 +1,7 @@
+"""Weights sent to an engine apart: see :mod:`benchmarks.refit_broadcast`."""
+
+from __future__ import annotations
+
+from benchmarks.refit_broadcast import measure
+
+__all__ = ["measure"]

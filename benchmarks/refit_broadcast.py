@@ -1,0 +1,107 @@
+"""A refit of an engine apart, as many bytes in few and in many tensors, against one flat broadcast of the bytes over the same group.
+
+Beside it the way that broadcasts every tensor for itself, after its name, shape and dtype have travelled by pickle.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.memory import peak_of
+from benchmarks.point import Metric, Point
+from benchmarks.refit import BUFFER_GIB, BYTES, COUNTS, CPU, QUICK_BYTES, QUICK_REPEATS, REPEATS, random_weights
+from benchmarks.timing import in_turn
+from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
+from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.transfer_group import TransferGroup
+
+HOST = "127.0.0.1"
+BUFFER_BYTES = int(BUFFER_GIB * 2**30) // 2
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """One point for each number of tensors."""
+    nbytes, repeats = (QUICK_BYTES, QUICK_REPEATS) if quick else (BYTES, REPEATS)
+    for count in COUNTS:
+        yield Point({"tensors": count, "mebibytes": nbytes >> 20}, _measured(nbytes, count, repeats))
+
+
+def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
+    flat, weights = random_weights(nbytes, count)
+    manifest = Manifest.of(iter(weights.items()))
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port = listener.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    orders, there = context.Pipe()
+    engine = context.Process(target=_engine, args=(there, manifest.description(), port, nbytes), daemon=True)
+    engine.start()
+    group = TransferGroup(HOST, port, 2, 0, digest=manifest.digest, device=CPU, buffer_bytes=BUFFER_BYTES, handshake_s=120.0)
+    made: list[WeightBroadcaster] = []
+
+    def first() -> None:
+        made.append(WeightBroadcaster(group, manifest))
+        _ordered(orders, "refit", lambda: made[0].send(iter(weights.items()), 0))
+
+    # the first one alone takes memory
+    memory = peak_of(first)
+    actions = {
+        "flat": lambda: _ordered(orders, "flat", lambda: group.broadcast(flat).wait()),
+        "refit": lambda: _ordered(orders, "refit", lambda: made[0].send(iter(weights.items()), 0)),
+        "each": lambda: _ordered(orders, "each", lambda: _one_broadcast_each(group, weights, orders)),
+    }
+    try:
+        seconds = in_turn(actions, repeats=repeats)
+    finally:
+        orders.send(None)
+        engine.join()
+        made[0].close()
+    return {
+        "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["refit"]]),
+        "against_broadcast": Metric.ratio("the speed of one flat broadcast", seconds["flat"], seconds["refit"]),
+        "against_each": Metric.ratio("the speed of one broadcast a tensor", seconds["each"], seconds["refit"]),
+        "beyond_broadcast": Metric.of("ms", [1e3 * (one - flat) for one, flat in zip(seconds["refit"], seconds["flat"], strict=True)]),
+        "memory": Metric.of("MiB above the model", [memory]),
+        "buffer": Metric.of("MiB configured", [2 * BUFFER_BYTES / 2**20]),
+    }
+
+
+def _ordered(orders: Connection, what: str, action: Any) -> None:
+    """Do one side of it, the engine the other; over when both are."""
+    orders.send(what)
+    action()
+    found = orders.recv()
+    if found != what:
+        raise RuntimeError(f"the engine says {found!r} where {what!r} was expected")
+
+
+def _one_broadcast_each(group: TransferGroup, weights: dict[str, torch.Tensor], orders: Connection) -> None:
+    for name, tensor in weights.items():
+        orders.send(pickle.dumps((name, tuple(tensor.shape), tensor.dtype)))
+        group.broadcast(tensor).wait()
+
+
+def _engine(orders: Connection, description: dict[str, Any], port: int, nbytes: int) -> None:
+    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own business."""
+    manifest = Manifest.from_description(description)
+    group = TransferGroup(HOST, port, 2, 1, digest=manifest.digest, device=CPU, handshake_s=120.0)
+    listener = WeightListener(group, manifest)
+    target = torch.empty(nbytes, dtype=torch.uint8)
+    while (what := orders.recv()) is not None:
+        if what == "flat":
+            group.broadcast(target).wait()
+        elif what == "refit":
+            listener.receive(lambda _: None)
+        else:
+            for _ in manifest.tensors:
+                _, shape, dtype = pickle.loads(orders.recv())
+                group.broadcast(torch.empty(shape, dtype=dtype)).wait()
+        orders.send(what)
+    listener.close()

@@ -1,0 +1,105 @@
+"""The buffers that a refit over a :class:`TransferGroup` goes through, the same on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import RefitError
+from megarl.weight_sync.manifest import ALIGNMENT, Group, Manifest, TensorInfo, groups_within
+from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
+
+BUFFERS = 2
+# in front of every group: int64 round, version, index of its first weight, checksum, whether there is one, version that a delta is
+# against, changed words of the delta (-1 where the group comes whole)
+HEADER, WORDS = ALIGNMENT, 7
+WHOLE = -1, -1
+
+
+class Channel:
+    """Two transfer buffers for a lifetime, each with a header, and the groups of weights that go through them, whole.
+
+    Args:
+        group: the ranks.
+        manifest: what is sent.
+    """
+
+    def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
+        self._group = group
+        self.manifest = manifest
+        self.round = 0
+        self._memory = [torch.empty(HEADER + group.buffer_bytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
+        self._headers = [buffer[: 8 * WORDS].view(torch.int64) for buffer in self._memory]
+        self._bodies = [buffer[HEADER:] for buffer in self._memory]
+        self._works: dict[int, list[dist.Work]] = {}
+        self.parts: list[Group] = []
+        for names in groups_within(manifest.padded_sizes, group.buffer_bytes):
+            self.parts.append(manifest.group(self.parts[-1].stop if self.parts else 0, len(names)))
+        self._hold([self._bodies[index % BUFFERS][: part.nbytes] for index, part in enumerate(self.parts)])
+
+    def _hold(self, contents: list[torch.Tensor]) -> None:
+        self._contents = contents
+        self.views = [self.manifest.views(part, content) for part, content in zip(self.parts, contents, strict=True)]
+
+    def infos(self, index: int) -> tuple[TensorInfo, ...]:
+        """The weights of group ``index``."""
+        return self.manifest.tensors[self.parts[index].first : self.parts[index].stop]
+
+    def header(self, index: int) -> torch.Tensor:
+        """int64 [``WORDS``], in front of group ``index``."""
+        return self._headers[index % BUFFERS]
+
+    def content(self, index: int) -> torch.Tensor:
+        """uint8, where the weights of group ``index`` are packed, and where they are once they came."""
+        return self._contents[index]
+
+    # a refit
+
+    def begin(self) -> None:
+        """A refit begins."""
+        self.round += 1
+
+    def succeeded(self, version: int) -> None:
+        """All ranks have all weights of ``version``."""
+
+    def clear(self, index: int) -> None:
+        """Sender: group ``index`` is about to be packed."""
+
+    def seal(self, index: int) -> tuple[int, int]:
+        """Sender: group ``index`` is packed. The last two words of its header."""
+        return WHOLE
+
+    def unseal(self, index: int) -> None:
+        """Receiver: group ``index`` is the right one, and its weights are wanted."""
+
+    def start(self, index: int) -> None:
+        """Begin to send or receive group ``index``.
+
+        Raises:
+            RefitError: the group of ranks is broken.
+        """
+        self._broadcast(index, self._memory[index % BUFFERS][: HEADER + self.parts[index].nbytes])
+
+    def _broadcast(self, index: int, buffer: torch.Tensor) -> None:
+        self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer))
+
+    def wait(self, index: int) -> None:
+        """Until what the buffer of group ``index`` holds has gone out or come in.
+
+        Raises:
+            RefitError: it has not.
+        """
+        works = self._works.get(index % BUFFERS, [])
+        try:
+            while works:
+                # no name for it: the error that it may raise would keep it, and it the connections
+                works.pop(0).wait()
+        except RuntimeError as error:
+            works.clear()
+            raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error
+
+    def close(self) -> None:
+        """Leave the group of ranks, so that nobody waits in it for this one."""
+        for works in self._works.values():
+            works.clear()
+        self._group.close()
