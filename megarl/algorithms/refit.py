@@ -65,6 +65,8 @@ def _hand_over(policy: Policy, generation: VllmGeneration, groups: Sequence[list
 def connect(policy: Policy, generation: VllmGeneration) -> None:
     """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced by another.
 
+    With ``vllm_cfg.refit_delta_share`` only what changed is sent, see ``Policy.init_collective``.
+
     Raises:
         RefitError: the engines and the policy did not find each other.
     """
@@ -72,7 +74,9 @@ def connect(policy: Policy, generation: VllmGeneration) -> None:
         address, port = policy.worker_group.cluster.get_master_address_and_port()
         size = generation.ranks + 1
         try:
-            joining = policy.init_collective(address, port, size), generation.init_collective(address, port, size)
+            delta_share = float(generation.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
+            sending = policy.init_collective(address, port, size, delta_share=delta_share)
+            joining = sending, generation.init_collective(address, port, size)
             policy.worker_group.get_all_worker_results(joining[0])
             generation.worker_group.get_all_worker_results(joining[1])
             return

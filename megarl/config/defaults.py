@@ -65,6 +65,7 @@ VLLM: Config = {
     "kv_cache_gb": None,
     "enforce_eager": False,
     "load_format": "dummy",
+    "refit_delta_share": 0.0,
     "env_vars": {},
 }
 DATA = {"validation": None, "shuffle": True, "system_prompt": None, "prompt_template": None}

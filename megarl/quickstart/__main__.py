@@ -32,7 +32,7 @@ BACKENDS = {"megatron": "Megatron tensor parallel 2", "dtensor": "DTensor tensor
 GENERATION: dict[str, list[str]] = {
     "policy": [],
     "vllm": ["vllm.yaml"],
-    "vllm-apart": ["vllm.yaml", "vllm-apart.yaml"],
+    "vllm-apart": ["vllm-apart.yaml"],
 }
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE = 0.6

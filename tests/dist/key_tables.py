@@ -40,6 +40,7 @@ VLLM: dict[str, Demonstration] = {
     },
     "generation.vllm_cfg.precision": ShownBy(f"{OPTIONS}test_what_is_not_said_is_the_policy_s"),
     "generation.vllm_cfg.max_model_len": ShownBy(f"{OPTIONS}test_what_is_not_said_is_the_policy_s"),
+    "generation.vllm_cfg.refit_delta_share": Refused((0.5,), (0.0,), "only engines apart are sent changes", beside=ON_VLLM),
     "generation.vllm_cfg.pipeline_parallel_size": Refused((2,), (1,), "is wanted", beside=ON_VLLM),
     "generation.vllm_cfg.expert_parallel_size": Refused((2,), (1,), "is wanted", beside=ON_VLLM),
     "generation.vllm_cfg.async_engine": Refused((True,), (False,), "is wanted", beside=ON_VLLM),

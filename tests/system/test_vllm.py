@@ -292,6 +292,8 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
     policy = policy_config(model, gbs=8, mbs=4, temperature=0.7)
     settings = {"enforce_eager": True, "kv_cache_gb": 0.02, "env_vars": {"VLLM_CPU_CI_ENV": "1"}}
+    if not shared:
+        settings["refit_delta_share"] = 0.9
     policy["generation"] = {
         "backend": "vllm",
         "max_new_tokens": 5,
@@ -333,7 +335,7 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
 
 
 @slow
-@pytest.mark.parametrize("changes", [{"ep": 2}, {"tp": 2, "ep": 2, "sp": True}], ids=["ep2", "tp2-ep2"])
+@pytest.mark.parametrize("changes", [{"ep": 2}, {"tp": 2, "ep": 2, "sp": True, "multiple": 2}], ids=["ep2", "tp2-ep2"])
 def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str, int]) -> None:
     path = tmp_path / "mixture"
     torch.manual_seed(4)

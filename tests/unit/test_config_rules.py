@@ -245,6 +245,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"g.vllm_cfg.tensor_parallel_size"},
     ),
     ("heads_divide_over_an_engine", {"g.vllm_cfg.tensor_parallel_size": 5, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
+    ("changes_go_to_engines_apart", {"g.vllm_cfg.refit_delta_share": 0.5, **ON_VLLM}, {}, {"g.vllm_cfg.refit_delta_share"}),
     ("engine_reaches_length", {"g.vllm_cfg.max_model_len": 609, **ON_VLLM}, {}, {"g.vllm_cfg.max_model_len"}),
     (
         "shared_devices_need_no_resources",

@@ -26,6 +26,14 @@ LAYERS = [
     *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],
     *[(CONFIGS / "quickstart" / f"{backend}.yaml", recipe) for backend in ("dtensor", "fsdp1") for recipe in QUICKSTART],
 ]
+# the same for what generates, with what a user writes beside them
+HALF_A_NODE = "policy.generation.colocated.resources.gpus_per_node=4"
+ENGINES = [
+    (CONFIGS / "base" / "vllm.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml", []),
+    (CONFIGS / "base" / "vllm-apart.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml", [HALF_A_NODE]),
+    (CONFIGS / "quickstart" / "vllm.yaml", CONFIGS / "quickstart" / "grpo.yaml", []),
+    (CONFIGS / "quickstart" / "vllm-apart.yaml", CONFIGS / "quickstart" / "grpo.yaml", []),
+]
 GIB = 2**30
 # 85 % of an H100 with 80 GB (81559 MiB): the rest is for CUDA, NCCL and fragmentation, which the estimate leaves out
 USABLE = int(0.85 * 81559 * 2**20)
@@ -89,9 +97,22 @@ def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_qui
     assert not dtensor["policy"]["megatron_cfg"]["enabled"]
 
 
+@pytest.mark.parametrize(("layer", "recipe", "beside"), ENGINES, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES])
+def test_a_dry_run_of_every_engine_passes(
+    layer: Path, recipe: Path, beside: list[str], model_of_quickstart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [model_of_quickstart] if recipe in QUICKSTART else []
+    out = dry_run(capsys, recipe, "--with", str(layer), *overrides, *beside)
+    assert "backend: vllm" in out
+    ranks = {"vllm-apart-over-grpo-qwen2.5-1.5b-megatron": 4, "vllm-over-grpo-qwen2.5-1.5b-megatron": 8}.get(
+        f"{layer.stem}-over-{recipe.stem}", 2
+    )
+    assert f"{ranks} ranks: pipeline" in out
+
+
 def test_no_configuration_is_left_out() -> None:
     reached: set[Path] = set()
-    pending = [*RECIPES, *QUICKSTART, *[layer for layer, _ in LAYERS]]
+    pending = [*RECIPES, *QUICKSTART, *[layer for layer, _ in LAYERS], *[layer for layer, _, _ in ENGINES]]
     while pending:
         path = pending.pop().resolve()
         if path not in reached:

@@ -106,6 +106,16 @@ def engine_reaches_length(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it")
 
 
+def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
+    """On the policy's devices the weights are handed over where they lie, whole."""
+    view.require(_on_vllm(view) and view[f"{GENERATION}.colocated.enabled"])
+    key = f"{VLLM}.refit_delta_share"
+    if view[key] > 0:
+        yield Violation(
+            key, view[key], "colocated.enabled is true, and only engines apart are sent changes", "remove the line, or write 0.0"
+        )
+
+
 def _on_vllm(view: View) -> bool:
     return bool(view[f"{GENERATION}.backend"] == "vllm")
 
@@ -163,6 +173,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
     engines_are_whole,
     heads_divide_over_an_engine,
     engine_reaches_length,
+    changes_go_to_engines_apart,
     prompt_and_answer_fit,
     example_fits,
     model_reaches_length,

@@ -101,6 +101,7 @@ RANGES: dict[str, Range] = {
     "policy.generation.vllm_cfg.max_model_len": AT_LEAST_1,
     "policy.generation.vllm_cfg.gpu_memory_utilization": Range(low=0, high=1, low_open=True),
     "policy.generation.vllm_cfg.kv_cache_gb": ABOVE_0,
+    "policy.generation.vllm_cfg.refit_delta_share": Range(low=0, high=1),
     "loss_fn.reference_policy_kl_penalty": AT_LEAST_0,
     "loss_fn.ratio_clip_min": Range(low=0, high=1),
     "loss_fn.ratio_clip_max": AT_LEAST_0,

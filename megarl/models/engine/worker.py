@@ -282,10 +282,16 @@ class EngineWorker:
         self._leave_collective()
         with _on_first_rank(RefitError) as first:
             if first:
-                buffer = self._sender.slot_bytes()
-                here = self.runtime.device
-                terms = {"buffer_bytes": buffer, "delta_share": delta_share}
-                group = TransferGroup(ip, port, world_size, 0, digest=manifest.digest, device=here, **terms)
+                group = TransferGroup(
+                    ip,
+                    port,
+                    world_size,
+                    0,
+                    digest=manifest.digest,
+                    device=self.runtime.device,
+                    buffer_bytes=self._sender.slot_bytes(),
+                    delta_share=delta_share,
+                )
                 self._broadcaster = WeightBroadcaster(group, manifest)
         self._broadcasts = True
 

@@ -56,6 +56,8 @@ class VllmConfig(TypedDict):
         kv_cache_gb: GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` leaves, and 1 on a CPU.
         enforce_eager: run without compiling the model: starts sooner and generates more slowly.
         load_format: ``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.
+        refit_delta_share: engines apart: send only the elements that changed, where they take at most this share of the bytes; exact all
+            the same, for twice the weights' memory on both sides. 0 sends everything at every refit.
         env_vars: environment variables of the engines.
     """
 
@@ -69,6 +71,7 @@ class VllmConfig(TypedDict):
     kv_cache_gb: NotRequired[float | None]
     enforce_eager: NotRequired[bool]
     load_format: NotRequired[Literal["dummy", "auto"]]
+    refit_delta_share: NotRequired[float]
     env_vars: NotRequired[dict[str, str] | None]
 
 

@@ -304,8 +304,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         Returns:
             Futures, to be awaited with those of the engines.
         """
-        options = {"ip": ip, "port": port, "world_size": world_size, "delta_share": delta_share}
-        return self.worker_group.run_all_workers_single_data("init_collective", **options)
+        return self.worker_group.run_all_workers_single_data(
+            "init_collective", ip=ip, port=port, world_size=world_size, delta_share=delta_share
+        )
 
     # the contract's two interfaces give this name to the sending and to the receiving half; the policy is both
     def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
