@@ -64,7 +64,9 @@ def _schedule_stands_still(worker: Any, case: Case) -> None:
 
 
 def _future_is_seen(original: Any) -> Any:
-    def see(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> torch.Tensor:
+    def see(
+        query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         grouped = query.shape[1] != key.shape[1]
         mixed: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
         return mixed
@@ -227,7 +229,9 @@ FAULTS: dict[str, Mutation] = {
         "the sliding window is forgotten",
         _window_hides_something,
         replacing(
-            f"{ENGINE}.attention", "causal_attention", lambda original: lambda q, k, v, scale=None, window=None: original(q, k, v, scale)
+            f"{ENGINE}.attention",
+            "causal_attention",
+            lambda original: lambda q, k, v, scale=None, window=None, sinks=None: original(q, k, v, scale, sinks=sinks),
         ),
         "family=mistral",
     ),

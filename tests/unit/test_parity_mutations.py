@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import pytest
@@ -48,7 +49,18 @@ def test_a_fault_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatc
     with applied(name, case):
         owner, attribute, original, value = touched[0]
         assert vars(owner)[attribute] is value is not original
+        takes_what_the_other_takes(value, original)
     assert vars(owner)[attribute] is original
+
+
+def takes_what_the_other_takes(stand_in: Any, original: Any) -> None:
+    """A stand-in that has not heard of a new argument would crash, which proves nothing."""
+    if not (inspect.isfunction(stand_in) and inspect.isfunction(original)):
+        return
+    wanted = inspect.signature(original).parameters.values()
+    by_place = [None for parameter in wanted if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}]
+    by_name = {parameter.name: None for parameter in wanted if parameter.kind is parameter.KEYWORD_ONLY}
+    inspect.signature(stand_in).bind(*by_place, **by_name)
 
 
 def test_nothing_is_put_in_without_a_name() -> None:

@@ -51,5 +51,10 @@ def test_a_cpu_has_a_cache_of_a_known_size() -> None:
     assert options({"policy.generation.vllm_cfg.kv_cache_gb": 0.5}, on_cpu=True)["kv_cache_memory_bytes"] == 2**29
 
 
+def test_ranks_of_an_engine_on_a_cpu_are_processes_of_its_own() -> None:
+    two = {"policy.generation.vllm_cfg.tensor_parallel_size": 2}
+    assert options(two, on_cpu=True) == {**options(on_cpu=True), "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
 def test_further_arguments_come_last() -> None:
     assert options({"policy.generation.vllm_kwargs": {"max_num_seqs": 7, "seed": 9}}) == {**options(), "max_num_seqs": 7, "seed": 9}

@@ -96,6 +96,8 @@ class VllmGeneration(GenerationInterface):
                 "VLLM_LOGGING_LEVEL": env.text("VLLM_LOGGING_LEVEL") or "ERROR",
                 # an engine of one rank runs in the worker itself: one process less, and no engine outlives it
                 **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and ranks == 1 else {}),
+                # bound to memory, an engine could not have more ranks than the machine has NUMA nodes
+                **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if on_cpu and ranks > 1 else {}),
                 **{str(key): str(value) for key, value in (settings["env_vars"] or {}).items()},
             },
             init_timeout_s=init_timeout_s,

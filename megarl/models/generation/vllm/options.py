@@ -49,4 +49,7 @@ def engine_options(config: Mapping[str, Any], model: str, longest: int, dtype: s
         options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
     if on_cpu:
         options["block_size"] = 32
+        if settings["tensor_parallel_size"] > 1:
+            # inside a Ray actor vLLM would choose Ray, which it then refuses on a CPU
+            options["distributed_executor_backend"] = "mp"
     return {**options, **(config.get("vllm_kwargs") or {})}
