@@ -15,6 +15,7 @@ from megarl.algorithms.loss_functions import NLLLoss
 from tests.choice import each_value, rest_is_slow
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
+from tests.dist.contract import parameters_of
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import differences, fsdp1_config
 from tests.dist.pool import WorkerPool
@@ -72,8 +73,7 @@ def test_every_name_of_the_contract_has_its_signature() -> None:
     from megarl.models.policy import dtensor_policy_worker as room
 
     for name, expected in METHODS.items():
-        found = [key for key in inspect.signature(getattr(room.DTensorPolicyWorker, name)).parameters if key != "self"]
-        assert found == expected, name
+        assert parameters_of(getattr(room.DTensorPolicyWorker, name)) == expected, name
     constructor = list(inspect.signature(room.DTensorPolicyWorker).parameters)
     assert constructor[:6] == ["config", "tokenizer", "weights_path", "optimizer_path", "init_optimizer", "init_reference_model"]
     assert list(inspect.signature(room.unshard_fsdp2_model).parameters) == ["model"]

@@ -13,6 +13,7 @@ import torch
 from megarl.algorithms.loss_functions import NLLLoss
 from tests.dist import fsdp1_jobs, jobs, reference
 from tests.dist.batches import make_batch
+from tests.dist.contract import parameters_of
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import likely_stop, prompts, transformers_greedy
@@ -52,7 +53,7 @@ def test_every_method_of_the_contract_has_its_signature() -> None:
     from megarl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 
     for name, expected in METHODS.items():
-        assert [key for key in inspect.signature(getattr(FSDP1PolicyWorker, name)).parameters if key != "self"] == expected, name
+        assert parameters_of(getattr(FSDP1PolicyWorker, name)) == expected, name
     constructor = list(inspect.signature(FSDP1PolicyWorker).parameters)
     assert constructor[:6] == ["config", "tokenizer", "weights_path", "optimizer_path", "init_optimizer", "init_reference_model"]
 

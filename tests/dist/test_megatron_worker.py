@@ -15,6 +15,7 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from tests.choice import newest_megatron
+from tests.dist.contract import parameters_of
 from tests.dist import jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -81,10 +82,6 @@ POLICY_PARAMETERS = [
     "weights_path",
     "optimizer_path",
 ]
-
-
-def parameters_of(method: Any) -> list[str]:
-    return [name for name in inspect.signature(method).parameters if name != "self"]
 
 
 def test_every_method_of_the_contract_has_its_signature() -> None:

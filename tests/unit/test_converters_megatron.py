@@ -25,7 +25,7 @@ from converters.shards import load_shard, to_hf
 from converters.source import open_source
 from megarl.models.megatron.build import scale_rotary_like_llama3
 from megarl.models.megatron.cuda_redirect import CudaLiterals
-from megarl.models.megatron.latent_attention import set_latent_norm_epsilon
+from megarl.models.megatron.latent_attention import LatentSelfAttention, set_latent_norm_epsilon
 from megarl.models.megatron.moe_router import teach_routing
 from megarl.models.megatron.specs import PortableAttention, with_our_router
 from tests.choice import newest_megatron
@@ -153,6 +153,8 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     for layer, layer_spec in enumerate(spec.layer_specs):
         if architecture.latent_attention is not None:  # what Megatron-Core has for it wants keys and values of one width
             layer_spec.submodules.self_attention.submodules.core_attention = PortableAttention
+            # from 0.19 on it wants no norm of latents without Transformer Engine, unless queries come from one too
+            layer_spec.submodules.self_attention.module = LatentSelfAttention
         if settings.routing is not None and architecture.is_sparse(layer):
             with_our_router(layer_spec.submodules.mlp)
     megatron = GPTModel(config, spec, **{**settings.model, "vocab_size": 104}).eval()

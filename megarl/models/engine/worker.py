@@ -265,7 +265,7 @@ class EngineWorker:
 
     # refit of an engine elsewhere
 
-    def init_collective(self, ip: str, port: int, world_size: int, delta_share: float = 0.0) -> None:
+    def init_collective(self, ip: str, port: int, world_size: int, *, delta_share: float = 0.0) -> None:
         """Make the group that weights are sent over; of the policy, rank 0 alone is in it.
 
         Args:
