@@ -91,7 +91,8 @@ def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: d
     backend, world, changes = LAYOUTS["megatron-tp2-sp"]
     for result in pool.run(world, refit_jobs.many, configured(backend, tiny_models["qwen3-tied-four"], changes), port, (10, 100)):
         early, late = result["seen"]
-        assert (late["files"], late["shared"]) == (early["files"], [])
+        # none more: one that an earlier test left may be closed meanwhile
+        assert late["files"] <= early["files"] and late["shared"] == []
         # a tenth of what 90 refits would leave that keep their weights once
         assert late["mib"] - early["mib"] < 9 * result["mib"]
         assert (result["objects"], result["pickled"]) == ([], 0)

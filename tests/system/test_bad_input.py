@@ -118,7 +118,7 @@ FAULTS = [
     Case(
         "heads",
         fixed("policy.megatron_cfg.tensor_model_parallel_size=8", "cluster.gpus_per_node=8"),
-        [r"tensor_model_parallel_size = 8", "4 attention heads", "2 key-value heads", "Fix"],
+        [r"tensor_model_parallel_size = 8", "2 attention heads", "2 key-value heads", "Fix"],
     ),
     Case(
         "layers",
