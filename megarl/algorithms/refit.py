@@ -70,15 +70,15 @@ def connect(policy: Policy, generation: VllmGeneration) -> None:
     Raises:
         RefitError: the engines and the policy did not find each other.
     """
+    size = generation.ranks + 1
+    delta_share = float(generation.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
-        size = generation.ranks + 1
         try:
-            delta_share = float(generation.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
             sending = policy.init_collective(address, port, size, delta_share=delta_share)
-            joining = sending, generation.init_collective(address, port, size)
-            policy.worker_group.get_all_worker_results(joining[0])
-            generation.worker_group.get_all_worker_results(joining[1])
+            receiving = generation.init_collective(address, port, size)
+            policy.worker_group.get_all_worker_results(sending)
+            generation.worker_group.get_all_worker_results(receiving)
             return
         except RefitError as error:
             if attempt == CONNECTION_ATTEMPTS:

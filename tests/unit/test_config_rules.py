@@ -80,6 +80,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"m.tensor_model_parallel_size"},
     ),
+    # of five nodes one generates, and the 12 ranks of the others divide
+    (
+        "tensor_stays_inside_nodes",
+        {"g.colocated": {"enabled": False, "resources": {"num_nodes": 1}}, "cluster.gpus_per_node": 3, "cluster.num_nodes": 5, **ON_VLLM},
+        {},
+        {"m.tensor_model_parallel_size"},
+    ),
     ("sequence_parallel_needs_tensor", {"m.sequence_parallel": True, "m.tensor_model_parallel_size": 1}, {}, {"m.sequence_parallel"}),
     (
         "sequence_length_divides",

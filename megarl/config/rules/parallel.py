@@ -99,10 +99,10 @@ def ranks_divide(view: View) -> Iterator[Violation]:
 
 def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
     """Ranks count through the nodes and tensor parallelism takes neighbours: a group that no node boundary should cut fills its nodes."""
-    per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
+    nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
-    view.require(min(per_node, nodes, *sizes) >= 1 and nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
+    view.require(nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
         yield Violation(tensor_key(view), tensor, bound, f"write a divisor of {per_node}")
