@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +17,7 @@ from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
 from benchmarks.refit import BUFFER_GIB, BYTES, COUNTS, CPU, QUICK_BYTES, QUICK_REPEATS, REPEATS, random_weights
 from benchmarks.timing import in_turn
+from megarl.distributed.ports import free_port
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.transfer_group import TransferGroup
@@ -36,9 +36,7 @@ def measure(quick: bool) -> Iterator[Point]:
 def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     flat, weights = random_weights(nbytes, count)
     manifest = Manifest.of(iter(weights.items()))
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port = listener.getsockname()[1]
+    port = free_port(HOST)
     context = multiprocessing.get_context("spawn")
     orders, there = context.Pipe()
     engine = context.Process(target=_engine, args=(there, manifest.description(), port, nbytes), daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 import time
 import uuid
@@ -15,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import TypedDict
 
 from megarl.distributed.node_choice import ResourceInsufficientError, choose_nodes
+from megarl.distributed.ports import free_port
 from megarl.distributed.ray_nodes import alive_nodes
 from megarl.distributed.ray_runtime import init_ray, is_single_host
 from megarl.errors import ConfigError, DeadlineError, StateError
@@ -53,9 +53,7 @@ class PY_EXECUTABLES:
 def _get_node_ip_and_free_port() -> tuple[str, int]:
     """Address of this node and a port that was free a moment ago; another process may take it. Worker groups do not use it."""
     address = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return address, int(probe.getsockname()[1])
+    return address, free_port(address)
 
 
 class RayVirtualCluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from converters.source import open_source
+from megarl.distributed.ports import free_port
 from megarl.weight_sync.manifest import padded_bytes
 from tests.dist import refit_jobs
 from tests.dist.dtensor_jobs import dtensor_config
@@ -75,9 +75,7 @@ def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_
 @pytest.mark.parametrize("layout", ["megatron-tp2-pp2", "dtensor-dp2", "fsdp1-dp3"])
 def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     backend, world, changes = LAYOUTS[layout]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1")
     first, *others = pool.run(world, refit_jobs.broadcasts, configured(backend, tiny_models["qwen3-tied-four"], changes), port)
     assert [seen["versions"] for seen in first["refits"]] == [[0, 0], [1, 1], [2, 2]]
     assert all(seen["same"] for result in (first, *others) for seen in result["refits"])
@@ -85,9 +83,7 @@ def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, 
 
 
 def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1")
     backend, world, changes = LAYOUTS["megatron-tp2-sp"]
     for result in pool.run(world, refit_jobs.many, configured(backend, tiny_models["qwen3-tied-four"], changes), port, (10, 100)):
         early, late = result["seen"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megarl.distributed.ports import free_port
 from megarl.distributed.rendezvous import Endpoint, check_membership
 from megarl.errors import ClusterError
 
@@ -127,9 +127,7 @@ def test_a_foreign_address_cannot_be_bound() -> None:
 
 
 def test_under_torchrun_the_environment_says_where_to_meet() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     code = (
         "import torch.distributed as dist\n"
         "from megarl.distributed import rendezvous\n"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
@@ -21,12 +22,6 @@ from tests.unit.test_weight_sync import assert_same, weights
 CPU = torch.device("cpu")
 MANIFEST = Manifest.of(iter(weights().items()))
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def together(*actions: Callable[[], Any]) -> list[Any]:
@@ -43,7 +38,7 @@ def joining(port: int, rank: int, **changes: Any) -> Callable[[], TransferGroup]
 
 @pytest.fixture
 def groups() -> list[TransferGroup]:
-    port = free_port()
+    port = free_port(HOST)
     made = together(*(joining(port, rank) for rank in range(3)))
     assert all(isinstance(group, TransferGroup) for group in made), made
     return made
@@ -80,22 +75,22 @@ def test_every_engine_rank_gets_every_version(groups: list[TransferGroup], with_
 )
 def test_a_rank_that_expects_something_else_is_refused_though_others_are_missing(changes: dict[str, Any], message: str) -> None:
     """The third rank never comes, and the handshake has hours: who is wrong is refused when it comes."""
-    port = free_port()
+    port = free_port(HOST)
     outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, **{"rank": 1, **changes}))
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
 
 def test_a_rank_that_comes_twice_is_refused_on_all_sides() -> None:
-    port = free_port()
+    port = free_port(HOST)
     outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, 1), joining(port, 1))
     assert all(isinstance(outcome, RefitError) and "rank 1 came twice" in str(outcome) for outcome in outcomes), outcomes
 
 
 def test_a_missing_rank_is_named_and_one_too_many_is_refused() -> None:
-    port = free_port()
+    port = free_port(HOST)
     outcomes = together(joining(port, 0, handshake_s=1.0), joining(port, 1))
     assert all("ranks [2] of 3 did not come within 1 s" in str(outcome) for outcome in outcomes), outcomes
-    port = free_port()
+    port = free_port(HOST)
     made = together(*(joining(port, rank) for rank in range(3)))
     assert all(isinstance(group, TransferGroup) for group in made)
     with pytest.raises(RefitError, match="rank 5 came when all 3 ranks"):
@@ -110,7 +105,7 @@ def test_a_taken_port_and_an_absent_policy_are_errors() -> None:
         with pytest.raises(RefitError, match="the port cannot be taken"):
             joining(port, 0, handshake_s=2.0)()
     with pytest.raises(RefitError, match="the policy does not answer"):
-        joining(free_port(), 1, handshake_s=2.0)()
+        joining(free_port(HOST), 1, handshake_s=2.0)()
 
 
 def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, torch.Tensor], version: int) -> None:

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.delta import apply_delta, changed, delta_bytes, write_delta
 from megarl.weight_sync.transfer_group import TransferGroup
-from tests.unit.test_weight_broadcast import MANIFEST, free_port, joining, listening, refit, together
+from tests.unit.test_weight_broadcast import HOST, MANIFEST, joining, listening, refit, together
 from tests.unit.test_weight_sync import weights
 
 WORDS = (1, 2, 4, 8)
@@ -75,7 +76,7 @@ def test_more_than_its_share_is_no_delta() -> None:
 
 @pytest.fixture
 def groups() -> list[TransferGroup]:
-    port = free_port()
+    port = free_port(HOST)
     made = together(joining(port, 0, delta_share=0.3), joining(port, 1), joining(port, 2))
     assert [group.delta_share for group in made] == [0.3] * 3
     return made
@@ -159,4 +160,4 @@ def test_changes_against_another_version_are_refused(groups: list[TransferGroup]
 
 def test_a_share_beyond_everything_is_refused() -> None:
     with pytest.raises(RefitError, match=r"delta_share = 1.5: must lie in \[0, 1\]"):
-        joining(free_port(), 0, delta_share=1.5)()
+        joining(free_port(HOST), 0, delta_share=1.5)()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
-from tests.unit.weight_processes import Actor, Engine, Policy, expected, free_port, open_files, shared_files
+from tests.unit.weight_processes import HOST, Actor, Engine, Policy, expected, open_files, shared_files
 
 Start = Callable[..., Actor]
 
@@ -43,7 +44,7 @@ def refit(policy: Actor, engines: list[Actor], step: int) -> list[Any]:
 
 
 def connect(policy: Actor, *engines: Actor) -> None:
-    port, world = free_port(), 1 + len(engines)
+    port, world = free_port(HOST), 1 + len(engines)
     policy.order("join", port, world)
     for rank, engine in enumerate(engines, 1):
         engine.order("join", port, world, rank)
@@ -155,7 +156,7 @@ def test_a_policy_killed_within_a_broadcast_leaves_nothing_served(start: Start) 
 
 def test_a_port_that_another_run_has_is_refused(start: Start) -> None:
     policy, engine, second = start(Policy), start(Engine), start(Policy)
-    port = free_port()
+    port = free_port(HOST)
     policy.order("join", port, 2)
     engine.order("join", port, 2, 1)
     assert (policy.answer(), engine.answer()) == ("joined", "joined")

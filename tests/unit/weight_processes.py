@@ -8,7 +8,6 @@ import hashlib
 import multiprocessing
 import os
 import re
-import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,12 +55,6 @@ def fingerprint(state: Iterator[tuple[str, torch.Tensor]]) -> str:
 def expected(step: int) -> str:
     """Fingerprint of :func:`weights`."""
     return fingerprint(iter(weights(step).items()))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def open_files() -> int:
