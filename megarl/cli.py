@@ -108,7 +108,9 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parity.add_argument("--only", default="", metavar="WORDS", help='what every random case has, for example "cp=2 batching=packed"')
     parity.add_argument("--case", metavar="LINE", help="run this one case, as printed by a failure")
     parity.add_argument("--mutate", metavar="NAME", help="put a known fault into the workers")
-    parity.add_argument("--prove", action="store_true", help="put in every known fault, one after the other; each has to be caught")
+    parity.add_argument(
+        "--prove", action="store_true", help="put in every known fault, one after the other, or the one of --mutate; each has to be caught"
+    )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 
 

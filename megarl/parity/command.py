@@ -17,7 +17,7 @@ from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
 from megarl.parity.lines import parse, words_of
 from megarl.parity.models import ModelShelf
-from megarl.parity.mutations import mutation
+from megarl.parity.mutations import MUTATIONS, mutation
 from megarl.parity.pool import WorkerPool
 from megarl.parity.progress import CaseProgress
 from megarl.parity.prove import prove
@@ -38,7 +38,7 @@ class Options:
         max_world: most ranks.
         case: a line that stands for one case; it alone is run.
         mutate: name of a known fault to put into the workers.
-        prove: put in every known fault, and fail when one is not caught.
+        prove: put in every known fault, or the one that ``mutate`` names, and fail when one is not caught.
         json: file for the results.
         only: words that every random case has.
     """
@@ -98,7 +98,7 @@ def run(options: Options, console: Console | None = None) -> int:
             return _one(runner, given, options, console)
         drawer = Drawer(shelf, options.backends or BACKENDS, options.max_world, fixed)
         if options.prove:
-            return prove(runner, drawer, options.seed, console, options.json)
+            return prove(runner, drawer, options.seed, console, [options.mutate] if options.mutate else list(MUTATIONS), options.json)
         return _many(runner, drawer, options, console)
 
 

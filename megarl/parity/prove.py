@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,17 @@ class Verdict:
     detail: str
 
 
-def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, file: Path | None = None) -> int:
-    """Put every known fault into cases on which it must be seen, in float32 and in 16 bit. Returns 0 when all are caught, otherwise 1."""
+def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, faults: Collection[str], file: Path | None = None) -> int:
+    """Put the named faults into cases on which they must be seen, in float32 and in 16 bit.
+
+    Returns:
+        0 when all are caught, otherwise 1.
+    """
     pairs = [
         (name, backend, half)
         for half in (False, True)
-        for name, fault in MUTATIONS.items()
-        for backend in fault.backends
+        for name in faults
+        for backend in MUTATIONS[name].backends
         if backend in drawer.backends and drawer.fixed.get("precision", PRECISIONS[half]) in _precisions(backend, half)
     ]
     verdicts = []

@@ -86,7 +86,7 @@ class WeightBroadcaster:
 
     def _pack(self, index: int, stream: Stream) -> None:
         self._channel.clear(index)
-        pack(stream, self._channel.infos(index), self._channel.views[index])
+        pack(stream, self._channel.manifest, self._channel.parts[index], self._channel.views[index])
         if index + 1 == len(self._channel.parts):
             expect_end(stream)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ class TensorInfo:
         """Bytes without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def fits(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this is the weight that was announced."""
-        return name == self.name and tensor.shape == self.shape and tensor.dtype == self.dtype
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
+        """What would announce this weight."""
+        return cls(name, tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -71,7 +73,7 @@ class Manifest:
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """What a stream of names and tensors gives."""
-        return cls._checked(TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stream)
+        return cls._checked(TensorInfo.of(name, tensor) for name, tensor in stream)
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Manifest:
@@ -113,8 +115,42 @@ class Manifest:
         return [tensor.name for tensor in self.tensors]
 
     @cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in self.tensors]
+
+    @cached_property
+    def _dtypes(self) -> list[torch.dtype]:
+        return [tensor.dtype for tensor in self.tensors]
+
+    @cached_property
     def _index(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self._names)}
+
+    def expect(self, first: int, stop: int, coming: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """The tensors of ``coming``, if they are the weights from index ``first`` up to ``stop``; compared list against list, which for
+        tens of thousands of weights is what a refit on a CPU has time for.
+
+        Raises:
+            RefitError: they are others.
+        """
+        tensors = [tensor for _, tensor in coming]
+        if (
+            [name for name, _ in coming] != self._names[first:stop]
+            or [tensor.shape for tensor in tensors] != self._shapes[first:stop]
+            or [tensor.dtype for tensor in tensors] != self._dtypes[first:stop]
+        ):
+            raise self._other_than(first, stop, coming)
+        return tensors
+
+    def _other_than(self, first: int, stop: int, coming: Sequence[tuple[str, torch.Tensor]]) -> RefitError:
+        """The first difference, in words."""
+        for announced, weight in zip_longest(self.tensors[first:stop], coming):
+            found = TensorInfo.of(*weight) if weight is not None else "nothing"
+            if found != announced:
+                return RefitError(
+                    f"the policy gives {found} where {announced} was announced: make a new policy and engine after changing a model"
+                )
+        raise AssertionError("what differs as lists differs somewhere")
 
     def views(self, group: Group, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The weights of a group where they lie in a buffer: uint8, at least as long as the group."""

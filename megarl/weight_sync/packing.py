@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.manifest import TensorInfo
+from megarl.weight_sync.manifest import Group, Manifest
 
 Stream = Iterator[tuple[str, torch.Tensor]]
-# weights are copied in batches of this many bytes, so that gathered ones are not kept for long
+# weights are taken in batches of this many bytes, so that gathered ones are not kept for long
 STAGED_BYTES = 32 * 2**20
 
 
-def pack(stream: Stream, infos: Sequence[TensorInfo], targets: list[torch.Tensor] | None) -> None:
-    """Take the weights ``infos`` from a stream into ``targets``, one place each; without any the stream goes on all the same.
+def pack(stream: Stream, manifest: Manifest, group: Group, targets: list[torch.Tensor] | None) -> None:
+    """Take the weights of a group from a stream into ``targets``, one place each; without any the stream goes on all the same.
 
     Raises:
         RefitError: other weights come than were announced.
     """
-    weights: list[torch.Tensor] = []
-    copied = staged = 0
-    for info in infos:
-        name, tensor = next(stream, ("nothing", torch.empty(0)))
-        if not info.fits(name, tensor):
-            found = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            raise RefitError(f"the policy gives {found} where {info} was announced: make a new policy and engine after changing a model")
-        if targets is None:
-            continue
-        weights.append(tensor)
-        staged += tensor.nbytes
-        if staged >= STAGED_BYTES:
-            torch._foreach_copy_(targets[copied : copied + len(weights)], weights)
-            copied, weights, staged = copied + len(weights), [], 0
-    if targets is not None and weights:
-        torch._foreach_copy_(targets[copied:], weights)
+    taken = 0
+    while taken < len(group.offsets):
+        stop = bisect_left(group.offsets, group.offsets[taken] + STAGED_BYTES)
+        weights = manifest.expect(group.first + taken, group.first + stop, list(islice(stream, stop - taken)))
+        if targets is not None:
+            torch._foreach_copy_(targets[taken:stop], weights)
+        taken = stop
 
 
 def expect_end(stream: Stream) -> None:

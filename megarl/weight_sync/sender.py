@@ -179,7 +179,7 @@ class WeightSender:
 
     def _copy(self, group: Group, targets: list[torch.Tensor] | None) -> None:
         assert self._open is not None
-        pack(self._open, self.manifest.tensors[group.first : group.stop], targets)
+        pack(self._open, self.manifest, group, targets)
 
     def give_up(self) -> None:
         """End a refit that is under way, if there is one."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
+from megarl.weight_sync import packing
 from megarl.weight_sync.arena import SLOTS, Arena, ArenaReader
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.manifest import ALIGNMENT, Manifest, groups_within
@@ -251,6 +252,28 @@ def test_other_weights_than_announced_are_refused(sender: WeightSender, model: M
     model.state["more"] = torch.zeros(1)
     with pytest.raises(RefitError, match="gives more after the last weight"):
         sender.send([name for name in model.state if name != "more"])
+
+
+@pytest.mark.parametrize("staged", [1, 100, 256, 300, 26_000])
+def test_weights_taken_in_batches_are_the_weights(monkeypatch: pytest.MonkeyPatch, staged: int) -> None:
+    monkeypatch.setattr(packing, "STAGED_BYTES", staged)
+    manifest = Manifest.of(iter(weights().items()))
+    for group in (manifest.group(0, 6), manifest.group(2, 1), manifest.group(1, 4)):
+        views = manifest.views(group, torch.zeros(group.nbytes, dtype=torch.uint8))
+        sent = list(weights(3).items())
+        stream = iter(sent[group.first :])
+        packing.pack(stream, manifest, group, views)
+        part = dict(sent[group.first : group.stop])
+        assert_same(dict(zip(part, views, strict=True)), part)
+        assert len(list(stream)) == 6 - group.stop
+
+
+@pytest.mark.parametrize("staged", [1, 1 << 20])
+def test_a_stream_that_ends_early_is_refused(monkeypatch: pytest.MonkeyPatch, staged: int) -> None:
+    monkeypatch.setattr(packing, "STAGED_BYTES", staged)
+    manifest = Manifest.of(iter(weights().items()))
+    with pytest.raises(RefitError, match=r"gives nothing where layer\.fp8 \[33\] float8_e4m3fn was announced"):
+        packing.pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
 
 
 def test_another_manifest_is_refused(sender: WeightSender) -> None:
