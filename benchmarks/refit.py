@@ -5,7 +5,6 @@ Beside it the way that has a handle for every tensor: each is copied into shared
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
@@ -19,16 +18,13 @@ import torch.distributed as dist
 
 from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
-from benchmarks.timing import collector_off, seconds_of
+from benchmarks.timing import in_turn
+from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, metrics_of, random_weights
 from megarl.distributed.device import DeviceRuntime
 from megarl.weight_sync.manifest import Manifest, groups_within
 from megarl.weight_sync.receiver import WeightReceiver
 from megarl.weight_sync.sender import WeightSender
 
-COUNTS = (300, 3_000, 30_000)
-BYTES, QUICK_BYTES = 256 * 2**20, 16 * 2**20
-REPEATS, QUICK_REPEATS = 7, 2
-BUFFER_GIB = 0.125
 CPU = torch.device("cpu")
 
 
@@ -53,40 +49,20 @@ def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     engine = context.Process(target=_engine, args=(there, sender.manifest.description()), daemon=True)
     engine.start()
     connection.recv()
-    seconds: dict[str, list[float]] = {"copy": [], "refit": [], "handles": []}
+    actions = {
+        "flat": lambda: target.copy_(flat),
+        "refit": lambda: _refit(sender, connection),
+        "each": lambda: _one_handle_each(weights, connection),
+    }
     try:
         # the first one alone takes memory
         memory = peak_of(lambda: _refit(sender, connection))
-        with collector_off():
-            for turn in range(1 + repeats):
-                took = {
-                    "copy": seconds_of(lambda: target.copy_(flat)),
-                    "refit": seconds_of(lambda: _refit(sender, connection)),
-                    "handles": seconds_of(lambda: _one_handle_each(weights, connection)),
-                }
-                gc.collect()
-                for name, one in took.items():
-                    seconds[name] += [one] if turn else []
+        seconds = in_turn(actions, repeats=repeats, collect=True)
     finally:
         connection.send(None)
         engine.join()
         sender.close()
-    return {
-        "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["refit"]]),
-        "against_copy": Metric.ratio("the speed of one flat copy", seconds["copy"], seconds["refit"]),
-        "against_handles": Metric.ratio("the speed of one handle a tensor", seconds["handles"], seconds["refit"]),
-        "beyond_copy": Metric.of("ms", [1e3 * (one - copy) for one, copy in zip(seconds["refit"], seconds["copy"], strict=True)]),
-        "memory": Metric.of("MiB above the model", [memory]),
-        "buffer": Metric.of("MiB configured", [BUFFER_GIB * 1024]),
-    }
-
-
-def random_weights(nbytes: int, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Bytes, and the same memory as ``count`` bfloat16 weights of one size."""
-    flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-    elements = nbytes // 2 // count
-    parts = flat.view(torch.bfloat16)[: elements * count].split(elements)
-    return flat, {f"model.layers.{index}.weight": part for index, part in enumerate(parts)}
+    return metrics_of(nbytes, seconds, memory)
 
 
 def _refit(sender: WeightSender, connection: Connection) -> None:

@@ -15,14 +15,15 @@ import torch
 
 from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
-from benchmarks.refit import BUFFER_GIB, BYTES, COUNTS, CPU, QUICK_BYTES, QUICK_REPEATS, REPEATS, random_weights
 from benchmarks.timing import in_turn
+from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, metrics_of, random_weights
 from megarl.distributed.ports import free_port
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.transfer_group import TransferGroup
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
 BUFFER_BYTES = int(BUFFER_GIB * 2**30) // 2
 
 
@@ -61,14 +62,7 @@ def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
         orders.send(None)
         engine.join()
         made[0].close()
-    return {
-        "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["refit"]]),
-        "against_broadcast": Metric.ratio("the speed of one flat broadcast", seconds["flat"], seconds["refit"]),
-        "against_each": Metric.ratio("the speed of one broadcast a tensor", seconds["each"], seconds["refit"]),
-        "beyond_broadcast": Metric.of("ms", [1e3 * (one - flat) for one, flat in zip(seconds["refit"], seconds["flat"], strict=True)]),
-        "memory": Metric.of("MiB above the model", [memory]),
-        "buffer": Metric.of("MiB configured", [2 * BUFFER_BYTES / 2**20]),
-    }
+    return metrics_of(nbytes, seconds, memory)
 
 
 def _ordered(orders: Connection, what: str, action: Any) -> None:

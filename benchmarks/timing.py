@@ -30,7 +30,9 @@ def seconds_of(action: Callable[[], Any], calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def in_turn(actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, calls: int = 1) -> dict[str, list[float]]:
+def in_turn(
+    actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, calls: int = 1, collect: bool = False
+) -> dict[str, list[float]]:
     """Seconds a call of each action, one number a repeat.
 
     Every repeat runs all actions one after another, so a passing load on the machine meets all of them.
@@ -40,6 +42,7 @@ def in_turn(actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: 
         repeats: rounds that are counted.
         warm_up: rounds before them that are not.
         calls: calls in a row that make one number; for actions too short for the clock.
+        collect: collect garbage between repeats, for actions that leave much behind.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     with collector_off():
@@ -48,4 +51,6 @@ def in_turn(actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: 
                 took = seconds_of(action, calls)
                 if turn >= warm_up:
                     seconds[name].append(took)
+            if collect:
+                gc.collect()
     return seconds

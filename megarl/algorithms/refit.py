@@ -101,15 +101,15 @@ class Refit:
     generation: VllmGeneration
     colocated: bool
     stale: bool = True
-    _ready: bool = field(default=False, init=False)
+    _informed: bool = field(default=False, init=False)
 
     def bring_up_to_date(self) -> None:
         """Refit if the engines have other weights than the policy, or gave theirs back with the device."""
-        if not self._ready:
+        if not self._informed:
             self.generation.prepare_refit_info(self.policy.prepare_refit_info() or {})
-            if not self.colocated:
-                connect(self.policy, self.generation)
-            self._ready = True
+            self._informed = True
+        if not self.colocated and not self.generation.in_group:
+            connect(self.policy, self.generation)
         if self.stale or self.generation.version is None:
             refit_policy_generation(self.policy, self.generation, self.colocated)
             self.stale = False

@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.algorithms.refit import connect, refit_policy_generation
+from megarl.algorithms.refit import Refit, connect, refit_policy_generation
 from megarl.algorithms.run import run
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_groups import RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
@@ -42,7 +43,7 @@ POLICIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "megatron-pp2": ("megatron", 2, {"pp": 2}),
 }
 ALWAYS = ("megatron-tp2-pp2", "dtensor-tp2", "fsdp1-dp2")
-STEPS, NEW = 3, 10
+REFITS_AFTER, NEW = (0, 1, 2, 10), 10
 PROMPTS = BatchedDataDict(
     {"input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]), "input_lengths": torch.tensor([4, 2, 3])}
 )
@@ -138,31 +139,37 @@ def test_answers_are_those_of_the_export_at_every_step(
 ) -> None:
     policy = policy_of(name, model)
     try:
-        info = policy.prepare_refit_info() or {}
-        for generation in (colocated, apart):
-            generation.prepare_refit_info(info)
-            with pytest.raises(RefitError, match="no whole weights"):
-                generation.generate(PROMPTS)
-        connect(policy, apart)
-        answers = set()
-        for step in range(STEPS):
-            policy.prepare_for_lp_inference()
-            refit_policy_generation(policy, apart, colocated_inference=False)
-            assert len(policy.prepare_weights_for_ipc()) > 2
-            refit_policy_generation(policy, colocated, colocated_inference=True, _refit_buffer_size_gb=1)
-            policy.prepare_for_lp_inference()
-            policy.export_hf(tmp_path / str(step))
-            expected = greedy_answers(tmp_path / str(step))
-            assert rows_of(colocated.generate(PROMPTS, greedy=True)) == expected
-            assert rows_of(apart.generate(PROMPTS, greedy=True)) == expected
-            assert colocated.version == apart.version == step
-            answers.add(str(expected))
-            check_sampling(policy, colocated)
-            policy.prepare_for_training()
-            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
-        assert len(answers) == STEPS
+        check_answers(policy, colocated, apart, tmp_path)
     finally:
         assert policy.shutdown()
+
+
+def check_answers(policy: Policy, colocated: VllmGeneration, apart: VllmGeneration, directory: Path) -> None:
+    """After some training steps and others, both answer what transformers answers from the export, other things each time."""
+    info = policy.prepare_refit_info() or {}
+    for generation in (colocated, apart):
+        generation.prepare_refit_info(info)
+        with pytest.raises(RefitError, match="no whole weights"):
+            generation.generate(PROMPTS)
+    connect(policy, apart)
+    answers = set()
+    for before, steps in zip((0, *REFITS_AFTER), REFITS_AFTER, strict=False):
+        for step in range(before, steps):
+            policy.prepare_for_training()
+            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+        policy.prepare_for_lp_inference()
+        refit_policy_generation(policy, apart, colocated_inference=False)
+        assert len(policy.prepare_weights_for_ipc()) > 2
+        refit_policy_generation(policy, colocated, colocated_inference=True, _refit_buffer_size_gb=1)
+        policy.prepare_for_lp_inference()
+        policy.export_hf(directory / str(steps))
+        expected = greedy_answers(directory / str(steps))
+        assert rows_of(colocated.generate(PROMPTS, greedy=True)) == expected
+        assert rows_of(apart.generate(PROMPTS, greedy=True)) == expected
+        assert colocated.version == apart.version == steps
+        answers.add(str(expected))
+        check_sampling(policy, colocated)
+    assert len(answers) == len(REFITS_AFTER)
 
 
 def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
@@ -266,6 +273,55 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
     assert policy.shutdown()
 
 
+@slow
+def test_new_engines_apart_are_brought_up_to_date_by_the_next_refit(local_ray: int, model: Path) -> None:
+    policy, generation = policy_of("megatron-tp1", model), engines(model, "apart-again", colocated=False)
+    refit = Refit(policy, generation, colocated=False)
+    refit.bring_up_to_date()
+    before = rows_of(generation.generate(PROMPTS, greedy=True))
+    generation.restart()
+    with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights"):
+        generation.generate(PROMPTS)
+    refit.bring_up_to_date()
+    assert rows_of(generation.generate(PROMPTS, greedy=True)) == before
+    assert generation.shutdown() and policy.shutdown()
+
+
+@slow
+def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_path: Path) -> None:
+    """In the policy and in a real engine, which after them still answers what transformers answers."""
+    policy, generation = policy_of("megatron-tp2", model), engines(model, "hundred", colocated=True)
+    generation.prepare_refit_info(policy.prepare_refit_info() or {})
+    resident: dict[int, list[int]] = {}
+    for number in range(1, 101):
+        policy.prepare_for_training()
+        policy.train(BatchedDataDict(make_batch(8, 13, seed=number)), NLLLoss())
+        refit_policy_generation(policy, generation, colocated_inference=True)
+        if number in (20, 60, 100):
+            groups = policy.worker_group, generation.worker_group
+            resident[number] = [resident_bytes(process) for group in groups for process in processes_of(group)]
+    policy.prepare_for_lp_inference()
+    policy.export_hf(tmp_path / "out")
+    assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / "out")
+    weights = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    for early, late in zip(resident[60], resident[100], strict=True):
+        # a fortieth of what forty refits would leave that keep their weights once
+        assert late - early < weights, resident
+    assert generation.shutdown() and policy.shutdown()
+
+
+def processes_of(group: RayWorkerGroup) -> list[int]:
+    """Process ids of the workers."""
+    found = [group._roster.process(future) for future in group.run_all_workers_single_data("is_alive")]
+    return [process.process_id for process in found if process is not None]
+
+
+def resident_bytes(process: int) -> int:
+    """Of a process's own memory, without what it shares with others."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
 def test_a_wrong_world_size_is_refused_at_once(apart: VllmGeneration, model: Path) -> None:
     apart.prepare_refit_info({"weight": ((2, 3), torch.float32)})
     with pytest.raises(RefitError, match=r"world_size = 9: 2 engines of 1 ranks and the policy make 3"):
@@ -357,22 +413,12 @@ def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(path)
     tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
-    policy = Policy(
-        RayVirtualCluster([2 * changes.get("tp", 1)], use_gpus=False, name="mixture"),
-        policy_config(path, gbs=8, mbs=2, temperature=0.7, **changes),
-        None,
-        init_reference_model=False,
-    )
-    generation = engines(path, "mixture", colocated=True)
-    generation.prepare_refit_info(policy.prepare_refit_info() or {})
-    for step in range(2):
-        refit_policy_generation(policy, generation, colocated_inference=True)
-        policy.prepare_for_lp_inference()
-        policy.export_hf(tmp_path / str(step))
-        assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
-        policy.prepare_for_training()
-        policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
-    assert generation.shutdown() and policy.shutdown()
+    settings = policy_config(path, gbs=8, mbs=2, temperature=0.7, **changes) | {"refit_buffer_size_gb": 0.0005}
+    cluster = RayVirtualCluster([2 * changes.get("tp", 1)], use_gpus=False, name="mixture")
+    policy = Policy(cluster, settings, None, init_reference_model=False)
+    shared, other = engines(path, "mixture", colocated=True), engines(path, "mixture-apart", colocated=False)
+    check_answers(policy, shared, other, tmp_path)
+    assert shared.shutdown() and other.shutdown() and policy.shutdown()
 
 
 @slow

@@ -43,6 +43,7 @@ class VllmGeneration(GenerationInterface):
 
     Attributes:
         expected_version: of the weights that were sent last, and that an engine must have to answer; None before the first refit.
+        in_group: ``init_collective`` was called for the present engines.
 
     Raises:
         ConfigError: the places do not make whole engines.
@@ -69,6 +70,7 @@ class VllmGeneration(GenerationInterface):
         self.cfg = config
         places = _first_places(cluster, ranks)
         self.expected_version: int | None = None
+        self.in_group = False
         self._engines, self._ranks = len(places), ranks
         self._versions: list[int | None] = [None] * self._engines
         self._weights: list[list[Any]] = []
@@ -119,6 +121,7 @@ class VllmGeneration(GenerationInterface):
             MegarlError: an engine could not be made; none is left behind.
         """
         self._forget()
+        self.in_group = False
         self.shutdown()
         self.worker_group = self._start()
         if self._weights and self._colocated:
@@ -151,6 +154,7 @@ class VllmGeneration(GenerationInterface):
         if world_size != right:
             raise RefitError(f"world_size = {world_size}: {self._engines} engines of {self._ranks} ranks and the policy make {right}")
         self._forget()
+        self.in_group = True
         addresses = [[ip, port, world_size, 1 + engine * self._ranks] for engine in range(self._engines)]
         return self.worker_group.run_all_workers_multiple_data("connect", address=addresses, common_kwargs={"weights": self._weights})
 
