@@ -210,4 +210,3 @@ def _in_group(store: dist.Store, name: str, rank: int, world: int, function: Cal
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         gc.collect()  # a model in a cycle of references keeps its groups alive, and each of them threads that never sleep long
-        gc.collect()  # a model in a reference cycle keeps its groups alive, and each of them some threads that never sleep long
