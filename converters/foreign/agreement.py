@@ -65,6 +65,8 @@ def _differences(settings: ForeignSettings, architecture: Architecture, ignored:
         expected.pop("ffn_hidden_size")  # no layer has a dense MLP
     if architecture.latent_attention is not None:
         expected.pop("kv_channels")  # widths of their own
+        # The norms of latents have weights, so that the tensors say whether there are any; a trainer may build them by its layers alone.
+        expected.pop("qk_layernorm")
     values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
     for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):
         if not _same(name, values.get(name), expected[name], architecture.num_layers):

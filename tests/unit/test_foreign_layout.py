@@ -21,7 +21,7 @@ from converters.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.choice import newest_megatron
 from tests.unit.converters_tiny import DEEPSEEK_YARN, save_tiny, stored_tensors, tiny_config
-from tests.unit.foreign_checkpoints import config_of
+from tests.unit.foreign_checkpoints import assert_exported, config_of, is_refused, tensors_of, write_checkpoint
 
 pytestmark = newest_megatron
 LLAMA_3_1 = {
@@ -125,6 +125,21 @@ def test_the_arguments_agree_with_a_config_that_is_named(name: str, tmp_path: Pa
     assert main(["export", str(source), str(tmp_path / "back"), "--hf-config", str(tmp_path / "hf")]) == 0
     expected, found = stored_tensors(tmp_path / "hf"), stored_tensors(tmp_path / "back")
     assert found.keys() == expected.keys() and all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_the_tensors_say_whether_latents_have_norms(name: str, tmp_path: Path) -> None:
+    """A trainer may build them by its layers, with ``qk_layernorm`` off (as megarl does); or not build them."""
+    tensors = tensors_of(name, tmp_path)
+    state = megatron_lm_state(read_architecture(config_of(tmp_path / "hf")), 128, torch.float32)
+    state["args"].qk_layernorm = False
+    source = write_checkpoint(tmp_path / "run" / "with", tensors, state["args"])
+    assert_exported(source, tmp_path / "back", tmp_path / "hf", "--hf-config", str(tmp_path / "hf"))
+    norm = "linear_kv_up_proj.layer_norm_weight"
+    without = {key: tensor for key, tensor in tensors.items() if not key.endswith(norm)}
+    assert len(without) < len(tensors)
+    source = write_checkpoint(tmp_path / "run" / "without", without, state["args"])
+    assert f"missing: decoder.layers.0.self_attention.{norm}" in is_refused(source, "--hf-config", str(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *NAMED, "llama"])
