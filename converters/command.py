@@ -37,7 +37,6 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     out.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
     for command in (into, out):
         command.add_argument("target", type=Path, help="directory to make")
-        command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all tensors (default: each keeps its own)")
         command.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2); the bytes do not depend on them")
         command.add_argument("--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB")
         command.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
@@ -60,7 +59,9 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     test.add_argument("--family", metavar="NAME", help="model_type of the family (default: that of --family-file)")
     test.add_argument("--config", type=Path, metavar="FILE", help="config.json of a tiny model (default: of the family's config class)")
     for name, command in commands.choices.items():
-        if name in ("import", "export", "verify"):
+        if name in ("import", "export", "plan"):
+            command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all tensors (default: each keeps its own)")
+        if name in ("import", "export", "verify", "plan"):
             merged = "merge this PEFT adapter" if name != "verify" else "compare the first checkpoint with this PEFT adapter merged into it"
             command.add_argument("--lora", type=Path, metavar="DIR", help=merged)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -234,11 +235,12 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.opening import MEGATRON, kind_of, open_megatron
     from converters.quantized import open_dequantized
 
-    path, excused = arguments.paths[0], tuple(arguments.allow_missing)
+    path = arguments.paths[0]
+    options: dict[str, Any] = {"dtype": _dtype(arguments.dtype), "allow_missing": tuple(arguments.allow_missing), "lora": arguments.lora}
     if kind_of(path) == MEGATRON:
-        facts = describe_export(plan_export(open_megatron(path, opening_options(arguments)), allow_missing=excused), arguments.workers)
+        facts = describe_export(plan_export(open_megatron(path, opening_options(arguments)), **options), arguments.workers)
     else:
-        facts = describe_import(plan_import(open_dequantized(path), allow_missing=excused), arguments.workers)
+        facts = describe_import(plan_import(open_dequantized(path), **options), arguments.workers)
     width = max(len(tensor["key"]) for tensor in facts["tensors"])
     lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
     lines.append(

@@ -255,6 +255,26 @@ def test_a_tied_embedding_and_another_base(tmp_path: Path, capsys: pytest.Captur
     assert "model.embed_tokens.weight of this model is not that of the base model" in refused(tmp_path, directory, tmp_path, capsys)
 
 
+@pytest.mark.parametrize("action", ["import", "export"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_plan_says_what_is_written_then(
+    action: str, dtype: str | None, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("import", trained / "hf", tmp_path / "mcore")
+    source = trained / "hf" if action == "import" else tmp_path / "mcore"
+    flags = ["--lora", str(trained / "adapter"), *(["--dtype", dtype] if dtype else [])]
+    capsys.readouterr()
+    run("plan", source, *flags, "--json")
+    planned = json.loads(capsys.readouterr().out)
+    run(action, source, tmp_path / "out", *flags, "--json")
+    assert planned["direction"] == action and planned["bytes"] == json.loads(capsys.readouterr().out)["bytes"]
+    assert {tensor["dtype"] for tensor in planned["tensors"]} == {dtype or "float32"}
+    assert len(planned["files"]) == len(list((tmp_path / "out").glob("__[0-9]*.distcp" if action == "import" else "*.safetensors")))
+    refused_adapter = altered(trained, tmp_path, {"use_dora": True})
+    assert main(["plan", str(source), "--lora", str(refused_adapter)]) == 2
+    assert "use_dora = true" in capsys.readouterr().err
+
+
 def test_another_adapter_is_another_plan(trained: Path, tmp_path: Path) -> None:
     from converters.import_plan import plan_import
     from converters.source import open_source
