@@ -54,6 +54,11 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     dry.add_argument("paths", nargs=1, type=Path, metavar="SOURCE")
     dry.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2)")
     _add_missing(dry)
+    adapter = commands.add_parser("adapter", help="PEFT adapter <-> adapters in a torch_dist checkpoint", epilog=_EPILOG)
+    adapter.add_argument("source", type=Path, help="directory of a PEFT adapter, or checkpoint of LoRA training")
+    adapter.add_argument("target", type=Path, help="directory to make")
+    adapter.add_argument("--hf-config", type=Path, metavar="DIR", help="with the config.json of the model that the adapter changes")
+    adapter.add_argument("--overwrite", action="store_true", help="replace an existing adapter")
     commands.add_parser("families", help="list the model families", epilog=_EPILOG)
     test = commands.add_parser("selftest", help="check a model family with generated tiny models", epilog=_EPILOG)
     test.add_argument("--family", metavar="NAME", help="model_type of the family (default: that of --family-file)")
@@ -62,8 +67,8 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         if name in ("import", "export", "plan"):
             command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all tensors (default: each keeps its own)")
         if name in ("import", "export", "verify", "plan"):
-            merged = "merge this PEFT adapter" if name != "verify" else "compare the first checkpoint with this PEFT adapter merged into it"
-            command.add_argument("--lora", type=Path, metavar="DIR", help=merged)
+            merged = "merge this adapter" if name != "verify" else "compare the first checkpoint with this adapter merged into it"
+            command.add_argument("--lora", type=Path, metavar="DIR", help=f"{merged} (PEFT's directory, or a checkpoint of adapters)")
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.add_argument(
             "--family-file",
@@ -120,6 +125,7 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
         "diff": _diff,
         "inspect": _inspect,
         "plan": _plan,
+        "adapter": _adapter,
         "families": _families,
         "selftest": functools.partial(_selftest, megatron=megatron),
     }
@@ -248,6 +254,12 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         f"{len(facts['files'])} files; peak memory at most {facts['peak_memory'] / 2**20:.0f} MiB with {arguments.workers} workers"
     )
     return 0, facts, "\n".join(lines)
+
+
+def _adapter(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.adapters.adapter_command import convert_adapter
+
+    return convert_adapter(arguments.source, arguments.target, arguments.hf_config, overwrite=arguments.overwrite)
 
 
 def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them (``adapter_config.json`` and ``adapter_model.safetensors``), merged into a model while it is read.
+"""LoRA adapters, in the form that PEFT saves them in or would (:mod:`converters.adapters`), merged into a model while it is read.
 
 The merged weight is W + scaling * B A, computed in float32 from the stored base weight and rounded once to the dtype that it is stored in.
 Every sum is taken in the order of the ranks, element by element, so that the bits depend neither on the rows that are read at a time nor on
@@ -7,7 +7,6 @@ the machine.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from converters.adapters.linears import PEFT_PREFIX
+from converters.adapters.source import AdapterSource, open_adapter
 from converters.architecture import Architecture
 from converters.errors import ConversionError
-from converters.lora_config import LoraConfig, read_lora_config
+from converters.lora_config import LoraConfig
 from converters.rule import HuggingFaceTensor, Place
 from converters.rules import hf_tensors
-from converters.safetensors_file import SafetensorsFile
-from converters.source import ADAPTER_CONFIG
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
 # of float32 temporaries; small enough for a processor's cache
 _BLOCK_ELEMENTS = 2**17
@@ -38,7 +35,7 @@ Member = tuple[HuggingFaceTensor, Place]
 
 
 @dataclass(frozen=True, slots=True)
-class _Factors:
+class Factors:
     """The two matrices of a module: names of the stored tensors, and the factor on their product. Those of an embedding are transposed.
     Those of a stack of experts are those of all experts: of ``down`` an expert has ``rank`` rows, of ``up`` every column that is its own;
     ``place`` says which rows of ``up`` belong to the tensor."""
@@ -55,27 +52,31 @@ class LoraAdapter:
     """An adapter fitted to a model.
 
     Args:
-        directory: where PEFT saved it.
+        directory: of PEFT, or a ``torch_dist`` checkpoint of adapters.
         architecture: of the base model.
 
     Raises:
         ConversionError: it is damaged, is no plain LoRA, or does not fit the model.
+
+    Attributes:
+        source: its tensors.
+        factors: by the name of the Hugging Face tensor that they change.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = directory
-        self._file = SafetensorsFile(_weights_of(directory))
-        self._config = read_lora_config(directory / ADAPTER_CONFIG, _read_json(directory / ADAPTER_CONFIG))
+        self.source: AdapterSource = open_adapter(directory, architecture)
+        self._config = self.source.config
         self._base: dict[str, str] = {}
-        self._factors = self._fit({tensor.name: tensor for tensor in hf_tensors(architecture)}, architecture.tied_embeddings)
+        self.factors = self._fit({tensor.name: tensor for tensor in hf_tensors(architecture)}, architecture.tied_embeddings)
 
     def __contains__(self, name: str) -> bool:
         """Whether it changes the Hugging Face tensor of that name."""
-        return name in self._factors
+        return name in self.factors
 
     def __len__(self) -> int:
         """Hugging Face tensors that it changes."""
-        return len(self._factors)
+        return len(self.factors)
 
     def notes(self) -> dict[str, str | int]:
         """What a conversion says of it."""
@@ -83,8 +84,7 @@ class LoraAdapter:
 
     def identity(self) -> list[list[str | int]]:
         """Changes when its files do."""
-        files = [self.directory / ADAPTER_CONFIG, self._file.path]
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in self.source.files()]
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows of a base tensor with the adapter in them.
@@ -95,7 +95,7 @@ class LoraAdapter:
             start: the first row.
             dtype: of the result; that of ``rows`` if None.
         """
-        factors, stop = self._factors[name], start + rows.shape[0]
+        factors, stop = self.factors[name], start + rows.shape[0]
         if factors.is_embedding:
             up = self._read(factors.down, columns=(start, stop)).T
             down = self._read(factors.up).T.contiguous()
@@ -110,7 +110,7 @@ class LoraAdapter:
             merged[block] = rows[block].to(wide) + _product(up[block], down).mul_(factors.scaling)
         return merged
 
-    def _of_expert(self, factors: _Factors, place: Place, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _of_expert(self, factors: Factors, place: Place, start: int, stop: int) -> tuple[Tensor, Tensor]:
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
@@ -123,28 +123,28 @@ class LoraAdapter:
 
     def base_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of such a tensor."""
-        shape = self._file.shape(self._base[name])
-        return self._file.read(self._base[name], ((start, stop), (0, shape[1])))
+        shape = self.source.shape(self._base[name])
+        return self.source.read(self._base[name], ((start, stop), (0, shape[1])))
 
     def _read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
-        shape = self._file.shape(name)
-        return self._file.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
+        shape = self.source.shape(name)
+        return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
 
-    def _fit(self, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> dict[str, _Factors]:
+    def _fit(self, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> dict[str, Factors]:
         """The factors by Hugging Face name."""
         found: dict[str, dict[str, str]] = {}
         problems = []
-        for name in sorted(self._file.keys()):
-            base = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-            if name.endswith(".base_layer.weight") and base in tensors and self._file.shape(name) == tensors[base].shape:
+        for name in sorted(self.source.keys()):
+            base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+            if name.endswith(".base_layer.weight") and base in tensors and self.source.shape(name) == tensors[base].shape:
                 self._base[base] = name
                 continue
-            match = _FACTOR.fullmatch(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+            match = _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
             if match is None:
-                problems.append(f"{name} {list(self._file.shape(name))}: no factor of a LoRA module")
+                problems.append(f"{name} {list(self.source.shape(name))}: no factor of a LoRA module")
             else:
                 found.setdefault(match["module"], {})[match["factor"]] = name
-        fitted: dict[str, _Factors] = {}
+        fitted: dict[str, Factors] = {}
         stacks = expert_stacks(tensors)
         for module, names in found.items():
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
@@ -158,7 +158,7 @@ class LoraAdapter:
             if not faults:
                 is_embedding = "lora_embedding_A" in names
                 down, up = (names[f"lora_{'embedding_' if is_embedding else ''}{letter}"] for letter in "AB")
-                fitted[f"{module}.weight"] = _Factors(
+                fitted[f"{module}.weight"] = Factors(
                     down, up, self._config.scaling_of(module), self._config.rank_of(module), is_embedding=is_embedding
                 )
         problems += _left_out(self._config, tensors, set(found))
@@ -170,13 +170,13 @@ class LoraAdapter:
         return fitted
 
     def _fit_stack(
-        self, module: str, names: Mapping[str, str], stacks: Mapping[str, list[Member]], fitted: dict[str, _Factors]
+        self, module: str, names: Mapping[str, str], stacks: Mapping[str, list[Member]], fitted: dict[str, Factors]
     ) -> list[str]:
         """Fit what changes a stack of experts; what is wrong. PEFT says which stack of the layer only by the shapes."""
         if set(names) != {"lora_A", "lora_B"}:
             return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed"]
         down, up = names["lora_A"], names["lora_B"]
-        shapes = self._file.shape(down), self._file.shape(up)
+        shapes = self.source.shape(down), self.source.shape(up)
         wanted = {}
         for stack, members in stacks.items():
             tensor, place = members[0]
@@ -187,13 +187,13 @@ class LoraAdapter:
         if len(fitting) != 1:
             listing = ", ".join(f"{stack} for {[list(shape) for shape in expected]}" for stack, expected in wanted.items())
             return [f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing} would be asked"]
-        dtypes = [self._file.dtype(name) for name in (down, up)]
+        dtypes = [self.source.dtype(name) for name in (down, up)]
         if not set(dtypes) <= set(_FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
         again = [tensor.name for tensor, _ in stacks[fitting[0]] if tensor.name in fitted]
         for tensor, place in stacks[fitting[0]]:
             scaling, rank = self._config.scaling_of(fitting[0]), self._config.rank_of(fitting[0])
-            fitted[tensor.name] = _Factors(down, up, scaling, rank, place=place)
+            fitted[tensor.name] = Factors(down, up, scaling, rank, place=place)
         return [f"{name} is changed twice, by {module} too" for name in again]
 
     def _faults(self, module: str, names: Mapping[str, str], tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> list[str]:
@@ -210,10 +210,10 @@ class LoraAdapter:
         faults = []
         for factor, name in names.items():
             expected = shapes[factor[-1]]
-            if self._file.shape(name) != expected:
-                faults.append(f"shape: {name} is {list(self._file.shape(name))}, rank {rank} and {module}.weight ask for {list(expected)}")
-            elif self._file.dtype(name) not in _FLOATS:
-                faults.append(f"dtype: {name} is {self._file.dtype(name)}; float32, bfloat16 or float16 is needed")
+            if self.source.shape(name) != expected:
+                faults.append(f"shape: {name} is {list(self.source.shape(name))}, rank {rank} and {module}.weight ask for {list(expected)}")
+            elif self.source.dtype(name) not in _FLOATS:
+                faults.append(f"dtype: {name} is {self.source.dtype(name)}; float32, bfloat16 or float16 is needed")
         return faults
 
 
@@ -241,25 +241,3 @@ def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], foun
     """Modules of the model that the config lists and that have no factors."""
     modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     return [f"missing: {module}, which target_modules lists" for module in modules if config.asks_for(module) and module not in found]
-
-
-def _weights_of(directory: Path) -> Path:
-    if not directory.is_dir():
-        raise ConversionError(f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}")
-    if not (directory / WEIGHTS_FILE).is_file():
-        others = sorted(path.name for path in directory.glob("adapter_model.*"))
-        raise ConversionError(
-            f"{directory} has no {WEIGHTS_FILE}" + (f", only {others[0]}" if others else ""),
-            "save the adapter with save_pretrained of a recent peft; only safetensors are read, since other formats may run code",
-        )
-    return directory / WEIGHTS_FILE
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read as JSON ({error})", "save the adapter again") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} is no JSON object", "save the adapter again")
-    return content

@@ -174,7 +174,7 @@ class HuggingFaceSource:
             # transformers would look for the base model elsewhere, and apply the adapter
             raise ConversionError(
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
-                "give the directory of the base model, and with --lora that of the adapter",
+                "give the directory of the base model, and with --lora that of the adapter; megarl convert adapter converts it by itself",
             )
         if (self.directory / _SINGLE).exists():
             return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)

@@ -7,7 +7,7 @@ from converters.errors import ConversionError
 from converters.foreign.common_state import arguments_of, read_common_state
 from converters.foreign.master_weights import with_master_weights
 from converters.foreign.options import MASTER_WEIGHTS, OpeningOptions
-from converters.foreign.run_config import find_run_config, read_model_section
+from converters.foreign.run_config import find_run_config, read_section
 from converters.foreign.settings import ForeignSettings, settings_from_arguments, settings_from_provider, with_rope_factor
 from converters.foreign.view import CanonicalTensors, refuse_adapters, without_prefix
 from converters.rules import all_rules
@@ -24,7 +24,7 @@ def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> F
     said = options.rope_scaling_factor
     run_config = find_run_config(checkpoint.directory)
     if run_config is not None:
-        return with_rope_factor(settings_from_provider(read_model_section(run_config), str(run_config)), said, is_heeded=True)
+        return with_rope_factor(settings_from_provider(read_section(run_config, "model"), str(run_config)), said, is_heeded=True)
     arguments = arguments_of(read_common_state(checkpoint))
     if arguments is not None:
         return with_rope_factor(settings_from_arguments(arguments, f"args of {checkpoint.directory}"), said, is_heeded=False)

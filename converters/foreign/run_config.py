@@ -18,8 +18,8 @@ def find_run_config(directory: Path) -> Path | None:
     return next((path / RUN_CONFIG_FILE for path in (directory, directory.parent) if (path / RUN_CONFIG_FILE).is_file()), None)
 
 
-def read_model_section(path: Path) -> dict[str, Any]:
-    """The section ``model``.
+def read_section(path: Path, name: str) -> dict[str, Any]:
+    """One section: ``model``, or ``peft`` where adapters were trained.
 
     Raises:
         ConversionError: the file is damaged, too large, or has no such section.
@@ -32,7 +32,7 @@ def read_model_section(path: Path) -> dict[str, Any]:
         raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConversionError(f"{path} cannot be read ({error})", "fetch it again, or pass --hf-config DIRECTORY") from error
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict):
-        raise ConversionError(f"{path} has no section 'model'", "pass --hf-config DIRECTORY of the model")
-    return model
+    section = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(section, dict):
+        raise ConversionError(f"{path} has no section {name!r}", "pass --hf-config DIRECTORY of the model")
+    return section

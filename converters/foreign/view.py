@@ -160,9 +160,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
     found = [key for key in tensors if _ADAPTER.search(key) and not key.startswith("optimizer.")]
     if found:
         raise ConversionError(
-            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first {found[0]}): they are neither "
-            "merged nor written as a PEFT adapter here",
-            "let the trainer merge them or save them as a PEFT adapter; export takes that with --lora",
+            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first {found[0]}), and is no model",
+            "write them as a PEFT adapter (megarl convert adapter), or merge them: give the base model, and with --lora this directory",
         )
 
 

@@ -179,7 +179,7 @@ def test_damaged_descriptions_are_refused(case: str, tmp_path: Path) -> None:
         (lambda tensors: {key: value for key, value in tensors.items() if "embedding" not in key}, "has no embedding.word_embeddings"),
         (
             lambda tensors: tensors | {"decoder.layers.mlp.linear_fc2.adapter.linear_in.weight": torch.zeros(3, 4, 52)},
-            r"holds the LoRA adapters of its trainer \(1 tensors, the first decoder\.layers\.mlp\.linear_fc2\.adapter.* neither merged",
+            r"holds the LoRA adapters of its trainer \(1 tensors, the first decoder\.layers\.mlp\.linear_fc2\.adapter.*, and is no model",
         ),
         (
             lambda tensors: {"decoder.layers.self_attention.linear_qkv.adapter.adapter_q.linear_out.weight": torch.zeros(3, 60, 4)},

@@ -1,0 +1,255 @@
+"""The adapters in a ``torch_dist`` checkpoint, seen as PEFT would hold them.
+
+Three forms are known. Megatron-Bridge's own, LoRA, has one adapter for a fused layer: PEFT's factors ``lora_A`` of query, key and value are
+then the same matrix, and ``lora_B`` are rows of one. Its CanonicalLoRA has one for each part, as PEFT does. And what this library writes
+(:mod:`converters.adapters.blocks`) is of the first form, with a part for each in the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from converters.adapters.blocks import Block, blocks_of, require_as_written
+from converters.adapters.linears import linears, parts_of, peft_name, rows_of, stored_factor
+from converters.adapters.said import said_of
+from converters.architecture import Architecture
+from converters.artifacts import HF_DIRECTORY
+from converters.boxes import Box, whole
+from converters.errors import ConversionError
+from converters.foreign.view import CanonicalTensors
+from converters.layouts import runs_of
+from converters.lora_config import LoraConfig, read_lora_config
+from converters.manifest import MANIFEST_FILE, read_manifest
+from converters.rule import Kind, Rule
+from converters.rules import all_rules
+from converters.source import ADAPTER_CONFIG
+from converters.torch_dist.find import find_checkpoint
+from converters.torch_dist.keys import StoredPlace, stored_place
+from converters.torch_dist.reader import TorchDistCheckpoint
+
+_ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
+_STACKED = re.compile(r"decoder\.layers\.[a-z]")
+_FIX = (
+    "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's LoRA and CanonicalLoRA are known"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A factor that PEFT would hold: runs of rows of a stored tensor, one behind the other, and a range of its columns."""
+
+    place: StoredPlace
+    runs: tuple[tuple[int, int], ...]
+    columns: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(stop - start for start, stop in self.runs), self.columns[1] - self.columns[0]
+
+
+class MegatronAdapter:
+    """The adapters of a checkpoint, itself an :class:`converters.adapters.source.AdapterSource`.
+
+    Args:
+        directory: of the checkpoint, or where a trainer keeps it.
+        architecture: of the base model.
+
+    Raises:
+        ConversionError: there are no adapters, some do not fit the model or have no form that PEFT has, or nothing says their scale.
+
+    Attributes:
+        rank: of every stored adapter.
+        family: of the base model.
+        has_experts: the base model is a mixture of experts.
+        left_out: keys of the base model that stand beside them.
+        origin: the file that says the scale.
+    """
+
+    def __init__(self, directory: Path, architecture: Architecture) -> None:
+        self.directory = find_checkpoint(directory)
+        checkpoint = TorchDistCheckpoint(self.directory)
+        found = {key for key in checkpoint if _ADAPTER.fullmatch(key) and not key.startswith(("optimizer.", "chained_"))}
+        if not found:
+            raise ConversionError(f"{self.directory} holds no adapters", "give a PEFT adapter, or a checkpoint of LoRA training")
+        self._architecture, self.family, self.has_experts = architecture, architecture.family, architecture.mixture is not None
+        self._stacked = any(_STACKED.match(key) for key in found)
+        rules = linears(architecture)
+        places = [place for rule in rules for place in self._places(rule)]
+        self._tensors = CanonicalTensors(checkpoint, {place.key: place.grid for place in places})
+        self._refuse_unknown(found, {place.key for place in places})
+        self.rank = self._common_rank(rules)
+        manifest = read_manifest(self.directory)
+        blocks = None if manifest is None else blocks_of(manifest, rules, self.rank)
+        self._factors: dict[str, _Factor] = {}
+        problems = [problem for rule in rules for problem in self._add(rule, blocks)]
+        if problems:
+            raise ConversionError(f"the adapters in {self.directory} do not fit the model", _FIX, problems)
+        self.left_out = self._beside(checkpoint, found)
+        kept = self.directory / HF_DIRECTORY / ADAPTER_CONFIG
+        said = said_of(self.directory, kept if manifest is not None else None, self.rank, list(self._factors), architecture)
+        self.raw_config, self.origin = said.raw_config, said.origin
+        self.config: LoraConfig = read_lora_config(self.origin, self.raw_config)
+        if said.tensor_parallel != 1 and any(self._is_cut_apart(rule) for rule in rules):
+            raise ConversionError(
+                f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = {said.tensor_parallel}: "
+                "Megatron-Bridge (0.3.1) then exchanges their rows, and nothing in the checkpoint tells whether its release did",
+                "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
+            )
+        if manifest is not None and blocks is not None:
+            require_as_written(self, manifest, self.directory / MANIFEST_FILE, self._between(rules, blocks))
+
+    def files(self) -> list[Path]:
+        """See :class:`AdapterSource`."""
+        return [*sorted(path for path in self.directory.iterdir() if path.is_file()), self.origin]
+
+    def keys(self) -> list[str]:
+        """See :class:`AdapterSource`."""
+        return list(self._factors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`AdapterSource`."""
+        return self._factors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`AdapterSource`."""
+        return self._tensors.dtype(self._factors[name].place.key)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """See :class:`AdapterSource`."""
+        factor = self._factors[name]
+        (first, last), (left, right) = whole(factor.shape) if box is None else box
+        pieces, position = [torch.empty(0, right - left, dtype=self.dtype(name))], 0
+        for start, stop in factor.runs:
+            low, high = max(first, position), min(last, position + stop - start)
+            if low < high:
+                rows = (start + low - position, start + high - position)
+                pieces.append(self._read(factor.place, rows, (factor.columns[0] + left, factor.columns[0] + right)))
+            position += stop - start
+        return torch.cat(pieces)
+
+    def _read(self, place: StoredPlace, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        box = (*((index, index + 1) for index in place.index), rows, columns)
+        return self._tensors.read(place.key, box).reshape(rows[1] - rows[0], columns[1] - columns[0])
+
+    def _places(self, rule: Rule) -> Iterator[StoredPlace]:
+        """Where factors of a layer may be, of the whole and of its parts."""
+        for part in (None, *parts_of(rule)):
+            for side in ("linear_in", "linear_out"):
+                yield self._place(rule, side, part)
+
+    def _place(self, rule: Rule, side: str, part: int | None = None) -> StoredPlace:
+        return stored_factor(rule, self._architecture, side, part, stacked=self._stacked)
+
+    def _has(self, place: StoredPlace) -> bool:
+        if place.key not in self._tensors:
+            return False
+        shape = self._tensors.shape(place.key)
+        own = shape[len(place.grid) :]
+        return shape[: len(place.grid)] == place.grid and self._tensors.is_saved(
+            place.key, (*((index, index + 1) for index in place.index), *whole(own))
+        )
+
+    def _is_cut_apart(self, rule: Rule) -> bool:
+        """Whether gate and up have adapters of their own, whose rows Megatron-Bridge takes for those of both."""
+        return rule.kind is Kind.GATED and any(self._has(self._place(rule, "linear_out", part)) for part in parts_of(rule))
+
+    def _common_rank(self, rules: list[Rule]) -> int:
+        ranks = {
+            place.key: self._tensors.shape(place.key)[-2]
+            for rule in rules
+            for part in (None, *parts_of(rule))
+            if (place := self._place(rule, "linear_in", part)).key in self._tensors and len(self._tensors.shape(place.key)) >= 2
+        }
+        if len(set(ranks.values())) != 1:
+            listing = [f"{key}: rank {rank}" for key, rank in sorted(ranks.items())]
+            raise ConversionError(f"the adapters in {self.directory} have several ranks", _FIX, listing)
+        return next(iter(ranks.values()))
+
+    def _add(self, rule: Rule, blocks: dict[str, Block] | None) -> Iterator[str]:
+        """Take up the factors of a layer; what is wrong with them."""
+        of_parts = [
+            part for part in parts_of(rule) if any(self._has(self._place(rule, side, part)) for side in ("linear_in", "linear_out"))
+        ]
+        of_whole = any(self._has(self._place(rule, side)) for side in ("linear_in", "linear_out"))
+        module = self._place(rule, "linear_in").key.partition(".adapter.")[0]
+        if of_parts and of_whole:
+            yield f"{module}: has an adapter for the whole layer and others for its parts"
+            return
+        columns, rank = rule.parts[0].shape[1], (0, self.rank)
+        for part in of_parts:
+            rows = rule.parts[part].shape[0]
+            down, up = (self._place(rule, side, part) for side in ("linear_in", "linear_out"))
+            faults = list(self._faults({down: (self.rank, columns), up: (rows, self.rank)}))
+            yield from faults
+            if not faults:
+                self._factors[peft_name(rule.parts[part], "lora_A")] = _Factor(down, (rank,), (0, columns))
+                self._factors[peft_name(rule.parts[part], "lora_B")] = _Factor(up, ((0, rows),), rank)
+        if not of_whole:
+            return
+        down, up = (self._place(rule, side) for side in ("linear_in", "linear_out"))
+        faults = list(self._faults({down: (self.rank, columns), up: (rows_of(rule), self.rank)}))
+        yield from faults
+        if faults:
+            return
+        runs = runs_of(rule, self._architecture.head_dim, 0)
+        for number, tensor in enumerate(rule.parts):
+            block = rank if blocks is None else blocks.get(tensor.name)
+            if block is not None:
+                own = tuple((run.position, run.position + run.stop - run.start) for run in runs if run.part == number)
+                self._factors[peft_name(tensor, "lora_A")] = _Factor(down, (block,), (0, columns))
+                self._factors[peft_name(tensor, "lora_B")] = _Factor(up, own, block)
+
+    def _faults(self, wanted: dict[StoredPlace, tuple[int, int]]) -> Iterator[str]:
+        for place, shape in wanted.items():
+            at = f" of layer {place.index[0]}" if place.index else ""
+            if place.key not in self._tensors:
+                yield f"missing: {place.key}"
+            elif self._tensors.shape(place.key) != (*place.grid, *shape):
+                found = list(self._tensors.shape(place.key))
+                yield f"shape: {place.key} is {found}, rank {self.rank} and the config ask for {[*place.grid, *shape]}"
+            elif not self._has(place):
+                yield f"missing: {place.key}{at}, which was not saved"
+
+    def _refuse_unknown(self, found: set[str], known: set[str]) -> None:
+        unknown = [key for key in found if key.removesuffix("_w").removesuffix("_v") not in known]
+        experts = [key for key in unknown if ".experts." in key]
+        if experts:
+            raise ConversionError(
+                f"{self.directory} holds adapters of experts ({experts[0]}): Megatron-Bridge has one for all experts of a rank, which PEFT "
+                "cannot say",
+                "train without linear layers of experts among the targets, or let the trainer merge the adapters",
+            )
+        if unknown:
+            raise ConversionError(f"{self.directory} holds adapters of layers that the model does not have", _FIX, sorted(unknown))
+
+    def _beside(self, checkpoint: TorchDistCheckpoint, found: set[str]) -> tuple[str, ...]:
+        base = {
+            stored_place(rule, self._architecture, stacked=stacked).key
+            for rule in all_rules(self._architecture)
+            for stacked in (True, False)
+        }
+        others = [
+            key for key in checkpoint if key not in found and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+        ]
+        unknown = [key for key in others if key not in base and "opt_param_scheduler" not in key]
+        if unknown:
+            raise ConversionError(f"{self.directory} holds more than adapters and the base model", _FIX, unknown)
+        return tuple(others)
+
+    def _between(self, rules: list[Rule], blocks: dict[str, Block]) -> Iterator[tuple[str, Tensor]]:
+        """What has to be zero in a checkpoint of blocks: rows of a part in the ranks of others."""
+        for rule in rules:
+            up = self._place(rule, "linear_out")
+            if not self._has(up):
+                continue
+            stored = self._read(up, (0, rows_of(rule)), (0, self.rank))
+            for run in runs_of(rule, self._architecture.head_dim, 0):
+                start, stop = blocks.get(rule.parts[run.part].name, (0, 0))
+                rows = stored[run.position : run.position + run.stop - run.start]
+                yield up.key, torch.cat([rows[:, :start], rows[:, stop:]], dim=1)

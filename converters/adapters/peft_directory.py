@@ -1,0 +1,83 @@
+"""An adapter as PEFT saves it: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.boxes import Box
+from converters.errors import ConversionError
+from converters.lora_config import LoraConfig, read_lora_config
+from converters.safetensors_file import SafetensorsFile
+from converters.source import ADAPTER_CONFIG
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class PeftDirectory:
+    """A directory of PEFT, itself an :class:`converters.adapters.source.AdapterSource`.
+
+    Args:
+        directory: where PEFT saved it.
+
+    Raises:
+        ConversionError: there is no adapter, it is damaged, or it is no plain LoRA.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file = SafetensorsFile(_weights_of(directory))
+        self.raw_config = _read_json(directory / ADAPTER_CONFIG)
+        self.config: LoraConfig = read_lora_config(directory / ADAPTER_CONFIG, self.raw_config)
+
+    def files(self) -> list[Path]:
+        """See :class:`AdapterSource`."""
+        return [self.directory / ADAPTER_CONFIG, self._file.path]
+
+    def keys(self) -> list[str]:
+        """See :class:`AdapterSource`."""
+        return self._file.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`AdapterSource`."""
+        return self._file.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`AdapterSource`."""
+        return self._file.dtype(name)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """See :class:`AdapterSource`."""
+        return self._file.read(name, box)
+
+
+def is_peft_directory(directory: Path) -> bool:
+    """Whether something of a PEFT adapter is there."""
+    return directory.is_dir() and any(directory.glob("adapter_*"))
+
+
+def _weights_of(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise ConversionError(f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}")
+    if not (directory / WEIGHTS_FILE).is_file():
+        others = sorted(path.name for path in directory.glob("adapter_model.*"))
+        raise ConversionError(
+            f"{directory} has no {WEIGHTS_FILE}" + (f", only {others[0]}" if others else ""),
+            "save the adapter with save_pretrained of a recent peft; only safetensors are read, since other formats may run code",
+        )
+    return directory / WEIGHTS_FILE
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} cannot be read as JSON ({error})", "save the adapter again") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} is no JSON object", "save the adapter again")
+    return content

@@ -1,0 +1,215 @@
+"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of :mod:`converters.adapters.blocks`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.adapters.blocks import BLOCKS, FORM_NOTE, SHARED, Block, block
+from converters.adapters.linears import linears, peft_name, rows_of, stored_factor
+from converters.architecture import Architecture, read_architecture
+from converters.artifacts import HF_DIRECTORY, read_config
+from converters.boxes import bytes_of
+from converters.errors import ConversionError
+from converters.fingerprints import RULES, WEIGHTS, fingerprint_of_rules, fingerprints
+from converters.layouts import runs_of
+from converters.lora import Factors, LoraAdapter
+from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name
+from converters.rule import Rule
+from converters.source import ADAPTER_CONFIG
+from converters.staging import Staging, check_apart
+from converters.torch_dist.find import is_checkpoint
+from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
+from converters.torch_dist.writer import ItemFile, StoredTensor, finish_checkpoint
+
+_FIX = "merge it instead (import --lora), or train adapters of linear layers alone, all of one rank and scale"
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What will be written.
+
+    Attributes:
+        adapter: the source.
+        architecture, config: of the base model.
+        rules: of the linear layers that have an adapter.
+        stacked: whether layers are stacked.
+        rank: of PEFT's adapters.
+        scaling: factor on the product of each.
+        form: ``blocks`` or ``shared``.
+    """
+
+    adapter: LoraAdapter
+    architecture: Architecture
+    config: Mapping[str, Any]
+    rules: tuple[Rule, ...]
+    stacked: bool
+    rank: int
+    scaling: float
+    form: str
+
+    @property
+    def stored_rank(self) -> int:
+        """Of every adapter in the checkpoint."""
+        return self.rank * (1 if self.form == SHARED else max(len(rule.parts) for rule in self.rules))
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the conversion says of itself."""
+        layers = "stacked" if self.stacked else "apart"
+        alpha = self.scaling * self.stored_rank
+        return {FORM_NOTE: self.form, "rank": self.stored_rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "layers": layers}
+
+    def block(self, part: int) -> Block:
+        """The ranks of a part."""
+        return block(part, self.rank, self.form)
+
+    def place(self, rule: Rule, side: str) -> StoredPlace:
+        """Where a factor will stand."""
+        return stored_factor(rule, self.architecture, side, stacked=self.stacked)
+
+
+def plan_adapter(directory: Path, hf_directory: Path) -> AdapterPlan:
+    """Work out the conversion of an adapter.
+
+    Args:
+        directory: of PEFT.
+        hf_directory: with the ``config.json`` of the base model.
+
+    Raises:
+        ConversionError: it is damaged, does not fit the model, or has no exact form in Megatron.
+    """
+    config = read_config(hf_directory)
+    architecture = read_architecture(config)
+    adapter = LoraAdapter(directory, architecture)
+    rules = tuple(rule for rule in linears(architecture) if any(part.name in adapter for part in rule.parts))
+    problems = list(_without_form(adapter, {part.name for rule in rules for part in rule.parts}))
+    if problems:
+        raise ConversionError(f"the adapter in {directory} has no exact form in Megatron", _FIX, problems)
+    one = next(iter(adapter.factors.values()))
+    form = SHARED if all(_is_shared(adapter, rule) for rule in rules) else BLOCKS
+    return AdapterPlan(adapter, architecture, config, rules, _may_stack(rules, architecture), one.rank, one.scaling, form)
+
+
+def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
+    """Write the checkpoint. All of a layer's factors are in memory at once, and no more.
+
+    Args:
+        plan: from :func:`plan_adapter`.
+        target: directory to make.
+        overwrite: replace an existing checkpoint.
+
+    Returns:
+        Its tensors and bytes, by those names.
+
+    Raises:
+        ConversionError: the target cannot be written.
+    """
+    check_apart(plan.adapter.directory, target)
+    facts = {WEIGHTS: plan.adapter.identity(), "config.json": plan.config, RULES: fingerprint_of_rules(plan.rules), FORM_NOTE: plan.form}
+    staging = Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint)
+    try:
+        hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
+        file = ItemFile(staging.directory / "__0_0.distcp")
+        tensors: dict[str, StoredTensor] = {}
+        object_names: list[str] = []
+        try:
+            for rule in plan.rules:
+                for place, tensor in _stored(plan, rule, hashes):
+                    tensors[place.key] = StoredTensor(place.key, (*place.grid, *tensor.shape), tensor.dtype)
+                    object_names += extra_state_keys(place)
+                    file.add(place.key, (*place.index, 0, 0), tensor.reshape(*[1] * len(place.index), *tensor.shape))
+        finally:
+            file.close()
+        finish_checkpoint(staging.directory, tensors.values(), file.items, object_names)
+        beside = staging.directory / HF_DIRECTORY
+        beside.mkdir(exist_ok=True)
+        (beside / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+        shutil.copyfile(plan.adapter.directory / ADAPTER_CONFIG, beside / ADAPTER_CONFIG)
+        _manifest(plan, hashes.digests()).write(staging.directory)
+        staging.finish()
+    except BaseException:
+        staging.close()
+        raise
+    return {"tensors": len(tensors), "bytes": sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in tensors.values())}
+
+
+def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
+    """What has no exact form in Megatron, where adapters are of linear layers, one for all experts, and of one rank and scale."""
+    for name, factors in adapter.factors.items():
+        if factors.place is not None or (name not in known and ".experts." in name):
+            yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"
+        elif name not in known:
+            yield f"{name}: only linear layers inside of layers have adapters"
+    for what, values in (
+        ("rank", Counter(factors.rank for factors in adapter.factors.values())),
+        ("scaling", Counter(factors.scaling for factors in adapter.factors.values())),
+        ("dtype", Counter(dtype_name(adapter.source.dtype(name)) for one in adapter.factors.values() for name in (one.down, one.up))),
+    ):
+        if len(values) > 1:
+            yield f"{what}: {', '.join(map(str, sorted(values)))}; Megatron has one for all adapters of a model"
+
+
+def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
+    """Whether all parts of a layer have an adapter, and the same A."""
+    first, *others = (adapter.factors.get(part.name) for part in rule.parts)
+    if first is None or None in others:
+        return False
+    expected = bytes_of(adapter.source.read(first.down))
+    return all(bytes_of(adapter.source.read(other.down)) == expected for other in others if other is not None)
+
+
+def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
+    """Whether every layer has the same adapters, and layers of the model are stacked at all."""
+    if not is_stacked(architecture):
+        return False
+    places = [stored_factor(rule, architecture, "linear_in", stacked=True) for rule in rules]
+    layers = Counter(place.key for place in places)
+    return all(layers[place.key] == place.grid[0] for place in places if place.grid)
+
+
+def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tuple[StoredPlace, Tensor]]:
+    """Both factors of a layer; what they are made of goes into the hashes."""
+    source, found = plan.adapter.source, [plan.adapter.factors.get(part.name) for part in rule.parts]
+    dtype = source.dtype(next(one.down for one in found if one is not None))
+    down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)
+    up = torch.zeros(rows_of(rule), plan.stored_rank, dtype=dtype)
+    read = functools.partial(_read, source, hashes)
+    ups: dict[int, Tensor] = {}
+    for number, factors in enumerate(found):
+        if factors is not None:
+            start, stop = plan.block(number)
+            down[start:stop], ups[number] = read(factors.down), read(factors.up)
+    for run in runs_of(rule, plan.architecture.head_dim, 0):
+        if run.part in ups:
+            start, stop = plan.block(run.part)
+            up[run.position : run.position + run.stop - run.start, start:stop] = ups[run.part][run.start : run.stop]
+    yield plan.place(rule, "linear_in"), down
+    yield plan.place(rule, "linear_out"), up
+
+
+def _read(source: Any, hashes: TensorHashes, name: str) -> Tensor:
+    tensor: Tensor = source.read(name)
+    hashes.update(name, tensor)
+    return tensor
+
+
+def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> Manifest:
+    """What the checkpoint will say of itself."""
+    source = plan.adapter.source
+    tensors = {}
+    for rule in plan.rules:
+        for part in rule.parts:
+            factors: Factors | None = plan.adapter.factors.get(part.name)
+            for factor, name in () if factors is None else (("lora_A", factors.down), ("lora_B", factors.up)):
+                tensors[peft_name(part, factor)] = TensorRecord(dtype_name(source.dtype(name)), source.shape(name), digests[name])
+    return Manifest(plan.adapter.directory.resolve().name, plan.architecture.family, tensors, notes=plan.notes)
