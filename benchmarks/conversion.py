@@ -1,6 +1,7 @@
 """Import and export of a bfloat16 model against a plain copy of its bytes, and against loading and saving it with transformers.
 
-Everything is flushed to disk within its time. Each conversion runs in a process of its own, whose peak memory it reports.
+Everything is flushed to disk within its time. Each conversion runs in a process of its own, whose peak memory it reports; how large that is
+beside one shard and the largest tensor is said with what PyTorch, transformers and other imports take, and without.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from benchmarks.point import Metric, Point
 from benchmarks.timing import seconds_of
+from converters.safetensors_file import SafetensorsFile
 
 WIDTH, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 2048, 5632, 32, 4, 64, 32000
 BLOCK = 8 * 2**20
@@ -35,6 +37,16 @@ os.sync()
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 print(json.dumps({"seconds": time.monotonic() - begun, "peak_memory": peak}))
 """
+IMPORTS = """
+import json, sys
+from pathlib import Path
+import converters.command, converters.exporting, converters.importing, converters.quantized
+from converters.architecture import read_architecture
+from converters.artifacts import read_config
+read_architecture(read_config(Path(sys.argv[1])))
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(json.dumps({"peak_memory": peak}))
+"""
 
 
 def measure(direction: str, quick: bool) -> Iterator[Point]:
@@ -49,16 +61,27 @@ def measure(direction: str, quick: bool) -> Iterator[Point]:
             root = Path(temporary)
             written = save_llama(root / "hf", int(size * 1e9))
             source = root / "hf"
+            bound = shard_and_tensor(source)
             if direction == "export":
                 source = root / "mcore"
                 _convert("import", root / "hf", source, 2)
             for workers in (1, 2):
-                measured: dict[str, list[dict[str, Any]]] = {"conversion": [], "copy": [], "transformers": []}
+                measured: dict[str, list[dict[str, Any]]] = {"conversion": [], "copy": [], "transformers": [], "imports": []}
                 for _ in range(1 if quick else 3):
                     measured["copy"].append({"seconds": _copy(source, root / "copy")})
                     measured["conversion"].append(_convert(direction, source, root / "made", workers))
-                    measured["transformers"].append(_transformers(root / "hf", root / "saved"))
-                yield Point({"gigabytes": round(written / 1e9, 2), "workers": workers}, _metrics(measured, written))
+                    measured["transformers"].append(_json_of([sys.executable, "-c", TRANSFORMERS, str(root / "hf"), str(root / "saved")]))
+                    measured["imports"].append(_json_of([sys.executable, "-c", IMPORTS, str(root / "hf")]))
+                yield Point({"gigabytes": round(written / 1e9, 2), "workers": workers}, _metrics(measured, written, bound))
+
+
+def shard_and_tensor(directory: Path) -> int:
+    """Bytes of the largest file of a model and of its largest tensor together."""
+    paths = list(directory.glob("*.safetensors"))
+    files = [SafetensorsFile(path) for path in paths]
+    names = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118  # no dict
+    sizes = [torch.Size(file.shape(name)).numel() * file.dtype(name).itemsize for file, name in names]
+    return max(path.stat().st_size for path in paths) + max(sizes)
 
 
 def save_llama(directory: Path, size: int) -> int:
@@ -136,11 +159,7 @@ def _copy(source: Path, target: Path) -> float:
 
 def _convert(action: str, source: Path, target: Path, workers: int) -> dict[str, Any]:
     argv = [sys.executable, "-m", "converters", action, str(source), str(target), "--overwrite", "--json", "--workers", str(workers)]
-    return _json_of(argv)
-
-
-def _transformers(source: Path, target: Path) -> dict[str, Any]:
-    return _json_of([sys.executable, "-c", TRANSFORMERS, str(source), str(target)])
+    return _json_of([*argv, *(["--max-shard-size", str(SHARD_BYTES)] if action == "export" else [])])
 
 
 def _json_of(argv: list[str]) -> dict[str, Any]:
@@ -151,11 +170,15 @@ def _json_of(argv: list[str]) -> dict[str, Any]:
     return result
 
 
-def _metrics(measured: dict[str, list[dict[str, Any]]], size: int) -> dict[str, Metric]:
-    seconds = {name: [float(one["seconds"]) for one in runs] for name, runs in measured.items()}
+def _metrics(measured: dict[str, list[dict[str, Any]]], size: int, bound: int) -> dict[str, Metric]:
+    seconds = {name: [float(one["seconds"]) for one in runs] for name, runs in measured.items() if name != "imports"}
     metrics = {f"{name}_speed": Metric.of("GB/s", [size / 1e9 / one for one in each]) for name, each in seconds.items()}
     metrics["against_copy"] = Metric.ratio("the speed of a plain copy", seconds["copy"], seconds["conversion"])
     metrics["against_transformers"] = Metric.ratio("the speed of transformers", seconds["transformers"], seconds["conversion"])
-    for name in ("conversion", "transformers"):
-        metrics[f"{name}_peak_memory"] = Metric.of("MiB", [one["peak_memory"] / 2**20 for one in measured[name]])
+    peaks = {name: [float(one["peak_memory"]) for one in measured[name]] for name in ("conversion", "transformers", "imports")}
+    metrics |= {f"{name}_peak_memory": Metric.of("MiB", [one / 2**20 for one in each]) for name, each in peaks.items()}
+    shard = "one shard and the largest tensor"
+    metrics["peak_memory_against_shard"] = Metric.ratio(shard, peaks["conversion"], [bound] * len(peaks["conversion"]))
+    beyond = [peak - before for peak, before in zip(peaks["conversion"], peaks["imports"], strict=True)]
+    metrics["peak_memory_beyond_imports_against_shard"] = Metric.ratio(shard, beyond, [bound] * len(beyond))
     return metrics
