@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,21 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
     axes.plot(curve.steps, running_mean(curve.values, window), color=colour, linewidth=2.2, label=f"running mean of {window} steps")
 
 
+@contextmanager
+def plain_text() -> Iterator[None]:
+    """Inside, words are drawn as they are: between two dollar signs, as names of runs may have them, matplotlib would read a formula.
+
+    Raises:
+        MegarlError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise MegarlError(f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install matplotlib") from error
+    with rc_context({"text.parse_math": False}):
+        yield
+
+
 def cycled_colours(count: int) -> list[str]:
     """That many colours, the first ones again where there are not enough."""
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
@@ -56,10 +73,8 @@ def one_panel(title: str) -> tuple[Figure, Axes]:
 
 def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
     """A figure with ``count`` panels above each other that share the step axis. Needs no display: a Figure of its own draws by Agg."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MegarlError(f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.0, 4.8 if count == 1 else 7.0), dpi=120, layout="constrained")
     grid: Any = figure.subplots(count, 1, sharex=True, squeeze=False)
     figure.suptitle(title, fontsize=13, fontweight="bold")
@@ -85,11 +100,14 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
 
 
 def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
-    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are called ``grpo``."""
+    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are called ``grpo``.
+
+    None begins with an underscore, as matplotlib leaves such names out of legends; bytes that are no UTF-8 are replaced.
+    """
     parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(path[-length:]) for path in parts]
-        if len(set(names)) == len(set(parts)):
+        names = [os.fsencode("/".join(path[-length:])).decode(errors="replace") for path in parts]
+        if len(set(names)) == len(set(parts)) and not any(name.startswith("_") for name in names):
             break
     return dict(zip(run_dirs, names, strict=True))
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,27 +101,41 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: the file is missing, holds no row, or a line that is not the last is broken.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"metrics file {path} cannot be read: {error.strerror}. Fix: give the directory of a run that wrote one") from error
-    rows = list(_rows(path, lines))
+    rows = list(stream_metrics(path))
     if not rows:
         raise DataError(f"metrics file {path} holds 0 rows, at least 1 is needed. Fix: let the run finish its first step")
     return rows
 
 
-def _rows(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows one by one, as the file of a long run is larger than what is kept of it; none of a file that has no whole row yet.
+
+    Raises:
+        DataError: as :func:`read_metrics`, but for an empty file.
+    """
+    try:
+        with path.open("rb") as stream:
+            yield from _rows(path, stream)
+    except OSError as error:
+        raise DataError(f"metrics file {path} cannot be read: {error.strerror}. Fix: give the directory of a run that wrote one") from error
+
+
+def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    broken: tuple[int, bytes] | None = None
     for number, line in enumerate(lines, 1):
+        if broken is not None:
+            raise DataError(
+                f"metrics file {path} line {broken[0]} = {broken[1][:60]!r}: not a JSON object with an integer step. Fix: remove the line"
+            )
         if not line.strip():
             continue
         row = _parse(line)
         if row is not None:
             yield row
-        elif number < len(lines):
-            raise DataError(
-                f"metrics file {path} line {number} = {line[:60]!r}: not a JSON object with an integer step. Fix: remove the line"
-            )
+        elif line.endswith(b"\n"):
+            broken = number, line.rstrip()
+        else:
+            return  # the end of the file when it was read, whatever a live run has written behind it since
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.errors import MegarlError
 from megarl.observe.drawing import (
     COLOURS,
     MOST_POINTS,
@@ -20,6 +19,7 @@ from megarl.observe.drawing import (
     marker_of,
     phase_names,
     phase_title,
+    plain_text,
 )
 from megarl.observe.series import Series, running_mean, smoothing_window, thinned
 from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, THROUGHPUT_NAMES
@@ -99,6 +99,7 @@ PANELS = (
 )
 
 
+@plain_text()
 def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
     """The SVG of every panel that has something to show, by title, and that of the phases.
 
@@ -166,7 +167,7 @@ def _draw_curve(axes: Axes, curve: Curve, series: Series, colour: str, run: str,
         draw_smoothed(axes, series, colour, curve.name)
         return
     label = f"{run}: {curve.name}" if run and not first else run or curve.name
-    if curve.sparse or len(series.steps) < 10:
+    if len(series.steps) < 10 or (curve.sparse and len(series.steps) <= MOST_POINTS):
         axes.plot(
             series.steps, series.values, color=colour, linewidth=1.8, linestyle="--" if run else "-", marker=marker_of(series) or None,
             markersize=4, label=label,
@@ -178,7 +179,8 @@ def _draw_curve(axes: Axes, curve: Curve, series: Series, colour: str, run: str,
         steps, values = list(series.steps), list(series.values)
     else:
         steps, values = list(series.steps), running_mean(series.values, smoothing_window(len(series.steps)))
-    axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=":" if run and not first else "-", label=label)
+    style = "--" if run and curve.sparse else ":" if run and not first else "-"
+    axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, label=label)
 
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:
@@ -213,10 +215,8 @@ def _colours_of_runs(count: int) -> list[str]:
 
 
 def _figure(wide: bool = False) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MegarlError(f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(_SIZE[0] * 2 if wide else _SIZE[0], _SIZE[1]), layout="constrained")
     return figure, figure.subplots()
 

@@ -21,10 +21,11 @@ from megarl.observe.drawing import (
     marker_of,
     one_panel,
     phase_names,
+    plain_text,
     run_labels,
     stacked_panels,
 )
-from megarl.observe.metrics_file import FILE_NAME, read_metrics
+from megarl.observe.metrics_file import FILE_NAME, read_metrics, stream_metrics
 from megarl.observe.series import Series, collect_series, mean_over_runs
 from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
 
 
+@plain_text()
 def plot_run(run_dir: str | Path) -> list[Path]:
     """Draw a run's curves into its directory.
 
@@ -56,15 +58,18 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         if not children:
             raise DataError(f"run directory {directory} holds no {FILE_NAME}. Fix: give the directory that a run wrote into")
         return [path for child in children for path in plot_run(child)]
-    series = collect_series(row for file in files for row in read_metrics(file))
-    name = directory.resolve().name
+    series = collect_series(row for file in files for row in stream_metrics(file))
+    name = run_labels([directory])[directory]
     drawn = {"reward.png": _draw_reward(series, name), "loss.png": _draw_loss(series, name), "timing.png": _draw_timing(series, name)}
     written = [_save(figure, directory / file) for file, figure in drawn.items() if figure is not None]
     if not written:
-        raise DataError(f"{files[0]} holds no reward, loss or timing ({len(series)} other metrics). Fix: plot a training run")
+        raise DataError(
+            f"{files[0]} holds no reward, loss or timing ({len(series)} other metrics). Fix: let the run finish a step of training"
+        )
     return written
 
 
+@plain_text()
 def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
     """Draw the validation accuracy (else the reward) of several seeds of one recipe, with their mean over common steps.
 
@@ -90,6 +95,7 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
     return _save(figure, Path(out_png))
 
 
+@plain_text()
 def overlay_runs(run_dirs: Sequence[str | Path], metrics: Sequence[str], out_png: str | Path) -> Path:
     """Draw runs that should be equal over one another, a panel for each metric, broad lines below and narrow ones above.
 

@@ -22,19 +22,68 @@ class Series:
         return [known.get(step, 0.0) for step in steps]
 
 
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What the rows of a run say.
+
+    Attributes:
+        series: every numeric metric as a curve.
+        not_finite: metrics whose newest value is null, NaN or infinite, each with the step since which that is so.
+        last_time: unix seconds of the last row; None where it has none.
+    """
+
+    series: Mapping[str, Series]
+    not_finite: Mapping[str, int]
+    last_time: float | None
+
+
 def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     """Every numeric metric of the rows as a curve.
 
     Where two rows give the same metric for the same step, the later row counts. Null, NaN and infinite values are gaps.
     """
-    points: dict[str, dict[int, float]] = {}
+    return dict(collect_log(rows).series)
+
+
+def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
+    """The same curves, and what no curve shows. The rows are read once, one by one; of each only its numbers are kept."""
+    points: dict[str, tuple[list[int], list[float]]] = {}
+    not_finite: dict[str, int] = {}
+    last_time: float | None = None
     for row in rows:
+        step = row["step"]
+        last_time = _finite(row.get("time"))
         for name, value in row.items():
-            if name in ("step", "time") or isinstance(value, bool) or not isinstance(value, int | float):
+            if name in ("step", "time") or isinstance(value, bool) or not isinstance(value, int | float | None):
                 continue
-            if math.isfinite(value):
-                points.setdefault(name, {})[row["step"]] = float(value)
-    return {name: _sorted_series(values) for name, values in points.items()}
+            number = _finite(value)
+            if number is None:
+                not_finite.setdefault(name, step)
+                continue
+            not_finite.pop(name, None)
+            steps, values = points.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(number)
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    series = {name: _series(*points.pop(name), same) for name in list(points)}
+    return Log(series, not_finite, last_time)
+
+
+def _finite(value: Any) -> float | None:
+    """The value as a float; None for what is no number, or one without a finite float."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _series(steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]) -> Series:
+    """A curve of points in the order of the file; metrics of the same steps share them."""
+    if any(later <= earlier for earlier, later in pairwise(steps)):
+        return _sorted_series(dict(zip(steps, values, strict=True)))
+    kept = tuple(steps)
+    return Series(same.setdefault(kept, kept), tuple(values))
 
 
 def smoothing_window(count: int) -> int:

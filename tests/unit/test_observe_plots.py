@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 
 from megarl.errors import DataError
 from megarl.observe.drawing import run_labels
+from megarl.observe.metrics_file import read_metrics, stream_metrics
 from megarl.observe.plots import compare_runs, plot_run
-from megarl.observe.series import Series, collect_series, mean_over_runs, running_mean, smoothing_window
+from megarl.observe.series import Log, Series, collect_log, collect_series, mean_over_runs, running_mean, smoothing_window
 from megarl.observe.sinks import open_sinks
 
 pytest.importorskip("matplotlib")
@@ -80,7 +84,7 @@ def test_nothing_to_draw_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
         plot_run(tmp_path / "missing")
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(DataError, match="0 rows"):
+    with pytest.raises(DataError, match=r"no reward, loss or timing \(0 other metrics\)"):
         plot_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2, "other": 3}\n')
     with pytest.raises(DataError, match="no reward, loss or timing"):
@@ -130,3 +134,46 @@ def test_labels_tell_runs_of_one_name_apart() -> None:
     assert list(run_labels(["a/x", "b/y"]).values()) == ["x", "y"]
     assert list(run_labels(["a/seed-1/grpo", "a/seed-2/grpo"]).values()) == ["seed-1/grpo", "seed-2/grpo"]
     assert list(run_labels(["same/run"]).values()) == ["run"]
+
+
+def test_every_label_can_be_drawn() -> None:
+    # matplotlib leaves what begins with an underscore out of legends
+    assert list(run_labels(["a/_x", "a/y"]).values()) == ["a/_x", "a/y"]
+    assert list(run_labels([os.fsdecode(b"a/x\xff")]).values()) == ["x\ufffd"]
+
+
+@pytest.mark.parametrize("name", ["lr_$LR_seed_$SEED_{a}", r"a$\frac$b"], ids=["variables", "a command"])
+def test_dollar_signs_in_the_name_of_a_run_begin_no_formula(tmp_path: Path, name: str) -> None:
+    run = train(tmp_path / name, 12)
+    assert len(plot_run(run)) == 3
+    compare_runs([run, train(tmp_path / "other", 12)], tmp_path / "both.png")
+
+
+def test_a_number_beyond_all_floats_is_a_gap() -> None:
+    assert collect_series([{"step": 1, "a": 10**400}, {"step": 2, "a": 1}]) == {"a": Series((2,), (1.0,))}
+
+
+def test_what_is_not_finite_at_the_end_is_named_with_the_step_since_which() -> None:
+    rows = [
+        {"step": 1, "a": None, "b": 1.0, "c": math.nan, "d": 1.0, "e": "text", "f": True, "g": [1]},
+        {"step": 2, "a": 1.0, "b": math.inf, "c": None, "d": 1.0, "e": None, "time": 5.0},
+        {"step": 3, "a": None, "b": None, "d": 2.0, "e": "text", "time": 7},
+    ]
+    log = collect_log(rows)
+    assert log.not_finite == {"c": 1, "b": 2, "e": 2, "a": 3} and log.last_time == 7.0
+    assert collect_log([]) == Log({}, {}, None)
+
+
+def test_a_long_run_is_not_held_in_memory_row_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    row = {f"train/metric_{number}": 0.5 for number in range(20)}
+    with path.open("w") as stream:
+        stream.writelines(json.dumps({"step": step, "time": 1.5, **row}) + "\n" for step in range(4000))
+    peaks = []
+    for read in (read_metrics, stream_metrics):
+        tracemalloc.start()
+        series = collect_log(read(path)).series
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(series) == 20 and all(len(curve.steps) == 4000 for curve in series.values())
+    assert peaks[1] < peaks[0] / 2

@@ -17,7 +17,7 @@ import torch
 
 from megarl.errors import ConfigError, DataError
 from megarl.observe import metrics_file
-from megarl.observe.metrics_file import FILE_NAME, MetricsFile, read_metrics
+from megarl.observe.metrics_file import FILE_NAME, MetricsFile, read_metrics, stream_metrics
 from megarl.observe.sinks import MetricSinks, open_sinks
 
 
@@ -130,6 +130,12 @@ def test_half_written_row_is_taken_back_when_the_disk_is_full(tmp_path: Path, mo
             file.append({"step": 2})
     file.append({"step": 3})
     assert [row["step"] for row in read_metrics(tmp_path / FILE_NAME)] == [1, 3]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b'{"step": 1, "a'], ids=["empty", "blank", "half a row"])
+def test_a_file_before_its_first_whole_row_has_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    assert list(stream_metrics(tmp_path / FILE_NAME)) == []
 
 
 def test_reading_reports_missing_empty_and_broken_files(tmp_path: Path) -> None:
