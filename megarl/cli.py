@@ -73,7 +73,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "The pages need nothing but a browser.",
     )
     plot.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
-    plot.add_argument("--out", metavar="FILE", help="write the page there")
+    plot.add_argument("--out", metavar="FILE", help="write the page there, and no pictures")
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has, what works, and how to get what is missing",

@@ -51,10 +51,14 @@ class Owner:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock, so it never hinders a run."""
+    """Who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock, so it never hinders a run.
+
+    Raises:
+        OSError: the lock is there and cannot be read, so nothing is known of a run.
+    """
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         return _read_owner(descriptor)

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megarl import env
 
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "launches.jsonl"
 FINISHED = "finished"
 _LONGEST_REASON = 300
+UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
+"""Seconds that have a date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,17 @@ class Launch:
         outcome: ``"finished"`` or why it ended; None as ``end``.
     """
 
-    start: float
+    start: UnixSeconds
     first_step: int
     total_steps: int
     host: str
     process: int
     job_id: str = ""
-    end: float | None = None
+    end: UnixSeconds | None = None
     outcome: str | None = None
+
+
+_LAUNCH = TypeAdapter(Launch)
 
 
 @dataclass
@@ -76,10 +83,14 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
-    """The launches of a run, oldest first; empty for a run without the file. Lines that a killed launch left half-written are skipped."""
+    """The launches of a run, oldest first; empty for a run without the file. Lines that a killed launch left half-written are skipped.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
     try:
         lines = (run_dir / FILE_NAME).read_bytes().splitlines()
-    except OSError:
+    except FileNotFoundError:
         return []
     found: list[dict[str, Any]] = []
     for line in lines:
@@ -95,9 +106,10 @@ def read_launches(run_dir: Path) -> list[Launch]:
 
 
 def _launch(entry: Mapping[str, Any]) -> Launch | None:
+    """None for an entry that lacks something or has it of another type, as a damaged file may."""
     try:
-        return Launch(**entry)
-    except TypeError:
+        return _LAUNCH.validate_json(json.dumps(entry), strict=True)
+    except ValidationError:
         return None
 
 

@@ -17,7 +17,9 @@ from megarl.observe.metrics_file import FILE_NAME
 from megarl.observe.panels import draw_all
 from megarl.observe.plots import plot_run
 from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES, format_number, format_seconds
-from megarl.watch.run_state import CONFIG_FILE, RunState, read_run_state, require_run
+from megarl.watch.configured import CONFIG_FILE
+from megarl.watch.run_state import RunState, read_run_state, require_run
+from megarl.watch.status import not_finite_text
 
 REPORT, COMPARISON = "report.html", "comparison.html"
 _STYLE = """
@@ -31,7 +33,7 @@ h1 { font-size: 24px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 0 0 6px; 
 svg { display: block; width: 100%; height: auto; max-height: 560px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; } th, td { text-align: left; padding: 5px 14px 5px 0; }
 th { color: #66747e; font-weight: 500; white-space: nowrap; } tr + tr td, tr + tr th { border-top: 1px solid #eef1f3; }
-.running, .finished { color: #1b7f6f; font-weight: 600; } .killed, .ended { color: #c0492b; font-weight: 600; }
+.running, .finished { color: #1b7f6f; font-weight: 600; } .killed, .ended, .not-finite { color: #c0492b; font-weight: 600; }
 details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: auto; font-size: 12.5px; }
 """
 
@@ -39,23 +41,33 @@ details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: aut
 def run(directories: Sequence[str], out: str | None = None) -> int:
     """Draw runs: one gets its pictures and ``report.html``, several ``comparison.html``; a directory of runs stands for those.
 
+    Args:
+        directories: of runs; one that is given twice, or also by a link, counts once.
+        out: the page, and then nothing else is written; None for the places above.
+
     Raises:
-        DataError: a directory is not that of a run, or there is nothing in one to draw.
+        DataError: a directory is not that of a run, there is nothing in one to draw, or a file cannot be read or written.
         MegarlError: matplotlib is not installed.
     """
-    run_dirs = [path for directory in directories for path in _expand(Path(directory))]
-    for run_dir in run_dirs:
-        require_run(run_dir)
-    written = plot_run(run_dirs[0]) if len(run_dirs) == 1 else []
-    if out is not None:
-        page = Path(out)
-    elif len(run_dirs) == 1:
-        page = run_dirs[0] / REPORT
-    else:
-        page = Path(os.path.commonpath([path.resolve().parent for path in run_dirs])) / COMPARISON
-    written.append(write_report(run_dirs, page))
+    try:
+        found = [path for directory in directories for path in _expand(Path(directory))]
+        run_dirs = list({path.resolve(): path for path in found}.values())
+        for run_dir in run_dirs:
+            require_run(run_dir)
+        written = _draw(run_dirs, out)
+    except OSError as error:
+        fix = "give a file that can be written as --out FILE; ls -ld shows who may read and write"
+        raise DataError(f"{error.filename2 or error.filename}: {error.strerror or error}. Fix: {fix}") from error
     sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
+
+
+def _draw(run_dirs: Sequence[Path], out: str | None) -> list[Path]:
+    if out is not None:
+        return [write_report(run_dirs, Path(out))]
+    if len(run_dirs) == 1:
+        return [*plot_run(run_dirs[0]), write_report(run_dirs, run_dirs[0] / REPORT)]
+    return [write_report(run_dirs, Path(os.path.commonpath([path.resolve().parent for path in run_dirs])) / COMPARISON)]
 
 
 def _expand(directory: Path) -> list[Path]:
@@ -81,7 +93,8 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     temporary = page.with_name(f".{page.name}.{os.getpid()}.tmp")
     try:
-        write_bytes_durably(temporary, "".join(_page(str(title), states, [str(labels[s.directory]) for s in states], pictures)).encode())
+        text = "".join(_page(str(title), states, [str(labels[s.directory]) for s in states], pictures))
+        write_bytes_durably(temporary, text.encode(errors="replace"))
         os.replace(temporary, page)
     finally:
         temporary.unlink(missing_ok=True)
@@ -139,3 +152,5 @@ def _facts(state: RunState) -> Iterator[tuple[str, str]]:
         yield "pace", f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step (last steps)"
     if state.checkpoint is not None:
         yield "checkpoint", f"step {state.checkpoint.step}, {'damaged' if state.checkpoint.problems else 'whole'}"
+    if state.not_finite:
+        yield "not finite", f'<span class="not-finite">{html.escape(not_finite_text(state))}</span>'

@@ -5,28 +5,27 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from megarl.checkpoint.lock import Owner, has_ended, read_owner
+from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import verify
-from megarl.config.backend import enabled_backend
 from megarl.errors import DataError
+from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
 from megarl.observe.launches import FINISHED, Launch, read_launches
-from megarl.observe.metrics_file import FILE_NAME, read_metrics
-from megarl.observe.series import Series, collect_series
+from megarl.observe.metrics_file import FILE_NAME, stream_metrics
+from megarl.observe.series import Log, Series, collect_log
 from megarl.observe.timing import STEP_SECONDS
+from megarl.watch.configured import read_configured
 
-CONFIG_FILE = "config.yaml"
 RECENT_STEPS = 20
-MARKS = (FILE_NAME, CONFIG_FILE, "run.lock", "launches.jsonl")
-"""What tells the directory of a run."""
+MARKS = (FILE_NAME, LOCK_NAME, LAUNCHES_NAME)
+"""What tells the directory of a run; a configuration is in that of a checkpoint too."""
 _STEP_SECONDS = f"timing/{STEP_SECONDS}"
+# How often checkpoints are listed anew, because the run removed one that was being read.
+_LISTINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,7 @@ class RunState:
         checkpoint: the newest whole one, or the newest when none is whole.
         unfinished: checkpoints that were begun.
         free_bytes: room on the file system of the run.
+        not_finite: metrics whose newest value is NaN or infinite, each with the step since which that is so.
         series: all metrics.
     """
 
@@ -95,6 +95,7 @@ class RunState:
     checkpoint: CheckpointState | None
     unfinished: tuple[str, ...]
     free_bytes: int
+    not_finite: Mapping[str, int]
     series: Mapping[str, Series] = field(repr=False)
 
 
@@ -107,34 +108,41 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
         now: unix seconds; the present when None.
 
     Raises:
-        DataError: the directory is not that of a run, or its metrics are damaged.
+        DataError: the directory is not that of a run, something in it cannot be read, or its metrics are damaged.
     """
-    run_dir = Path(directory)
+    try:
+        return _look(Path(directory), hashes, time.time() if now is None else now)
+    except OSError as error:
+        place = error.filename or directory
+        raise DataError(f"{place} cannot be read: {error.strerror or error}. Fix: ls -ld {place}; id   (who may read it)") from error
+
+
+def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     require_run(run_dir)
-    present = time.time() if now is None else now
-    config = _read_config(run_dir / CONFIG_FILE)
-    rows = read_rows(run_dir)
-    series = collect_series(rows)
+    configured = read_configured(run_dir)
+    # A run that ends writes its last row, then how it ended, then gives back its lock. Read in the opposite order, one that ends meanwhile
+    # is called running; in the same order it could seem to have left without a word.
+    owner = read_owner(run_dir)
     launches = tuple(read_launches(run_dir))
-    trained = series.get(_STEP_SECONDS, Series((), ())).steps
+    log = read_log(run_dir)
+    trained = log.series.get(_STEP_SECONDS, Series((), ())).steps
     step = max([step for step in trained if step > 0], default=launches[-1].first_step if launches else 0)
-    total = launches[-1].total_steps if launches else (config.get(str(config.get("algorithm"))) or {}).get("max_num_steps")
-    state, reason = _state(read_owner(run_dir), launches, step, total)
-    recent = _recent(series)
+    total = launches[-1].total_steps if launches else configured.total_steps
+    state, reason = _state(owner, launches, step, total)
+    recent = _recent(log.series)
     step_s = statistics.median(recent[_STEP_SECONDS]) if recent.get(_STEP_SECONDS) else None
-    checkpoints, checkpoint, unfinished = _checkpoints(config, run_dir, hashes, present)
-    policy = config.get("policy") or {}
+    checkpoints, checkpoint, unfinished = _checkpoints(configured.checkpoint_dir, hashes, now)
     return RunState(
         directory=str(run_dir),
-        algorithm=config.get("algorithm"),
-        model=policy.get("model_name"),
-        backend=enabled_backend(policy) if policy else None,
+        algorithm=configured.algorithm,
+        model=configured.model,
+        backend=configured.backend,
         state=state,
         reason=reason,
         step=step,
         total_steps=total,
         eta_s=None if step_s is None or total is None else max(total - step, 0) * step_s,
-        last_row_age_s=max(present - rows[-1]["time"], 0.0) if rows and isinstance(rows[-1].get("time"), int | float) else None,
+        last_row_age_s=None if log.last_time is None else max(now - log.last_time, 0.0),
         launches=launches,
         phases=_phases(recent),
         step_s=step_s,
@@ -143,7 +151,8 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
         checkpoint=checkpoint,
         unfinished=unfinished,
         free_bytes=shutil.disk_usage(run_dir).free,
-        series=series,
+        not_finite=log.not_finite,
+        series=log.series,
     )
 
 
@@ -162,22 +171,13 @@ def require_run(run_dir: Path) -> None:
     raise DataError(f"{run_dir} is not the directory of a run: none of {', '.join(MARKS)} is in it. Fix: {fix}")
 
 
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics; none before the first.
+def read_log(run_dir: Path) -> Log:
+    """What the metrics say; nothing before the first row.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: a file of them cannot be read, or is damaged.
     """
-    files = [path for path in sorted(run_dir.glob("metrics*.jsonl")) if path.stat().st_size]
-    return [row for path in files for row in read_metrics(path)]
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return collect_log(row for path in sorted(run_dir.glob("metrics*.jsonl")) for row in stream_metrics(path))
 
 
 def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: int | None) -> tuple[str, str]:
@@ -223,26 +223,34 @@ def _mean(values: Sequence[float] | None) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _checkpoints(
-    config: Mapping[str, Any], run_dir: Path, hashes: bool, now: float
-) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
+def _checkpoints(directory: Path, hashes: bool, now: float) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
     """Steps that have a checkpoint, the one that a resume would take, and those that were begun."""
-    configured = (config.get("checkpointing") or {}).get("checkpoint_dir")
-    # A run that was moved or is looked at from elsewhere still has them beside its metrics.
-    beside = run_dir / "checkpoints"
-    directory = beside if beside.is_dir() or not configured else Path(configured)
     manager = CheckpointManager({"checkpoint_dir": directory}, verify_hashes=hashes)
-    found = manager.checkpoints()
-    states = (_checkpoint_state(step, path, hashes, now) for step, path in found)
-    looked: list[CheckpointState] = []
-    for state in states:
-        looked.append(state)
-        if not state.problems:
+    for _ in range(_LISTINGS):
+        found = manager.checkpoints()
+        looked = list(_until_whole(found, hashes, now))
+        if None not in looked:
             break
-    best = next((state for state in looked if not state.problems), looked[0] if looked else None)
+    seen = [state for state in looked if state is not None]
+    best = next((state for state in seen if not state.problems), seen[0] if seen else None)
     return tuple(dict.fromkeys(step for step, _ in found)), best, tuple(path.name for path in manager.unfinished())
 
 
-def _checkpoint_state(step: int, path: Path, hashes: bool, now: float) -> CheckpointState:
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return CheckpointState(step, str(path), size, max(now - path.stat().st_mtime, 0.0), tuple(verify(path, hashes)), hashes)
+def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float) -> Iterator[CheckpointState | None]:
+    """One checkpoint after the other, up to the first whole one."""
+    for step, path in found:
+        state = _checkpoint_state(step, path, hashes, now)
+        yield state
+        if state is not None and not state.problems:
+            return
+
+
+def _checkpoint_state(step: int, path: Path, hashes: bool, now: float) -> CheckpointState | None:
+    """None when the run removed it meanwhile, as it does with older ones when it has saved: that is no damage."""
+    try:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        age_s = max(now - path.stat().st_mtime, 0.0)
+    except FileNotFoundError:
+        return None
+    problems = tuple(verify(path, hashes))
+    return CheckpointState(step, str(path), size, age_s, problems, hashes) if path.is_dir() else None

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
 _STYLES = {"running": "bold green", "finished": "bold green", "elsewhere": "bold yellow", "not started": "bold yellow"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND, _BAR = 24, 24
+_NAMED = 6
 
 
 def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
@@ -55,9 +56,8 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 def as_plain(state: RunState) -> dict[str, Any]:
     """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first, smallest and largest value."""
-    fields = asdict(state)
-    series = fields.pop("series")
-    del series
+    fields = asdict(replace(state, series={}))  # which would be copied number by number
+    del fields["series"]
     wanted = {name: curve for name, curve, _ in _shown_metrics(state.series)}
     wanted |= {name: state.series[key] for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY)) if key in state.series}
     if PEAK_MEMORY in state.series:
@@ -112,6 +112,8 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         yield "memory", Text(f"{now:.2f} GiB on the fullest rank, {peak:.2f} GiB at its peak")
     if MISMATCH in state.series:
         yield "mismatch", _mismatch(state.series[MISMATCH])
+    if state.not_finite:
+        yield "not finite", Text(not_finite_text(state), style="bold red")
     yield "disk", Text(f"{size_text(state.free_bytes)} free")
 
 
@@ -119,12 +121,19 @@ def _progress(state: RunState) -> Text:
     if not state.total_steps:
         return Text(f"step {state.step}")
     share = min(state.step / state.total_steps, 1.0)
-    text = Text(f"step {state.step} of {state.total_steps} ").append_text(_bar(share)).append(f" {share:.0%}")
+    text = Text(f"step {state.step} of {state.total_steps} ").append_text(_bar(share)).append(f" {int(share * 100)}%")
     if state.eta_s and state.state in {"running", "elsewhere"}:
         text.append(f", ETA {format_seconds(state.eta_s)}")
     elif state.eta_s and state.step:
         text.append(f", {format_seconds(state.eta_s)} of training left")
     return text
+
+
+def not_finite_text(state: RunState) -> str:
+    """Metrics that are NaN or infinite at present, those first that have been so the longest."""
+    names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(f"{name} since step {state.not_finite[name]}" for name in names[:_NAMED]) + more
 
 
 def _checkpoint(state: RunState) -> Text:
@@ -188,7 +197,7 @@ def _phase_table(state: RunState) -> Table:
     table.add_column(f"mean of the last {min(RECENT_STEPS, state.step)} steps", no_wrap=True)
     for name, seconds in state.phases.items():
         share = seconds / total if total else 0.0
-        table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{share:.0%}", _bar(share))
+        table.add_row(Text(name.replace("_", " ")), f"{seconds:.3f}", f"{share:.0%}", _bar(share))
     return table
 
 

@@ -126,3 +126,40 @@ def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "metrics.jsonl").write_text("")
     assert main(["plot", str(tmp_path)]) == 2
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path / "run")
+    before = sorted(run_dir.iterdir())
+    assert main(["plot", str(run_dir), "--out", str(tmp_path / "page.html")]) == 0
+    assert sorted(run_dir.iterdir()) == before and capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file" / "page.html"):
+        assert main(["plot", str(run_dir), "--out", str(out)]) == 2
+        assert "Fix: give a file that can be written as --out FILE" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_a_run_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (tmp_path / "latest").symlink_to("run")
+    page = tmp_path / "page.html"
+    assert main(["plot", str(run_dir), str(tmp_path / "latest"), f"{run_dir}/.", "--out", str(page)]) == 0
+    assert "<title>run</title>" in page.read_text()
+
+
+def test_names_of_runs_are_written_as_they_are(tmp_path: Path) -> None:
+    runs = {"$a_{$": make_run(tmp_path / "$a_{$"), "_b": make_run(tmp_path / "_b", seed=1)}
+    page = write_report(list(runs.values()), tmp_path / "page.html")
+    shown = words(next(svg for svg in pictures(page.read_text()) if "reward, accuracy (fraction)" in words(svg)))
+    assert {f"{tmp_path.name}/$a_{{$", f"{tmp_path.name}/_b"} <= shown
+
+
+def test_validations_of_a_long_run_stay_small_too(tmp_path: Path) -> None:
+    many = Series(tuple(range(1, 20_001)), (0.5, 0.6) * 10_000)
+    drawn = draw_all({"run": {"validation/accuracy": many}})["Reward"]
+    assert len(drawn) < 60_000 and "validation accuracy" in drawn

@@ -17,6 +17,7 @@ from megarl.checkpoint.lock import RunLock
 from megarl.cli import main
 from megarl.errors import DataError
 from megarl.observe.launches import FINISHED, Launch, read_launches, recorded_launch
+from megarl.observe.sinks import open_sinks
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import render, sparkline
 from tests.unit.runs import TOTAL, add_checkpoint, make_run
@@ -196,7 +197,7 @@ def test_what_is_no_run_is_refused_with_what_was_looked_for(tmp_path: Path, caps
     for command in (["status", str(tmp_path)], ["plot", str(tmp_path)]):
         assert main(command) == 2
         message = capsys.readouterr().err
-        assert "metrics.jsonl, config.yaml, run.lock" in message and "group/one" in message
+        assert "metrics.jsonl, run.lock, launches.jsonl" in message and "group/one" in message
     assert not list(tmp_path.glob("*.html"))
     (tmp_path / "group" / "one" / "metrics.jsonl").write_text("nonsense\n{}\n")
     assert main(["status", str(tmp_path / "group" / "one")]) == 2
@@ -216,3 +217,12 @@ def test_sparkline_follows_the_curve() -> None:
     assert sparkline([0.0, 1.0, 2.0, 3.0]) == "▁▃▆█"
     assert sparkline([5.0, 5.0]) == "▁▁"
     assert sparkline([float(value) for value in range(1000)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_only_the_last_step_makes_a_run_whole(tmp_path: Path) -> None:
+    with recorded_launch(make_run(tmp_path), 0, 30):
+        pass
+    assert "100%" in shown(tmp_path)
+    with recorded_launch(tmp_path, 0, 30_001), open_sinks({}, tmp_path) as sinks:
+        sinks.log({"timing/step_s": 1.0}, 30_000)
+    assert "step 30000 of 30001" in shown(tmp_path) and " 99%" in shown(tmp_path)

@@ -1,0 +1,82 @@
+"""What the configuration beside a run says of it. A person may have written there what no run would take; that counts as not said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.backend import enabled_backend
+
+CONFIG_FILE = "config.yaml"
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """What a run was told to do.
+
+    Attributes:
+        algorithm: what trains; None where the file does not say it, like the next three.
+        model: its policy.
+        backend: what that runs on.
+        total_steps: the configured number of the last step; the data may end a run before it.
+        checkpoint_dir: where its checkpoints are now, also when the run was moved or is looked at from elsewhere.
+    """
+
+    algorithm: str | None
+    model: str | None
+    backend: str | None
+    total_steps: int | None
+    checkpoint_dir: Path
+
+
+def read_configured(run_dir: Path) -> Configured:
+    """What ``config.yaml`` in the directory says; little or nothing where it is missing or damaged.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    config = _read(run_dir / CONFIG_FILE)
+    policy = _section(config, "policy")
+    algorithm = _text(config.get("algorithm"))
+    steps = _section(config, algorithm or "").get("max_num_steps")
+    return Configured(
+        algorithm=algorithm,
+        model=_text(policy.get("model_name")),
+        backend=enabled_backend({name: _section(policy, name) for name in ("megatron_cfg", "dtensor_cfg")}) if policy else None,
+        total_steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
+        checkpoint_dir=_checkpoint_dir(
+            run_dir, _text(config.get("run_dir")), _text(_section(config, "checkpointing").get("checkpoint_dir"))
+        ),
+    )
+
+
+def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str | None) -> Path:
+    """Checkpoints inside of the run's directory moved with it; those elsewhere did not."""
+    if configured is None:
+        return run_dir / _CHECKPOINTS
+    if configured_run is not None and Path(configured).is_relative_to(configured_run):
+        return run_dir / Path(configured).relative_to(configured_run)
+    beside = run_dir / _CHECKPOINTS
+    return beside if beside.is_dir() else Path(configured)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
