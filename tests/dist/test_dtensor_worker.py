@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
-from tests.choice import each_value, rest_is_slow
+from tests.choice import each_value, rest_is_slow, slow
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.contract import parameters_of
@@ -28,12 +28,17 @@ BATCHES = [make_batch(rows=12, length=12, seed=seed) for seed in range(4)]
 SAVED_AFTER = 2
 
 
-def few(*axes: Iterable[Any]) -> list[Any]:
-    """Each layout, precision and so on once; their whole product with the slow tests."""
-    return rest_is_slow(each_value(*axes), itertools.product(*axes))
+def few(*axes: Iterable[Any], rarely: Iterable[str] = ()) -> list[Any]:
+    """Each layout, precision and so on once; their whole product with the slow tests, and there also the layouts ``rarely`` on the first
+    axis, whose four ranks take many times as long."""
+    first, *others = map(tuple, axes)
+    return rest_is_slow(each_value(first, *others), itertools.product((*first, *rarely), *others))
 
 
-SOME = ["dp2", "tp2-sp", "cp2-tp2-sp"]
+SOME, FOUR_RANKS = ["dp2", "tp2-sp", "cp2"], ["cp2-tp2-sp"]
+SMALL = [name for name, (world, _) in LAYOUTS.items() if world <= 2]
+LARGE = [name for name in LAYOUTS if name not in SMALL]
+LONG_WAYS = [("dp2", "cp2-tp2-sp"), ("cp2-tp2-sp", "tp2")]
 # method -> parameters of the contract (spec/001), in order, without self
 METHODS = {
     "create_context_parallel_ctx": ["cp_mesh", "cp_buffers", "cp_seq_dims", "cp_no_restore_buffers", "cp_rotate_method"],
@@ -83,7 +88,7 @@ def test_every_name_of_the_contract_has_its_signature() -> None:
 # what changes nothing
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(["dp2", "cp2-tp2-sp"], ["float32", "bfloat16"]))
+@pytest.mark.parametrize(("layout", "precision"), few(["dp2", "cp2"], ["float32", "bfloat16"], rarely=FOUR_RANKS))
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -93,7 +98,7 @@ def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path
         assert torch.equal(result["evaluated"]["global_loss"], result["trained"]["global_loss"])
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["float32", "bfloat16"]))
+@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["float32", "bfloat16"], rarely=FOUR_RANKS))
 def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -104,7 +109,7 @@ def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], layout
         assert facts["changed"] == [] and facts["trained otherwise"] == []
 
 
-@pytest.mark.parametrize(("layout", "recompute"), few(["dp1", "tp2", "cp2-tp2-sp"], [False, True]))
+@pytest.mark.parametrize(("layout", "recompute"), few(["dp1", "tp2", "cp2"], [False, True], rarely=FOUR_RANKS))
 def test_logprobs_equal_those_inside_the_loss_to_the_bit(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, recompute: bool
 ) -> None:
@@ -116,7 +121,7 @@ def test_logprobs_equal_those_inside_the_loss_to_the_bit(
         assert torch.equal(inside, outside)
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(["tp2", "tp2-dp2", "cp2-tp2-sp"], ["float32", "bfloat16"]))
+@pytest.mark.parametrize(("layout", "precision"), few(["tp2", "tp2-dp2"], ["float32", "bfloat16"], rarely=FOUR_RANKS))
 def test_replicas_agree_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     """Norms, which all tensor-parallel ranks have as a whole, stay one parameter; and pieces cover every parameter."""
     world, changes = LAYOUTS[layout]
@@ -139,7 +144,7 @@ def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, P
         assert many["norms"] == [0.0] and many["losses"] == [0.0]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2-tp2-sp"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("cp2-tp2-sp", marks=slow)])
 def test_a_pass_that_was_broken_off_leaves_no_trace(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen3-tied"], gbs=12, **changes)
@@ -149,7 +154,7 @@ def test_a_pass_that_was_broken_off_leaves_no_trace(pool: WorkerPool, tiny_model
 # precisions
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["bfloat16", "float16"]))
+@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["bfloat16", "float16"], rarely=FOUR_RANKS))
 def test_half_precision_follows_float32(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     batches = [make_batch(8, 12, seed=seed % 2) for seed in range(6)]
@@ -192,7 +197,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_mo
 # checkpoints
 
 
-@pytest.mark.parametrize(("precision", "layout", "live"), few(["float32", "bfloat16", "float16"], LAYOUTS, [False, True]))
+@pytest.mark.parametrize(("layout", "precision", "live"), few(SMALL, ["float32", "bfloat16", "float16"], [False, True], rarely=LARGE))
 def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, precision: str, live: bool) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -204,7 +209,8 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
         assert differences(after["weights"], before["weights"]) == []
 
 
-@pytest.mark.parametrize(("layout", "new"), [("tp2-dp2", "dp1"), ("dp2", "cp2-tp2-sp"), ("cp2-tp2-sp", "tp2"), ("dp1", "tp2-sp")])
+@pytest.mark.parametrize(("layout", "new"), [("tp2-dp2", "dp1"), ("dp1", "tp2-sp"), ("cp2", "tp2"), *(pytest.param(*way, marks=slow) for way in LONG_WAYS)]
+)
 def test_any_layout_reads_any_other(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, new: str) -> None:
     (world, changes), (new_world, new_changes) = LAYOUTS[layout], LAYOUTS[new]
     before = dtensor_config(tiny_models["qwen2-tied"], gbs=12, **changes)
