@@ -55,7 +55,7 @@ def examine(run_dir: str | None) -> Iterator[Check]:
     usable = [check for check in devices if check.name == "CUDA" and check.verdict is not Verdict.FAILED]
     yield from check_network(_usable_gpus() if usable else 0)
     if run_dir is not None:
-        yield from check_storage(Path(run_dir).expanduser())
+        yield from check_storage(Path(run_dir))
 
 
 def _usable_gpus() -> int:

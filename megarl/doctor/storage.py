@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import secrets
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -30,19 +32,44 @@ _READER = "import hashlib, sys; sys.stdout.write(hashlib.sha256(open(sys.argv[1]
 
 def check_storage(run_dir: Path) -> Iterator[Check]:
     """Try ``run_dir``, or the directory that it would be made in; nothing stays behind."""
-    place = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
-    yield check_file_system(place)
-    yield judge_space(shutil.disk_usage(place).free)
-    trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
+    place = run_dir
     try:
-        trial.mkdir()
-        yield check_durable_write(trial)
-        yield check_lock(trial)
-    except OSError as error:
+        place = _nearest(_without_links(run_dir))
+        yield check_file_system(place)
+        yield judge_space(shutil.disk_usage(place).free)
+        trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
+        try:
+            trial.mkdir()
+            yield check_durable_write(trial)
+            yield check_lock(trial)
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
         fix = f"ls -ld {place}; id   (who may write there), or give another --run-dir"
-        yield Check(ROOM, "writing", Verdict.FAILED, f"{place}: {error.strerror or error}", fix)
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)
+        yield Check(ROOM, "writing", Verdict.FAILED, f"{place}: {getattr(error, 'strerror', None) or error}", fix)
+
+
+def _without_links(path: Path) -> Path:
+    """The path by which the kernel knows it. Raises OSError for links in a circle, and for ``~`` without a home directory."""
+    try:
+        return path.expanduser().resolve()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def _nearest(run_dir: Path) -> Path:
+    """The directory itself or, where there is none yet, the one above it that is there.
+
+    Raises:
+        OSError: it is a file or below one, or cannot be looked for.
+    """
+    try:
+        mode = run_dir.stat().st_mode
+    except FileNotFoundError:
+        return _nearest(run_dir.parent)
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return run_dir
 
 
 def check_durable_write(directory: Path) -> Check:
@@ -91,9 +118,10 @@ def judge_space(free: int) -> Check:
 
 
 def check_file_system(place: Path) -> Check:
-    """Which file system it is. That other nodes see it too can only be seen from there."""
+    """Which file system it is; ``place`` without links. That other nodes see it too can only be seen from there."""
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
-    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
+    # Of several on one directory the last one counts: an automounter's own lies below what it has mounted.
+    mount = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
     kind = mount.fstype if mount is not None else "unknown"
     where = f"{place} on {kind}"
     if any(kind.removeprefix("fuse.").startswith(name) for name in NETWORKED):

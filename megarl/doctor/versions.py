@@ -55,13 +55,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_slurm() -> Check:
-    """Whether jobs can be submitted from here."""
+def check_slurm(timeout_s: float = _SLURM_S) -> Check:
+    """Whether jobs can be submitted from here; ``sbatch`` may take so many seconds to answer."""
     program = shutil.which("sbatch")
     if program is None:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"
         return Check(ROOM, "Slurm", Verdict.ABSENT, "no sbatch on PATH (only needed to submit jobs)", fix)
-    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=_SLURM_S)
+    try:
+        answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check(ROOM, "Slurm", Verdict.WARNING, f"{program} --version: {error}", "scontrol ping")
     if answer.returncode:
         return Check(
             ROOM, "Slurm", Verdict.WARNING, f"{program} --version failed: {' '.join(answer.stderr.split())[:120]}", "scontrol ping"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
 from packaging.requirements import Requirement
 
@@ -14,7 +18,7 @@ from megarl.cli import main
 from megarl.doctor import command, network, storage, versions
 from megarl.doctor.check import Check, Verdict
 from megarl.doctor.command import exit_code
-from megarl.doctor.devices import Driver, Gpu, TorchBuild, judge, read_driver
+from megarl.doctor.devices import Driver, DriverFault, Gpu, TorchBuild, check_devices, judge, read_driver
 from megarl.doctor.storage import check_durable_write, check_lock, check_storage, judge_space
 from megarl.doctor.system import check_system, judge_open_files, judge_shared_memory
 
@@ -80,6 +84,11 @@ def test_slurm_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program.write_text("#!/bin/sh\necho cannot read slurm.conf >&2\nexit 1\n")
     check = versions.check_slurm()
     assert check.verdict is Verdict.WARNING and "cannot read slurm.conf" in check.found
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    check = versions.check_slurm(timeout_s=0.0)
+    assert check.verdict is Verdict.WARNING and "timed out" in check.found
+    program.write_text("no program\0")
+    assert versions.check_slurm().verdict is Verdict.WARNING
 
 
 @pytest.mark.parametrize(
@@ -108,12 +117,83 @@ def test_devices(driver: Driver | None, torch: TorchBuild, expected: dict[str, s
     assert all(check.fix for check in checks if check.verdict in (Verdict.FAILED, Verdict.WARNING))
 
 
+@pytest.mark.parametrize(
+    ("driver", "torch", "expected"),
+    [
+        (DriverFault("Driver/library version mismatch"), TorchBuild("12.8", 0), {"NVIDIA driver": "failed"}),
+        (Driver("570.1", 12080, ()), TorchBuild("13.0", 0), {"NVIDIA driver": "ok", "GPU": "absent"}),
+        (Driver("570.1", 12080, (Gpu("GB10", 0, 0),)), TorchBuild("12.8", 1), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "ok"}),
+        (
+            Driver("570.1", 12080, (H100, Gpu("", 0, 0, "GPU is lost"))),
+            TorchBuild("12.8", 1),
+            {"NVIDIA driver": "ok", "GPU 0": "ok", "GPU 1": "warning", "CUDA": "warning"},
+        ),
+    ],
+    ids=["mismatch", "no GPU", "memory of the host", "one lost"],
+)
+def test_drivers_and_devices_that_do_not_answer(driver: Driver | DriverFault, torch: TorchBuild, expected: dict[str, str]) -> None:
+    checks = list(judge(driver, torch))
+    assert verdicts(checks) == expected
+    assert all(check.fix for check in checks if check.verdict in (Verdict.FAILED, Verdict.WARNING))
+    faults = [driver.text] if isinstance(driver, DriverFault) else [gpu.fault for gpu in driver.gpus if gpu.fault]
+    assert all(any(fault in check.found for check in checks) for fault in faults)
+
+
+def test_only_a_driver_that_is_not_there_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialise(error: type[Exception]) -> None:
+        def refuse() -> None:
+            raise error()
+
+        monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+
+    for absent in (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        initialise(absent)
+        assert read_driver() is None
+    initialise(pynvml.NVMLError_LibRmVersionMismatch)
+    assert read_driver() == DriverFault("RM has detected an NVML/RM version mismatch.")
+
+
+def test_a_gpu_that_fell_off_the_bus_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(index: int) -> int:
+        if index == 1:
+            raise pynvml.NVMLError_GpuIsLost()
+        return index
+
+    def memory(handle: int) -> Any:
+        if handle == 2:
+            raise pynvml.NVMLError_NotSupported()
+        return SimpleNamespace(total=80 * GIB, used=GIB)
+
+    replies: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlSystemGetDriverVersion": lambda: "570.1",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12080,
+        "nvmlDeviceGetName": lambda handle: f"GPU of slot {handle}",
+        "nvmlDeviceGetHandleByIndex": handle,
+        "nvmlDeviceGetMemoryInfo": memory,
+    }
+    for name, reply in replies.items():
+        monkeypatch.setattr(pynvml, name, reply)
+    driver = read_driver()
+    assert isinstance(driver, Driver)
+    assert driver.gpus == (Gpu("GPU of slot 0", 80 * GIB, GIB), Gpu("", 0, 0, "GPU is lost"), Gpu("GPU of slot 2", 0, 0))
+
+
+@pytest.mark.parametrize("package", ["torch", "pynvml"])
+def test_devices_without_a_package_name_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (check,) = check_devices()
+    assert check.verdict is Verdict.FAILED and package in check.found and "pip install" in check.fix
+
+
 def test_the_driver_agrees_with_torch() -> None:
     import torch
 
     driver = read_driver()
-    assert (driver is None) or len(driver.gpus) >= torch.cuda.device_count()
-    assert driver is not None or not torch.cuda.is_available()
+    assert not isinstance(driver, Driver) or len(driver.gpus) >= torch.cuda.device_count()
+    assert isinstance(driver, Driver) or not torch.cuda.is_available()
 
 
 def test_limits_of_the_system() -> None:
@@ -134,6 +214,29 @@ def test_a_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere
     checks = list(check_storage(tmp_path))
     assert checks[-1].verdict is Verdict.FAILED and f"{tmp_path}: Permission denied" in checks[-1].found and str(tmp_path) in checks[-1].fix
+
+
+def test_a_place_where_no_directory_can_be_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    monkeypatch.delenv("HOME")
+    nobody = "~nobody-of-this-name/runs"
+    for place in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "circle", Path(nobody)):
+        *others, check = check_storage(place)
+        assert others == [] and check.verdict is Verdict.FAILED and str(place) in check.found and check.fix, place
+
+
+def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/proc/self")
+    checks = {check.name: check for check in check_storage(tmp_path / "link")}
+    assert "on proc," in checks["file system"].found and checks["writing"].verdict is Verdict.FAILED
+
+
+def test_what_is_mounted_over_an_automounter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in (("/", "ext4"), ("/home", "autofs"), ("/home", "nfs4"))]
+    monkeypatch.setattr(storage.psutil, "disk_partitions", lambda all: mounts)
+    assert "/home/me on nfs4, shared between hosts" in storage.check_file_system(Path("/home/me")).found
+    assert "on ext4, of this host alone" in storage.check_file_system(Path("/data")).found
 
 
 def test_bytes_that_another_process_sees_otherwise_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
