@@ -118,6 +118,12 @@ def phase_names(series: Mapping[str, Series]) -> list[str]:
     return sorted(names, key=lambda name: -sum(series[name].values))
 
 
+def of_training(curve: Series) -> Series:
+    """The curve without step 0, whose row is about the validation before the first step; as it is where there is nothing else."""
+    first = next((index for index, step in enumerate(curve.steps) if step > 0), 0)
+    return Series(curve.steps[first:], curve.values[first:])
+
+
 def phase_title(name: str) -> str:
     """``timing/reference_logprobs_s`` in words."""
     return name.removeprefix("timing/").removesuffix("_s").replace("_", " ")
@@ -132,11 +138,12 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> None:
     if total is not None:
         heights["other"] = [max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)]
     group = -(-len(steps) // MOST_BARS)
+    trained = next((index for index, step in enumerate(steps) if step > 0), 0)
     centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
     bottom = [0.0] * len(centres)
     for (name, seconds), colour in zip(heights.items(), [*cycled_colours(len(phases)), OTHER_COLOUR], strict=False):
         bars = [_mean(seconds[start : start + group]) for start in range(0, len(steps), group)]
-        axes.bar(centres, bars, bottom=bottom, width=_bar_width(centres), color=colour, label=f"{name} ({_mean(seconds):.3g} s)")
+        axes.bar(centres, bars, bottom=bottom, width=_bar_width(centres), color=colour, label=f"{name} ({_mean(seconds[trained:]):.3g} s)")
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from megarl.observe.drawing import (
     draw_smoothed,
     finish_axes,
     marker_of,
+    of_training,
     phase_names,
     phase_title,
     plain_text,
@@ -27,6 +29,7 @@ from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, T
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by its label."""
@@ -117,7 +120,8 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
             pictures[panel.title] = _svg(figure, panel.title)
     timed = {label: series for label, series in runs.items() if phase_names(series)}
     if timed:
-        figure, axes = _figure(wide=True)
+        width, height = _SIZE
+        figure, axes = _figure((2 * width, max(height, 0.9 + 0.55 * len(timed))))
         if len(runs) == 1:
             draw_phases(axes, next(iter(timed.values())))
         else:
@@ -129,14 +133,17 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
 def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -> bool:
     """False when no run has any of the panel's metrics."""
     drawn: list[float] = []
-    for run_colour, (label, series) in zip(_colours_of_runs(len(runs)), runs.items(), strict=True):
+    kinds: dict[int, Line2D] = {}
+    for run_colour, series in zip(run_colours(len(runs)), runs.values(), strict=True):
         for index, curve in enumerate(panel.curves):
             found = next((series[name] for name in curve.metrics if name in series), None)
             if found is None or not found.steps:
                 continue
             drawn += found.values
-            colour = run_colour if len(runs) > 1 else (COLOURS[1], COLOURS[4])[index]
-            _draw_curve(axes, curve, found, colour, label if len(runs) > 1 else "", first=index == 0)
+            if len(runs) > 1:
+                kinds[index] = _draw_beside_others(axes, curve, found, run_colour, first=index == 0)
+            else:
+                _draw_alone(axes, curve, found, (COLOURS[1], COLOURS[4])[index])
     if not drawn:
         return False
     low, high = min(drawn), max(drawn)
@@ -157,34 +164,52 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -
     for number, step in enumerate(restarts):
         axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart" if number == 0 else None)
     finish_axes(axes, panel.unit)
-    # Above the axes no legend ever lies over a curve.
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False, fontsize=9, borderaxespad=0.2, columnspacing=1.2)
+    # Above the axes no legend ever lies over a curve. Of several runs it tells the kinds of curves; the page tells the runs.
+    handles = [_without_colour(line, panel.curves[index].name) for index, line in kinds.items()] if kinds else None
+    place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 2, "borderaxespad": 0.2}
+    axes.legend(handles=handles, frameon=False, fontsize=9, columnspacing=1.2, **place)
     return True
 
 
-def _draw_curve(axes: Axes, curve: Curve, series: Series, colour: str, run: str, first: bool) -> None:
-    if not run and not curve.sparse and not curve.plain:
+def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
+    if not curve.sparse and not curve.plain:
         draw_smoothed(axes, series, colour, curve.name)
         return
-    label = f"{run}: {curve.name}" if run and not first else run or curve.name
-    if len(series.steps) < 10 or (curve.sparse and len(series.steps) <= MOST_POINTS):
-        axes.plot(
-            series.steps, series.values, color=colour, linewidth=1.8, linestyle="--" if run else "-", marker=marker_of(series) or None,
-            markersize=4, label=label,
-        )  # fmt: skip
-        return
-    if len(series.steps) > MOST_POINTS:
-        steps, values, *_ = thinned(series, MOST_POINTS)
-    elif curve.plain:
-        steps, values = list(series.steps), list(series.values)
-    else:
-        steps, values = list(series.steps), running_mean(series.values, smoothing_window(len(series.steps)))
-    style = "--" if run and curve.sparse else ":" if run and not first else "-"
-    axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, label=label)
+    steps, values = _few_points(series)
+    axes.plot(steps, values, color=colour, linewidth=1.8, marker=_marker(curve, series), markersize=4, label=curve.name)
+
+
+def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, first: bool) -> Line2D:
+    """Broken lines tell the second curve of a panel from the first, as the colour tells the run."""
+    steps, values = _few_points(series)
+    if not curve.sparse and not curve.plain and len(values) == len(series.values):
+        values = running_mean(values, smoothing_window(len(values)))
+    style = "--" if curve.sparse else "-" if first else ":"
+    (line,) = axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, marker=_marker(curve, series), markersize=4)
+    return line
+
+
+def _few_points(series: Series) -> tuple[Sequence[float], Sequence[float]]:
+    """All points of a curve, or the means of parts of a long one."""
+    if len(series.steps) <= MOST_POINTS:
+        return series.steps, series.values
+    steps, values, *_ = thinned(series, MOST_POINTS)
+    return steps, values
+
+
+def _marker(curve: Curve, series: Series) -> str | None:
+    return marker_of(series) or None if curve.sparse or len(series.steps) < 10 else None
+
+
+def _without_colour(line: Line2D, label: str) -> Line2D:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color="#444444", linestyle=line.get_linestyle(), marker=line.get_marker(), markersize=4, label=label)
 
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:
     """Mean seconds of each phase, a bar for each run."""
+    runs = {label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()}
     names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
     positions = range(len(runs))
     counts = [
@@ -193,31 +218,38 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     left = [0.0] * len(runs)
     for colour, name in zip(cycled_colours(len(names)), names, strict=True):
         widths = [sum(series[name].values) / count if name in series else 0.0 for series, count in zip(runs.values(), counts, strict=True)]
-        axes.barh(positions, widths, left=left, color=colour, height=0.6, label=phase_title(name))
+        axes.barh(positions, widths, left=left, color=colour, height=0.5, label=phase_title(name))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     whole = [
         sum(series[STEP].values) / count if STEP in series else end for series, count, end in zip(runs.values(), counts, left, strict=True)
     ]
     rest = [max(total - end, 0.0) for total, end in zip(whole, left, strict=True)]
-    axes.barh(positions, rest, left=left, color=OTHER_COLOUR, height=0.6, label="other")
+    axes.barh(positions, rest, left=left, color=OTHER_COLOUR, height=0.5, label="other")
     for position, total in zip(positions, whole, strict=True):
         axes.annotate(f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center", fontsize=10)
-    axes.set_yticks(list(positions), list(runs))
-    axes.invert_yaxis()
+    # Above the bars, as names of any length have room there.
+    for position, name in zip(positions, runs, strict=True):
+        axes.annotate(name, (0, position - 0.32), xytext=(1, 2), textcoords="offset points", fontsize=9).set_in_layout(False)
+    axes.set_yticks([])
+    axes.set_ylim(len(runs) - 0.5, -0.8)
     axes.set_xlabel("seconds a step, mean of all steps", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12)
     axes.legend(title="phase", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
 
 
-def _colours_of_runs(count: int) -> list[str]:
-    return [_RUN_COLOURS[index % len(_RUN_COLOURS)] for index in range(count)]
+def run_colours(count: int) -> list[str]:
+    """A colour for each of several runs; of very many, colours around the circle, light and dark ones in turn."""
+    if count <= len(_RUN_COLOURS):
+        return list(_RUN_COLOURS[:count])
+    shades = [colorsys.hls_to_rgb(index / count, 0.36 + 0.2 * (index % 2), 0.6) for index in range(count)]
+    return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
 
 
-def _figure(wide: bool = False) -> tuple[Figure, Axes]:
+def _figure(size: tuple[float, float] = _SIZE) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_SIZE[0] * 2 if wide else _SIZE[0], _SIZE[1]), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots()
 
 

@@ -14,7 +14,7 @@ from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.errors import DataError
 from megarl.observe.drawing import run_labels
 from megarl.observe.metrics_file import FILE_NAME
-from megarl.observe.panels import draw_all
+from megarl.observe.panels import draw_all, run_colours
 from megarl.observe.plots import plot_run
 from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES, format_number, format_seconds
 from megarl.watch.configured import CONFIG_FILE
@@ -30,7 +30,9 @@ h1 { font-size: 24px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 0 0 6px; 
 .card { background: #fff; border: 1px solid #e2e6e9; border-radius: 8px; padding: 14px 16px; min-width: 0; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 16px; margin-top: 16px; }
 .wide { grid-column: 1 / -1; } .scroll { overflow-x: auto; }
-svg { display: block; width: 100%; height: auto; max-height: 560px; }
+svg { display: block; width: 100%; height: auto; max-height: 560px; } .wide svg { max-height: none; }
+.runs { position: sticky; top: 0; margin-top: 16px; max-height: 20vh; overflow-y: auto; font-size: 13px; }
+.runs span { display: inline-block; margin-right: 18px; } .runs i { display: inline-block; width: 18px; height: 4px; margin: 0 6px 3px 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; } th, td { text-align: left; padding: 5px 14px 5px 0; }
 th { color: #66747e; font-weight: 500; white-space: nowrap; } tr + tr td, tr + tr th { border-top: 1px solid #eef1f3; }
 .running, .finished { color: #1b7f6f; font-weight: 600; } .killed, .ended, .not-finite { color: #c0492b; font-weight: 600; }
@@ -107,7 +109,14 @@ def _page(title: str, states: Sequence[RunState], labels: Sequence[str], picture
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
     yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, drawn {made}</p>\n'
-    yield f'<div class="card scroll">{_summary(states, labels)}</div>\n<div class="grid">\n'
+    yield f'<div class="card scroll">{_summary(states, labels)}</div>\n'
+    if len(states) > 1:
+        names = (
+            f'<span><i style="background:{colour}"></i>{html.escape(label)}</span>'
+            for colour, label in zip(run_colours(len(labels)), labels, strict=True)
+        )
+        yield f'<div class="card runs">{"".join(names)}</div>\n'
+    yield '<div class="grid">\n'
     for name, picture in pictures.items():
         wide = " wide" if name == "Time by phase" else ""
         yield f'<section class="card{wide}"><h2>{html.escape(name)}</h2>{picture}</section>\n'

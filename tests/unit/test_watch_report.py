@@ -11,9 +11,10 @@ import pytest
 
 from megarl.cli import main
 from megarl.observe.drawing import MOST_POINTS
-from megarl.observe.panels import PANELS, draw_all
+from megarl.observe.panels import PANELS, draw_all, run_colours
 from megarl.observe.series import Series, thinned
 from megarl.watch.report import write_report
+from megarl.watch.run_state import read_run_state
 from tests.unit.runs import make_run
 
 pytest.importorskip("matplotlib")
@@ -98,7 +99,11 @@ def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{page}\n"
     text = page.read_text()
     reward = next(svg for svg in pictures(text) if "reward, accuracy (fraction)" in words(svg))
-    assert {"first", "second", "third"} <= words(reward)
+    assert not {"first", "second", "third"} & words(reward) and "validation accuracy" in words(reward)
+    legend = re.findall(r'<i style="background:(#\w+)"></i>(\w+)</span>', text)
+    assert [name for _, name in legend] == ["first", "second", "third"]
+    strokes = [set(re.findall(r"stroke: (#\w{6})", ElementTree.tostring(svg, encoding="unicode"))) for svg in pictures(text)[:-1]]
+    assert all({colour for colour, _ in legend} <= colours for colours in strokes)
     assert {"first", "second", "third", "seconds a step, mean of all steps"} <= words(pictures(text)[-1])
     assert main(["plot", str(runs[0]), str(runs[2]), "--out", str(tmp_path / "new" / "two.html")]) == 0
     assert "second" not in re.findall(r"<th>(.*?)</th>", (tmp_path / "new" / "two.html").read_text())
@@ -128,6 +133,15 @@ def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "report.html").exists()
 
 
+def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]  # with a row of 9 s for step 0
+    assert read_run_state(runs[0]).series["timing/step_s"].steps[0] == 0
+    # 30 steps of 2 s of generation; 3 checkpoints of 5 s among them; 3.75 s a step and what the checkpoints add
+    alone, beside = (words(pictures(write_report(runs[:count], tmp_path / "page.html").read_text())[-1]) for count in (1, 2))
+    assert {"generation (2 s)", "train (1.5 s)", "checkpoint (0.5 s)"} <= alone
+    assert "4.25 s" in beside
+
+
 def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path / "run")
     before = sorted(run_dir.iterdir())
@@ -154,9 +168,33 @@ def test_a_run_that_is_given_twice_counts_once(tmp_path: Path) -> None:
 
 def test_names_of_runs_are_written_as_they_are(tmp_path: Path) -> None:
     runs = {"$a_{$": make_run(tmp_path / "$a_{$"), "_b": make_run(tmp_path / "_b", seed=1)}
-    page = write_report(list(runs.values()), tmp_path / "page.html")
-    shown = words(next(svg for svg in pictures(page.read_text()) if "reward, accuracy (fraction)" in words(svg)))
-    assert {f"{tmp_path.name}/$a_{{$", f"{tmp_path.name}/_b"} <= shown
+    page = write_report(list(runs.values()), tmp_path / "page.html").read_text()
+    names = {f"{tmp_path.name}/$a_{{$", f"{tmp_path.name}/_b"}
+    assert names <= words(pictures(page)[-1]) and all(f"</i>{name}</span>" in page for name in names)
+
+
+@pytest.mark.filterwarnings("error")
+def test_many_runs_with_long_names_leave_room_for_their_curves(tmp_path: Path) -> None:
+    runs = {
+        f"{'grpo-qwen2.5-1.5b-lr1e-6-kl0.001-' * 2}seed-{seed}": {
+            "train/reward": Series((1, 2, 3), (0.1, 0.2, 0.3)),
+            "validation/accuracy": Series((1, 2), (0.1, 0.2)),
+            "timing/train_s": Series((1, 2, 3), (1.0, 2.0, 1.0)),
+        }
+        for seed in range(20)
+    }
+    few, many = draw_all(dict(list(runs.items())[:2])), draw_all(runs)
+    assert plot_area(many["Reward"]) == plot_area(few["Reward"])
+    assert plot_area(many["Time by phase"])[0] > 600
+    assert len(set(run_colours(20))) == 20
+
+
+def plot_area(picture: str) -> tuple[float, float]:
+    """Width and height of the axes, in points."""
+    corners = re.search(r'<g id="patch_2">\s*<path d="M ([\d.]+) ([\d.]+)\s+L ([\d.]+) ([\d.]+)\s+L ([\d.]+) ([\d.]+)', picture)
+    assert corners is not None
+    left, bottom, right, _, _, top = map(float, corners.groups())
+    return right - left, bottom - top
 
 
 def test_validations_of_a_long_run_stay_small_too(tmp_path: Path) -> None:
