@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -187,6 +188,9 @@ def report(error: MegarlError | ConversionError) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit code; errors that nobody foresaw leave with their traceback."""
     arguments, overrides = parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # Where the locale has no letter for something, a question mark is shown; no command ends over it.
+        sys.stdout.reconfigure(errors="replace")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         if arguments.command == "train":

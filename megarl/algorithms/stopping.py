@@ -44,12 +44,15 @@ class Attempt:
     notice_s: int | None = None
 
     def checkpoint_committed(self, step: int) -> None:
-        """Tell the launcher that another start would go on after ``step``."""
+        """Tell the launcher that another start would go on after ``step``. What cannot be written costs no run."""
         if self.directory is None:
             return
         temporary = self.directory / f".{LAST_CHECKPOINT_FILE}.tmp"
-        write_bytes_durably(temporary, f"{step}\n".encode())
-        os.replace(temporary, self.directory / LAST_CHECKPOINT_FILE)
+        try:
+            write_bytes_durably(temporary, f"{step}\n".encode())
+            os.replace(temporary, self.directory / LAST_CHECKPOINT_FILE)
+        except OSError as error:
+            logger.warning("the launcher is not told of the checkpoint of step %d, and may not requeue the job: %s", step, error)
 
 
 def this_attempt() -> Attempt:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.run import run
-from megarl.algorithms.stopping import LAST_CHECKPOINT_FILE, STOP_FILE, STOPPED, StopRequest, listening_for_stop, this_attempt
+from megarl.algorithms.stopping import LAST_CHECKPOINT_FILE, STOP_FILE, STOPPED, Attempt, StopRequest, listening_for_stop, this_attempt
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 from tests.unit.tiny_model import make_tiny_model
 
@@ -148,6 +148,13 @@ def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture,
     [record] = caplog.records
     assert "70.0 s + 11.0 s" in record.message and "100 s before its end" in record.message
     assert "--signal=B:USR1@222 and MEGARL_STOP_NOTICE_S=222" in record.message
+
+
+def test_a_launcher_that_cannot_be_told_of_a_checkpoint_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Attempt(tmp_path / "removed").checkpoint_committed(7)
+    [record] = caplog.records
+    assert "step 7" in record.message and str(tmp_path / "removed") in record.message
 
 
 def test_a_wrong_notice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

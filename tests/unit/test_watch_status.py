@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import main
+from megarl.env import snapshot
 from megarl.errors import DataError
 from megarl.observe.launches import FINISHED, Launch, read_launches, recorded_launch
 from megarl.observe.sinks import open_sinks
@@ -226,3 +227,12 @@ def test_only_the_last_step_makes_a_run_whole(tmp_path: Path) -> None:
     with recorded_launch(tmp_path, 0, 30_001), open_sinks({}, tmp_path) as sinks:
         sinks.log({"timing/step_s": 1.0}, 30_000)
     assert "step 30000 of 30001" in shown(tmp_path) and " 99%" in shown(tmp_path)
+
+
+def test_a_locale_without_blocks_and_bars_gets_the_numbers(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "ä-\udcff")
+    environment = {**snapshot(), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "megarl.cli", "status", str(run_dir)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    assert "step 30 of 40 ????" in answer.stdout and "/?-?" in answer.stdout
