@@ -7,6 +7,7 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -144,5 +145,7 @@ def listening_for_stop(run_dir: Path, attempt: Attempt) -> Iterator[StopRequest]
 
 
 def _say(text: str) -> None:
-    """A line on standard error, past buffers and locks that the interrupted code may be holding."""
-    os.write(2, f"megarl: {text}\n".encode())
+    """A line on standard error, past buffers and locks that the interrupted code may be holding. Whoever read it may be gone already: then
+    nothing is said, as an error in the handler of a signal would end the step that the run is to finish."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"megarl: {text}\n".encode())

@@ -165,7 +165,7 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -
         axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart" if number == 0 else None)
     finish_axes(axes, panel.unit)
     # Above the axes no legend ever lies over a curve. Of several runs it tells the kinds of curves; the page tells the runs.
-    handles = [_without_colour(line, panel.curves[index].name) for index, line in kinds.items()] if kinds else None
+    handles = [_without_colour(line) for line in kinds.values()] if kinds else None
     place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 2, "borderaxespad": 0.2}
     axes.legend(handles=handles, frameon=False, fontsize=9, columnspacing=1.2, **place)
     return True
@@ -182,10 +182,14 @@ def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
 def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, first: bool) -> Line2D:
     """Broken lines tell the second curve of a panel from the first, as the colour tells the run."""
     steps, values = _few_points(series)
-    if not curve.sparse and not curve.plain and len(values) == len(series.values):
-        values = running_mean(values, smoothing_window(len(values)))
+    label, window = curve.name, 1 if curve.sparse or curve.plain else smoothing_window(len(values))
+    if len(values) < len(series.values):
+        label += " (mean)"
+    elif window > 1:
+        values, label = running_mean(values, window), f"{label} (running mean)"
     style = "--" if curve.sparse else "-" if first else ":"
-    (line,) = axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, marker=_marker(curve, series), markersize=4)
+    marker = _marker(curve, series)
+    (line,) = axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, marker=marker, markersize=4, label=label)
     return line
 
 
@@ -201,10 +205,11 @@ def _marker(curve: Curve, series: Series) -> str | None:
     return marker_of(series) or None if curve.sparse or len(series.steps) < 10 else None
 
 
-def _without_colour(line: Line2D, label: str) -> Line2D:
+def _without_colour(line: Line2D) -> Line2D:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color="#444444", linestyle=line.get_linestyle(), marker=line.get_marker(), markersize=4, label=label)
+    style = {"linestyle": line.get_linestyle(), "marker": line.get_marker(), "label": line.get_label()}
+    return Line2D([], [], color="#444444", markersize=4, **style)
 
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,33 @@ def test_outside_of_the_loop_a_signal_ends_the_run_at_once(tmp_path: Path, model
     with pytest.raises(SystemExit) as caught:
         run(make_config("sft", tmp_path, model, data), terminated)  # type: ignore[arg-type]
     assert caught.value.code == STOPPED
+
+
+@contextmanager
+def nobody_reads() -> Iterator[None]:
+    """Standard error is a pipe whose other end is closed, as that of a run whose srun was killed."""
+    kept, (reading, writing) = os.dup(2), os.pipe()
+    os.close(reading)
+    os.dup2(writing, 2)
+    os.close(writing)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def test_a_request_is_heard_also_when_nobody_can_be_told() -> None:
+    request = StopRequest()
+    with nobody_reads(), pytest.raises(SystemExit) as caught:
+        request.receive(signal.SIGTERM, None)
+    assert caught.value.code == STOPPED
+    with nobody_reads(), request.deferred():
+        request.receive(signal.SIGTERM, None)
+        assert request.reason == "SIGTERM"
+        with pytest.raises(SystemExit) as caught:
+            request.receive(signal.SIGUSR1, None)
+    assert caught.value.code == 128 + signal.SIGUSR1
 
 
 def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
