@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
 import sys
@@ -181,7 +182,9 @@ def report(error: MegarlError | ConversionError) -> int:
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker else error.exit_code
     text = str(error)
-    sys.stderr.write(f"megarl: {text.partition(_WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
+    # The exit code counts also when nobody reads any more.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"megarl: {text.partition(_WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
     return code
 
 

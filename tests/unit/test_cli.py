@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -182,6 +184,14 @@ def test_an_unforeseen_error_keeps_its_traceback(config_file: Path, monkeypatch:
     stand_in(monkeypatch, "megarl.algorithms.run", run=run)
     with pytest.raises(ZeroDivisionError):
         main(["train", str(config_file)])
+
+
+def test_the_exit_code_tells_the_fault_also_when_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patch, open(writing, "wb", buffering=0) as pipe:
+        patch.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
+        assert main(["status", str(tmp_path / "missing")]) == 2
 
 
 def test_the_exit_code_of_a_run_is_returned(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
