@@ -71,7 +71,7 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
     """
     path = run_dir / FILE_NAME
     start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
-    _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
+    recorded = _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
     outcome = Outcome()
     try:
         yield outcome
@@ -79,7 +79,9 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
         outcome.text = _reason(error)
         raise
     finally:
-        _append(path, {"end": time.time(), "outcome": outcome.text})
+        # An end without a start would be taken for that of the launch before.
+        if recorded:
+            _append(path, {"end": time.time(), "outcome": outcome.text})
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
@@ -122,7 +124,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST_REASON]
 
 
-def _append(path: Path, entry: Mapping[str, Any]) -> None:
+def _append(path: Path, entry: Mapping[str, Any]) -> bool:
+    """Whether the line was written."""
     try:
         with path.open("ab+") as stream:
             # What a killed launch left of a line must not swallow this one.
@@ -131,3 +134,5 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
             stream.write((b"\n" if torn else b"") + json.dumps(entry).encode() + b"\n")
     except OSError as error:
         logger.warning("%s cannot be written: %s", path, error)
+        return False
+    return True

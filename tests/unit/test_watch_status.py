@@ -134,7 +134,8 @@ def test_a_run_that_cannot_write_its_record_goes_on(tmp_path: Path) -> None:
     reached = []
     with recorded_launch(tmp_path / "missing", 0, 5):
         reached.append(True)
-    assert reached
+        (tmp_path / "missing").mkdir()
+    assert reached and not list((tmp_path / "missing").iterdir()), "an end without a start would be that of another launch"
 
 
 def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path) -> None:
