@@ -148,18 +148,37 @@ conclude() {
     exit "$code"
 }
 
+# Once the driver has ended, srun still waits for the tasks of a node that is gone, for as long as Slurm believes in the node (SlurmdTimeout,
+# five minutes where nothing is configured).
+end_srun_after_driver() {
+    local left=${MEGARL_LEAVE_TIMEOUT_S:-60}
+    while ((left > 0)); do
+        sleep 1
+        { kill -0 "$$" && kill -0 "$SRUN_PID"; } 2>/dev/null || return 0
+        [[ ! -s "$MEGARL_ATTEMPT_DIR/driver.rc" ]] || left=$((left - 1))
+    done
+    say "srun does not end, and the driver has: ending it"
+    kill -TERM "$SRUN_PID" 2>/dev/null || true
+    sleep 20
+    kill -KILL "$SRUN_PID" 2>/dev/null || true
+}
+
 # bash runs a trap only between commands and lets it end a wait: srun stays in the background and is waited for again.
 supervise() {
+    local watcher
     trap on_stop_signal USR1
     trap on_termination TERM
     "${SRUN[@]}" "$@" </dev/null &
     SRUN_PID=$!
+    end_srun_after_driver &
+    watcher=$!
     while kill -0 "$SRUN_PID" 2>/dev/null; do
         wait "$SRUN_PID" || true
     done
     SRUN_CODE=0
     wait "$SRUN_PID" || SRUN_CODE=$?
     trap '' USR1
+    kill "$watcher" 2>/dev/null || true
 }
 
 warn_of_short_limit() {

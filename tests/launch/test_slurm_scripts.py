@@ -214,6 +214,12 @@ def test_the_loss_of_the_first_node_requeues_too(job: Job) -> None:
     assert job.requeues() == [["requeue", "4711"]]
 
 
+def test_srun_that_waits_for_a_node_that_is_gone_is_ended_after_the_driver(job: Job) -> None:
+    assert job.run(DRIVER + SAVES + "exit 4", FAKE_SRUN="waits", MEGARL_LEAVE_TIMEOUT_S="1") == 75
+    assert job.requeues() == [["requeue", "4711"]]
+    assert "a worker or a node was lost: requeueing" in job.log
+
+
 def test_there_is_a_last_requeue(job: Job) -> None:
     assert job.run(DRIVER + SAVES + "exit 75", SLURM_RESTART_COUNT="3", MEGARL_MAX_REQUEUES="3") == 1
     assert not job.requeues()
