@@ -44,7 +44,7 @@ def blocks_of(manifest: Manifest, rules: Iterable[Rule], stored_rank: int) -> di
         ConversionError: the manifest is not one of adapters, or says other ranks than are stored.
     """
     form = manifest.notes.get(FORM_NOTE)
-    ranks = {record.shape[0] for name, record in manifest.tensors.items() if name.endswith(".lora_A.weight")}
+    ranks = {record.shape[0] for name, record in manifest.tensors.items() if name.endswith(".lora_A.weight") and len(record.shape) == 2}
     if form not in (SHARED, BLOCKS) or len(ranks) != 1:
         raise ConversionError(f"the manifest says {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED)
     rank = ranks.pop()
@@ -74,7 +74,7 @@ def require_as_written(adapter: MegatronAdapter, manifest: Manifest, path: Path,
     for name in names:
         hashes = TensorHashes([name])
         hashes.update(name, adapter.read(name))
-        if hashes.digests()[name] != manifest.tensors[name].sha256:
+        if name not in manifest.tensors or hashes.digests()[name] != manifest.tensors[name].sha256:
             changed.append(name)
     changed += [f"missing: {name}" for name in manifest.tensors if name not in names]
     if changed:

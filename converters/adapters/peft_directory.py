@@ -58,7 +58,7 @@ class PeftDirectory:
 
 def is_peft_directory(directory: Path) -> bool:
     """Whether something of a PEFT adapter is there."""
-    return directory.is_dir() and any(directory.glob("adapter_*"))
+    return directory.is_dir() and any(path.is_file() for path in (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*")))
 
 
 def _weights_of(directory: Path) -> Path:

@@ -24,12 +24,12 @@ class Said:
     Attributes:
         origin: the file that says it.
         raw_config: PEFT's config.
-        tensor_parallel: over how many ranks the adapters were cut that were saved; 1 if nothing says it.
+        tensor_parallel: over how many ranks the adapters were cut that were saved, as it stands there; 1 if nothing says it.
     """
 
     origin: Path
     raw_config: Mapping[str, Any]
-    tensor_parallel: int
+    tensor_parallel: Any
 
 
 def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture) -> Said:
@@ -61,7 +61,7 @@ def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str],
         raise ConversionError(f"{path}: peft = {kind or section}, known are {' and '.join(_KNOWN)}", "let the trainer merge the adapters")
     if section.get("dim") != rank:
         raise ConversionError(f"{path}: dim = {section.get('dim')!r}, the stored adapters have rank {rank}", "use the file of this run")
-    return Said(path, _made_config(section, model, names, architecture), int(model.get("tensor_model_parallel_size") or 1))
+    return Said(path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1)
 
 
 def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture) -> dict[str, Any]:

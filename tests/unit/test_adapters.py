@@ -251,6 +251,7 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
     "DoRA": ("fused", unchanged, {"_target_": "megatron.bridge.peft.dora.DoRA"}, "peft = DoRA, known are LoRA and CanonicalLoRA"),
     "another run": ("fused", unchanged, {"dim": 8}, "dim = 8, the stored adapters have rank 4"),
     "no scale": ("fused", unchanged, {"alpha": None}, "lora_alpha = None"),
+    "no number": ("canonical", unchanged, {"tensor_parallel": "many"}, "saved with tensor_model_parallel_size = many"),
     "rows exchanged": ("canonical", unchanged, {"tensor_parallel": 2}, "saved with tensor_model_parallel_size = 2"),
 }
 
