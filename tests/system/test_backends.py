@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.choice import slow
 from tests.system.whole_runs import CONFIGS, LONGEST_WAIT_S, ROOT, Material, make_material, write_config
 
 # float32, the sums in another order, carried on through the optimizer steps
@@ -33,7 +34,7 @@ def measured(backend: str, algorithm: str, material: Material, directory: Path) 
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("sft", marks=slow)])
 def test_all_backends_walk_the_same_way(algorithm: str, material: Material, tmp_path: Path) -> None:
     runs = {backend: measured(backend, algorithm, material, tmp_path) for backend in ("megatron", "dtensor", "fsdp1")}
     expected = runs["megatron"]

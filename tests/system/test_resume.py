@@ -124,20 +124,23 @@ def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
     assert len({row["train/loss"] for row in rows}) == STEPS
 
 
-def test_kills_inside_a_step_after_one_and_inside_a_checkpoint(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
+def test_kills_inside_a_step_inside_a_checkpoint_and_between_two(
+    whole: Path, material: Material, launches: Launches, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "run.yaml", "grpo", material, save_period=2)
+    kills: list[Moment] = [inside(1, whole, seed=5), lambda launch: launch.writing(2), lambda launch: launch.logged(3)]
+    assert run_with_kills(config, tmp_path / "run", kills, launches) == [0, 0, 2]
+    check_leftovers(tmp_path / "run", 2)
+    check_same(tmp_path / "run", whole)
+
+
+@slow
+def test_kills_where_each_step_is_saved(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", "grpo", material)
     kills: list[Moment] = [inside(1, whole, seed=5), lambda launch: launch.logged(1), lambda launch: launch.writing(3)]
     first, second, third = run_with_kills(config, tmp_path / "run", kills, launches)
     assert first <= 1 and second <= 1 and third == 2
     check_leftovers(tmp_path / "run", 1)
-    check_same(tmp_path / "run", whole)
-
-
-def test_steps_between_checkpoints_are_done_again(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "run.yaml", "grpo", material, save_period=2)
-    kills: list[Moment] = [lambda launch: launch.logged(1), lambda launch: launch.logged(3)]
-    assert run_with_kills(config, tmp_path / "run", kills, launches) == [0, 2]
-    check_leftovers(tmp_path / "run", 2)
     check_same(tmp_path / "run", whole)
 
 
