@@ -1,6 +1,6 @@
 """One process of the doctor's all-reduce: ``python -m megarl.doctor.all_reduce BACKEND RANK WORLD_SIZE PORT``.
 
-Rank 0 is started with port 0, binds one and writes it to standard output, as the workers of a run do.
+Rank 0 is started with port 0, binds one and writes ``port N`` to standard output, after whatever an import may have said there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megarl.distributed import rendezvous
 
 ADDRESS = "127.0.0.1"
 NUMBERS = 1 << 20
+PORT_MARK = "port "
 _RUN_ID = "megarl-doctor"
 
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     env.set_variables({"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)})
     if rank == 0:
         port = rendezvous.open_listener(ADDRESS)
-        sys.stdout.write(f"{port}\n")
+        sys.stdout.write(f"{PORT_MARK}{port}\n")
         sys.stdout.flush()
     rendezvous.set_endpoint(rendezvous.Endpoint(ADDRESS, port, _RUN_ID))
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")

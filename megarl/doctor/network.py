@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Timer
 
-from megarl.doctor.all_reduce import NUMBERS
+from megarl.doctor.all_reduce import NUMBERS, PORT_MARK
 from megarl.doctor.check import Check, Verdict
 
 ROOM = "network"
@@ -42,10 +42,10 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
     timer = Timer(deadline_s, stop)
     timer.start()
     try:
-        stdout = processes[0].stdout
-        port = stdout.readline().strip() if stdout is not None else ""
-        if port:
-            processes += [_start(backend, rank, world_size, int(port)) for rank in range(1, world_size)]
+        lines = iter(processes[0].stdout.readline, "") if processes[0].stdout is not None else ()
+        port = next((line for line in lines if line.startswith(PORT_MARK)), None)
+        if port is not None:
+            processes += [_start(backend, rank, world_size, int(port.removeprefix(PORT_MARK))) for rank in range(1, world_size)]
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
         late = not timer.is_alive()
@@ -59,8 +59,8 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
     if not failed:
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
         return Check(ROOM, name, Verdict.OK, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms")
-    lines = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
-    reason = f"no end within {deadline_s:g} s" if late else (lines[-1] if lines else f"exit code {processes[failed[0]].returncode}")
+    said = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
+    reason = f"no end within {deadline_s:g} s" if late else (said[-1] if said else f"exit code {processes[failed[0]].returncode}")
     fix = "GLOO_SOCKET_IFNAME=lo megarl doctor   (if that helps, see what the host name resolves to: /etc/hosts)"
     if backend == "nccl":
         fix = "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=lo megarl doctor   (says what NCCL tries)"

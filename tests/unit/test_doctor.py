@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -30,7 +31,13 @@ def verdicts(checks: list[Check]) -> dict[str, str]:
     return {check.name: check.verdict.value for check in checks}
 
 
-def test_the_command_tries_everything_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tries_everything_and_leaves_nothing(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # some clusters' Python greets on standard output
+    site = tmp_path_factory.mktemp("site")
+    (site / "sitecustomize.py").write_text("print('Welcome to the cluster', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     code = main(["doctor", "--run-dir", str(tmp_path / "runs" / "new"), "--json"])
     told = json.loads(capsys.readouterr().out)
     found = {check["name"]: check for check in told["checks"]}
