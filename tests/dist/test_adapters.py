@@ -42,7 +42,7 @@ def logprobs_in_peft(model: Path, directory: Path, batch: dict[str, torch.Tensor
     return logprobs(PeftModel.from_pretrained(mixtures.load(model), directory).eval(), batch)
 
 
-@pytest.mark.parametrize(("family", "world", "layout", "targets"), CASES, ids=lambda value: str(value).replace("'", ""))
+@pytest.mark.parametrize(("family", "world", "layout", "targets"), CASES, ids=[f"{family}-{layout}" for family, _, layout, _ in CASES])
 def test_adapters_compute_on_both_sides_what_they_do_in_peft(
     family: str,
     world: int,

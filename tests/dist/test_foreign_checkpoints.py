@@ -135,6 +135,8 @@ def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str,
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
+        ("deepseek_v2", {}),
+        ("deepseek_v3", {"tp": 2, "sp": True, "multiple": 2}),
         ("glm4_moe", {"ep": 2}),
         ("gpt_oss", {"tp": 2, "sp": True, "multiple": 2}),
     ],
