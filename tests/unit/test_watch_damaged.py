@@ -78,9 +78,11 @@ def test_nothing_of_a_file_becomes_an_element_of_the_page(tmp_path: Path) -> Non
     (run_dir / "launches.jsonl").write_text(json.dumps(LAUNCH | {"host": evil, "job_id": evil, "outcome": evil}) + "\n")
     with open_sinks({}, run_dir) as sinks:
         sinks.log({f"timing/{evil}_s": 1.0, f"train/{evil}": math.nan, "timing/step_s": 1.0}, 31)
-    assert main(["plot", str(run_dir)]) == 0
-    page = (run_dir / "report.html").read_text()
-    assert page.lower().count("<script") == page.count("<img") == 0 and page.count("&lt;script&gt;") >= 5
+    other = make_run(tmp_path / "<img src=y>", steps=1)
+    for runs in ([str(run_dir)], [str(run_dir), str(other)]):
+        assert main(["plot", *runs, "--out", str(tmp_path / "page.html")]) == 0
+        page = (tmp_path / "page.html").read_text()
+        assert page.lower().count("<script") == page.count("<img") == 0 and page.count("&lt;script&gt;") >= 5
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "launches.jsonl", "run.lock"])
