@@ -31,7 +31,7 @@ def _channel_of(group: TransferGroup, manifest: Manifest) -> Channel:
 
 
 class WeightBroadcaster:
-    """The policy's sending rank.
+    """The sending rank of a pipeline stage of the policy.
 
     Args:
         group: the ranks.
@@ -45,12 +45,14 @@ class WeightBroadcaster:
         self._with_checksum = with_checksum
 
     def send(self, stream: Stream, version: int) -> None:
-        """Send all weights and wait until every engine rank has confirmed them.
+        """Send all weights of this stage and wait until every engine rank has confirmed those of all stages.
 
-        The stream is taken to its end whatever happens, because gathering it is collective among the ranks of the policy.
+        Args:
+            stream: the stage's weights, taken to its end whatever happens, because gathering it is collective among the ranks of the stage.
+            version: of the weights, the same on all stages.
 
         Raises:
-            RefitError: an engine is gone or could not load the weights, or they are not what the manifest says.
+            RefitError: an engine or another stage is gone, an engine could not load the weights, or they are not what the manifest says.
         """
         channel = self._channel
         channel.begin()
@@ -77,7 +79,7 @@ class WeightBroadcaster:
         if failure is not None:
             raise failure
         if refusals:
-            raise RefitError(f"engines could not load the weights: {'; '.join(refusals)}")
+            raise RefitError(f"the engines do not have the weights: {'; '.join(refusals)}")
         channel.succeeded(version)
 
     def close(self) -> None:
@@ -170,6 +172,9 @@ class WeightListener:
             raise RefitError(
                 f"weight {first} of refit {round_} came where weight {first_here} of refit {channel.round} was next: {NEW_GROUP}"
             )
+        if index and version != self._coming:
+            name = channel.infos(index)[0].name
+            raise RefitError(f"version {version} of {name} came after version {self._coming} of other weights: refit all stages together")
         channel.unseal(index)
         if checked and checksum(channel.content(index)) != number:
             name = channel.infos(index)[0].name

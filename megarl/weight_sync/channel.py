@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
-from megarl.weight_sync.manifest import ALIGNMENT, Group, Manifest, TensorInfo, groups_within
+from megarl.weight_sync.manifest import ALIGNMENT, Group, Manifest, TensorInfo
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
 BUFFERS = 2
@@ -18,6 +18,9 @@ WHOLE = -1, -1
 
 class Channel:
     """Two transfer buffers for a lifetime, each with a header, and the groups of weights that go through them, whole.
+
+    A sender has the groups of its own stage. An engine has all groups in the one order of sending, whichever stage they come from; each
+    stage has up to two of them ready, so that the next one comes at once.
 
     Args:
         group: the ranks.
@@ -32,9 +35,10 @@ class Channel:
         self._headers = [buffer[: 8 * WORDS].view(torch.int64) for buffer in self._memory]
         self._bodies = [buffer[HEADER:] for buffer in self._memory]
         self._works: dict[int, list[dist.Work]] = {}
-        self.parts: list[Group] = []
-        for names in groups_within(manifest.padded_sizes, group.buffer_bytes):
-            self.parts.append(manifest.group(self.parts[-1].stop if self.parts else 0, len(names)))
+        every = group.stages.parts(manifest, group.buffer_bytes)
+        coming = [(stage, part) for stage, part in every if stage == group.stage or not group.sends]
+        self.parts: list[Group] = [part for _, part in coming]
+        self._stages = [stage for stage, _ in coming]
         self._hold([self._bodies[index % BUFFERS][: part.nbytes] for index, part in enumerate(self.parts)])
 
     def _hold(self, contents: list[torch.Tensor]) -> None:
@@ -81,7 +85,7 @@ class Channel:
         self._broadcast(index, self._memory[index % BUFFERS][: HEADER + self.parts[index].nbytes])
 
     def _broadcast(self, index: int, buffer: torch.Tensor) -> None:
-        self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer))
+        self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, self._stages[index]))
 
     def wait(self, index: int) -> None:
         """Until what the buffer of group ``index`` holds has gone out or come in.

@@ -25,7 +25,7 @@ class DeltaChannel(Channel):
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
         super().__init__(group, manifest)
-        self._sends = group.rank == 0
+        self._sends = group.sends
         self._base = [torch.zeros(part.nbytes, dtype=torch.uint8, device=group.device) for part in self.parts]
         self._words = [min(info.dtype.itemsize for info in self.infos(index)) for index in range(len(self.parts))]
         self._most = [int(group.delta_share * part.nbytes) for part in self.parts]

@@ -1,45 +1,44 @@
-"""A process group of one rank of the policy and all ranks of the engines apart from it, made by a handshake that either all pass or none.
+"""Process groups of the policy and all ranks of the engines apart from it, made by a handshake that either all pass or none.
 
-The rank of the policy is rank 0 and keeps the store; everybody else waits for its verdict, so that a wrong world size, a rank taken twice
-or another model is an error on every side within the deadline, and not a collective that waits for ever.
+Every pipeline stage of the policy has one rank that sends, and a group of that rank and all engine ranks. A group of everybody says in
+the end of a refit whether all have all of it. A policy of one stage has one group for both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import json
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
+from megarl.weight_sync.meeting import HANDSHAKE_SECONDS, Meeting, Members
+from megarl.weight_sync.stages import ONE_STAGE, Stages
 
-HANDSHAKE_SECONDS = 60.0
 COLLECTIVE_SECONDS = 600.0
-HEARD_SECONDS = 5.0
 NEW_GROUP = "make a new group with init_collective() and refit anew"
-_PROTOCOL = 2
 
 
 class TransferGroup:
-    """Rank ``rank`` of the group.
+    """A rank of an engine, or the sender of a pipeline stage.
 
     Args:
-        ip, port: where rank 0 listens.
-        world_size: ranks of the engines, and the policy's one.
-        rank: 0 for the policy.
+        ip, port: where the sender of stage 0, the policy's first rank, listens.
+        world_size: ranks of the engines, and one.
+        rank: 0 for a sender.
         digest: of the manifest that this side knows.
         device: where the weights are on this side; the backend is NCCL on a GPU and gloo on a CPU.
-        buffer_bytes: of a transfer buffer; rank 0 says it, the others learn it.
-        delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends everything. Rank 0 says it, too.
+        buffer_bytes: of a transfer buffer; all take the least that a sender says.
+        delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends everything. Stage 0 says it.
+        stage: of a sender.
+        stages: who sends what; stage 0 says it.
         handshake_s: longest time until all are there, in seconds.
-        collective_s: longest time of one broadcast, in seconds.
+        collective_s: longest time of one broadcast, in seconds; that of a later stage begins together with those of the stages before.
+        meeting: of stage 0, where it was opened before; then its deadline holds.
 
     Attributes:
-        buffer_bytes, delta_share: as rank 0 has them.
+        buffer_bytes, delta_share, stages: the same on all sides.
 
     Raises:
         RefitError: somebody is missing, came twice, or expects something else.
@@ -56,118 +55,76 @@ class TransferGroup:
         device: torch.device,
         buffer_bytes: int = 0,
         delta_share: float = 0.0,
+        stage: int = 0,
+        stages: Stages = ONE_STAGE,
         handshake_s: float = HANDSHAKE_SECONDS,
         collective_s: float = COLLECTIVE_SECONDS,
+        meeting: Meeting | None = None,
     ) -> None:
         if not 0.0 <= delta_share <= 1.0:
             raise RefitError(f"delta_share = {delta_share}: must lie in [0, 1]; write 0 to send all weights at every refit")
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self._address = f"{ip}:{port}"
-        self._ends = time.monotonic() + handshake_s
-        self._seconds = handshake_s
+        self.rank, self.world_size, self.stage, self.device = rank, world_size, stage, device
         self._collective = datetime.timedelta(seconds=collective_s)
-        self._store = self._open(ip, port)
-        own = {"protocol": _PROTOCOL, "world_size": world_size, "manifest": digest, "device": device.type}
-        try:
-            verdict = (
-                self._judge(own, {"buffer_bytes": buffer_bytes, "delta_share": delta_share})
-                if rank == 0
-                else self._introduce({**own, "rank": rank})
-            )
-        except (dist.DistError, RuntimeError) as error:
-            raise RefitError(f"no group for weights at {self._address}: the policy gave no verdict within {self._seconds:g} s") from error
-        if verdict["error"]:
-            raise RefitError(f"no group for weights at {self._address}: {verdict['error']}")
+        keeps = rank == 0 and stage == 0
+        self._meeting = meeting or Meeting(ip, port, keeps=keeps, seconds=handshake_s)
+        self._address = self._meeting.address
+        own = {"world_size": world_size, "manifest": digest, "device": device.type}
+        if keeps:
+            terms = {"buffer_bytes": buffer_bytes, "delta_share": delta_share, "runs": stages.runs}
+            verdict = self._meeting.judge(own, Members(world_size, stages.count), terms)
+        else:
+            verdict = self._meeting.introduce(own, rank, stage, buffer_bytes)
         self.buffer_bytes, self.delta_share = int(verdict["buffer_bytes"]), float(verdict["delta_share"])
-        self._group = self._make()
+        self.stages = Stages(verdict["stages"], tuple((stage, count) for stage, count in verdict["runs"]))
+        self._members = Members(world_size, self.stages.count)
+        self._number = self._members.number(rank, stage)
+        self._groups: dict[int, Any] = {}
+        self._everybody: Any = None
+        self._make()
 
-    def _open(self, ip: str, port: int) -> Any:
-        try:
-            return dist.TCPStore(
-                ip, port, is_master=self.rank == 0, wait_for_workers=False, timeout=datetime.timedelta(seconds=self._seconds)
-            )
-        except (dist.DistError, RuntimeError) as error:
-            what = "the port cannot be taken" if self.rank == 0 else "the policy does not answer"
-            message = f"no group for weights at {self._address}: {what} ({error}); choose another port, or look at the policy"
-            raise RefitError(message) from error
+    @property
+    def sends(self) -> bool:
+        """Whether this is a sender."""
+        return self.rank == 0
 
-    def _left(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=max(0.1, self._ends - time.monotonic()))
+    def _make(self) -> None:
+        """The groups, in the same order on all ranks."""
+        if self.stages.count == 1:
+            self._everybody = self._groups[0] = self._process_group("weights", self.rank, self.world_size)
+            return
+        self._everybody = self._process_group("everybody", self._number, self._members.count)
+        for stage in range(self.stages.count):
+            if stage == self.stage or not self.sends:
+                self._groups[stage] = self._process_group(f"weights/{stage}", self.rank, self.world_size)
 
-    def _introduce(self, hello: dict[str, Any]) -> dict[str, Any]:
-        """Engine: say who this is, and hear the verdict."""
-        number = self._store.add("came", 1)
-        self._store.set(f"hello/{number}", json.dumps(hello))
-        self._store.wait(["verdict"], self._left())
-        verdict: dict[str, Any] = json.loads(self._store.get("verdict"))
-        self._store.set(f"heard/{number}", "")
-        if not verdict["error"] and number >= verdict["world_size"]:
-            verdict["error"] = (
-                f"rank {self.rank} came when all {verdict['world_size']} ranks of the policy's group were there: make a new one"
-            )
-        return verdict
-
-    def _judge(self, own: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: hear everybody in the order of coming, so that who does not belong here is refused at once, and tell them."""
-        here: set[int] = set()
-        error = ""
-        while not error and len(here) < self.world_size - 1:
-            key = f"hello/{len(here) + 1}"
-            try:
-                self._store.wait([key], self._left())
-            except (dist.DistError, RuntimeError):
-                missing = sorted(set(range(1, self.world_size)) - here)
-                error = f"ranks {missing} of {self.world_size} did not come within {self._seconds:g} s; start world_size - 1 engine ranks"
-            else:
-                said = json.loads(self._store.get(key))
-                error = self._objection(said, own, here)
-                here.add(said["rank"])
-        verdict = {"error": error, "world_size": self.world_size, **terms}
-        self._store.set("verdict", json.dumps(verdict))
-        if error:
-            # the store ends with this rank: who came has to hear why
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                heard = [f"heard/{number}" for number in range(1, self._store.add("came", 0) + 1)]
-                self._store.wait(heard, datetime.timedelta(seconds=HEARD_SECONDS))
-        return verdict
-
-    def _objection(self, said: dict[str, Any], own: dict[str, Any], here: set[int]) -> str:
-        """Why a rank cannot be taken in; empty where it can."""
-        rank = said["rank"]
-        wrong = [f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value]
-        if wrong:
-            return f"rank {rank} expects {', '.join(wrong)}: give both sides the same"
-        if not 0 < rank < self.world_size:
-            return f"rank {rank} is outside the {self.world_size} ranks that the policy expects: number the engines' ranks from 1"
-        if rank in here:
-            return f"rank {rank} came twice: give every rank of every engine its own number"
-        return ""
-
-    def _make(self) -> Any:
+    def _process_group(self, name: str, rank: int, size: int) -> Any:
         """A group beside the default one, which engine and policy each have for themselves."""
-        store = dist.PrefixStore("weights", self._store)
+        store = dist.PrefixStore(name, self._meeting.store)
         try:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._collective
-                return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-            return dist.ProcessGroupGloo(store, self.rank, self.world_size, self._left())
+                return dist.ProcessGroupNCCL(store, rank, size, options)
+            return dist.ProcessGroupGloo(store, rank, size, self._meeting.left())
         except (dist.DistError, RuntimeError) as error:
             raise RefitError(f"no group for weights at {self._address}: a rank left while it was made ({error}); {NEW_GROUP}") from error
 
-    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Begin to send (rank 0) or receive a buffer.
+    def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
+        """Begin to send or receive a buffer of a stage.
 
         Raises:
             RefitError: the group is broken or closed.
         """
-        if self._group is None:
-            raise RefitError(f"the group for weights at {self._address} is closed: {NEW_GROUP}")
+        self._require_open()
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._collective
-        work: dist.Work = self._group.broadcast([buffer], options)
+        work: dist.Work = self._groups[stage].broadcast([buffer], options)
         return work
+
+    def _require_open(self) -> None:
+        if self._everybody is None:
+            raise RefitError(f"the group for weights at {self._address} is closed: {NEW_GROUP}")
 
     def agree(self, round_: int, refusal: str, seconds: float) -> list[str]:
         """At the end of a round: what the ranks say that could not load its weights, the same on all ranks.
@@ -180,31 +137,40 @@ class TransferGroup:
         Raises:
             RefitError: a rank is gone, or does not answer; the policy names those that did not.
         """
-        mine = f"loaded/{round_}/{self.rank}"
-        refused = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        refused[self.rank] = bool(refusal)
+        self._require_open()
+        store, mine = self._meeting.store, f"loaded/{round_}/{self._number}"
+        refused = torch.zeros(self._members.count, dtype=torch.int64, device=self.device)
+        refused[self._number] = bool(refusal)
         options = dist.AllreduceOptions()
-        options.timeout = datetime.timedelta(seconds=seconds)
+        # a sender that is through waits for the stages behind it, too
+        options.timeout = self._collective if self.sends and self.stages.count > 1 else datetime.timedelta(seconds=seconds)
         try:
-            self._store.set(mine, refusal)
-            self._group.allreduce([refused], options).wait()
-            ranks = refused.nonzero().flatten().tolist()
+            store.set(mine, refusal)
+            self._everybody.allreduce([refused], options).wait()
+            refusing = refused.nonzero().flatten().tolist()
             if not refusal:
-                self._store.delete_key(mine)
-            return [f"rank {rank}: {self._store.get(f'loaded/{round_}/{rank}').decode()}" for rank in ranks]
+                store.delete_key(mine)
+            return [f"{self._members.name(number)}: {store.get(f'loaded/{round_}/{number}').decode()}" for number in refusing]
         except (dist.DistError, RuntimeError) as error:
             raise RefitError(f"{self._missing(round_)} at the end of the refit: {error}; {NEW_GROUP}") from error
 
     def _missing(self, round_: int) -> str:
         """Who did not come to the end of a round, as far as that can be known."""
-        if self.rank != 0:
+        if self._number != 0:
             return f"the policy at {self._address} or another engine was not there"
-        missing = [rank for rank in range(1, self.world_size) if not self._store.check([f"loaded/{round_}/{rank}"])]
-        return f"ranks {missing} of the engines did not confirm their weights" if missing else "an engine left after loading its weights"
+        store = self._meeting.store
+        absent = [number for number in range(1, self._members.count) if not store.check([f"loaded/{round_}/{number}"])]
+        ranks = [number for number in absent if number < self.world_size]
+        stages = [self._members.name(number) for number in absent if number >= self.world_size]
+        said = [f"ranks {ranks} of the engines did not confirm their weights"] if ranks else []
+        said += [f"the sender of {' and of '.join(stages)} was not there"] if stages else []
+        return ", ".join(said) or "an engine left after loading its weights"
 
     def close(self) -> None:
         """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""
-        if self._group is not None:
-            self._group.abort()
+        for group in {id(group): group for group in (self._everybody, *self._groups.values()) if group is not None}.values():
+            group.abort()
         # gloo closes its connections with its last reference; to abort does not
-        self._group = self._store = None
+        group = self._everybody = None
+        self._groups.clear()
+        self._meeting.leave()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
+from megarl.errors import RefitError
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.manifest import Manifest, groups_within
@@ -66,7 +67,11 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
 
 
 def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """Refits over a group with two engine ranks, threads of rank 0; how often a refit after the first calls collectives of objects."""
+    """Refits with two engine ranks, threads of rank 0; how often a refit calls collectives of objects, and what goes over the pipeline.
+
+    Returns:
+        ``refits``, and the names of the weights that this rank ``sends``.
+    """
     worker = build(config)
     digest = Manifest.from_description(worker.prepare_info_for_collective()).digest
     seen: list[Any] = []
@@ -76,21 +81,48 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
         joining = [pool.submit(TransferGroup, "127.0.0.1", port, 3, rank, **options) for rank in (1, 2)] if first else []
         worker.init_collective("127.0.0.1", port, 3)
         listeners = [WeightListener(joined.result(), Manifest.from_description(worker.prepare_refit_info())) for joined in joining]
+        channel = worker._broadcaster._channel if worker._broadcaster is not None else None
+        sends = [info.name for index in range(len(channel.parts)) for info in channel.infos(index)] if channel is not None else []
         for step in range(3):
             received: list[dict[str, torch.Tensor]] = [{} for _ in listeners]
             receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]
-            with counted_objects() as objects:
+            with counted_objects() as objects, counted_over(worker.backend.groups.pipeline) as piped:
                 worker.broadcast_weights_for_collective()
             versions = [future.result() for future in receiving]
             exported = dict(_copies(worker))
             same = all(
                 list(kept) == list(exported) and all(torch.equal(kept[name], exported[name]) for name in exported) for kept in received
             )
-            seen.append({"same": same, "versions": versions, "objects": len(objects)})
+            seen.append({"same": same, "versions": versions, "objects": len(objects), "piped": len(piped)})
             rows = config["train_global_batch_size"]
             worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     worker.backend.close()
-    return {"refits": seen}
+    return {"refits": seen, "sends": sends}
+
+
+def refused(config: Mapping[str, Any], taken: int, free: tuple[int, int]) -> list[str]:
+    """What groups end in, first at a port that is taken, then with an engine that has another world size, then as they should be."""
+    worker = build(config)
+    manifest = Manifest.from_description(worker.prepare_refit_info())
+    options = {"digest": manifest.digest, "device": torch.device("cpu")}
+    said = [_refusal(worker.init_collective, "127.0.0.1", taken, 2)]
+    for port, world_size in zip(free, (3, 2), strict=True):
+        with ThreadPoolExecutor(1) as pool:
+            engine = pool.submit(TransferGroup, "127.0.0.1", port, world_size, 1, **options) if dist.get_rank() == 0 else None
+            said.append(_refusal(worker.init_collective, "127.0.0.1", port, 2))
+            if engine is not None:
+                said.append(_refusal(engine.result))
+    worker._leave_collective()
+    worker.backend.close()
+    return said
+
+
+def _refusal(action: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        action(*arguments)
+    except RefitError as error:
+        return str(error)
+    return ""
 
 
 def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[str, Any]:
@@ -173,6 +205,28 @@ def counted_objects() -> Iterator[list[str]]:
     def counting(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             called.append(name)
+            return kept[name](*arguments, **options)
+
+        return call
+
+    try:
+        for name in kept:
+            setattr(dist, name, counting(name))
+        yield called
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+@contextlib.contextmanager
+def counted_over(group: Any) -> Iterator[list[str]]:
+    """The broadcasts, sends and receives over ``group`` that are called inside."""
+    called: list[str] = []
+    kept = {name: getattr(dist, name) for name in ("broadcast", "send", "recv", "isend", "irecv")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            called.extend([name] if options.get("group") is group else [])
             return kept[name](*arguments, **options)
 
         return call

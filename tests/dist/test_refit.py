@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from converters.source import open_source
 from megarl.distributed.ports import free_port
 from megarl.weight_sync.manifest import padded_bytes
+from tests.choice import slow
 from tests.dist import refit_jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
@@ -72,14 +74,48 @@ def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_
     check(pool.run(world, refit_jobs.refits, configured("megatron", model, changes), BUDGET), stored(model))
 
 
-@pytest.mark.parametrize("layout", ["megatron-tp2-pp2", "dtensor-dp2", "fsdp1-dp3"])
+@pytest.mark.parametrize(
+    "layout", ["megatron-tp2-pp2", "megatron-pp2-vpp2", pytest.param("megatron-pp2", marks=slow), "dtensor-dp2", "fsdp1-dp3"]
+)
 def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     backend, world, changes = LAYOUTS[layout]
-    port = free_port("127.0.0.1")
-    first, *others = pool.run(world, refit_jobs.broadcasts, configured(backend, tiny_models["qwen3-tied-four"], changes), port)
+    check_apart(pool, world, configured(backend, tiny_models["qwen3-tied-four"], changes), changes.get("pp", 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe_mixed", {"ep": 2, "pp": 2}), pytest.param("gpt_oss", {"ep": 2, "pp": 2, "vpp": 2}, marks=slow)],
+    ids=["alone", "stored-together"],
+)
+def test_engines_apart_get_experts_from_the_stages_that_have_them(
+    pool: WorkerPool, tmp_path: Path, family: str, layout: dict[str, Any]
+) -> None:
+    model = make_tiny(tmp_path / "model", family, tied=False, seed=5, layers=4)
+    check_apart(pool, 4, configured("megatron", model, layout), 2)
+
+
+def check_apart(pool: WorkerPool, world: int, config: dict[str, Any], stages: int) -> None:
+    """Refits of engines apart: they get the export, and the first rank of every stage sends what the stage has, over no pipeline."""
+    config["refit_buffer_size_gb"] = 2 * BUDGET / 2**30
+    first, *others = results = pool.run(world, refit_jobs.broadcasts, config, free_port("127.0.0.1"))
     assert [seen["versions"] for seen in first["refits"]] == [[0, 0], [1, 1], [2, 2]]
     assert all(seen["same"] for result in (first, *others) for seen in result["refits"])
-    assert all(seen["objects"] == 0 for result in (first, *others) for seen in result["refits"])
+    assert all(seen["objects"] == 0 for result in results for seen in result["refits"])
+    assert all(seen["piped"] == 0 for result in results for seen in result["refits"])
+    assert [rank for rank, result in enumerate(results) if result["sends"]] == [stage * world // stages for stage in range(stages)]
+    sent = [name for result in results for name in result["sends"]]
+    assert len(sent) == len(set(sent)) and set(sent) == set(stored(Path(config["model_name"])))
+
+
+def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    config = configured("megatron", tiny_models["qwen3-tied-four"], {"pp": 2})
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        first, second = pool.run(2, refit_jobs.refused, config, listener.getsockname()[1], (free_port("127.0.0.1"), free_port("127.0.0.1")))
+    assert all("the port cannot be taken" in said[0] for said in (first, second))
+    assert all("rank 1 expects world_size 3 for 2" in said for said in (*first[1:3], second[1]))
+    assert (first[3:], second[2:]) == (["", ""], [""])
 
 
 def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:

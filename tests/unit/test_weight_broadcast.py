@@ -157,9 +157,9 @@ def test_changed_bytes_are_found_and_the_next_refit_works(groups: list[TransferG
     engines = [listening(group) for group in groups[1:]]
     broadcast = groups[0].broadcast
 
-    def damaged(buffer: torch.Tensor) -> dist.Work:
+    def damaged(buffer: torch.Tensor, *stage: int) -> dist.Work:
         buffer[300] ^= 1
-        return broadcast(buffer)
+        return broadcast(buffer, *stage)
 
     monkeypatch.setattr(groups[0], "broadcast", damaged)
     error, *others = together(lambda: policy.send(iter(weights().items()), 1), *engines)

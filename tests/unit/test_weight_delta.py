@@ -88,9 +88,9 @@ def travelled(groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch) -> l
     sent: list[int] = []
     broadcast = groups[0].broadcast
 
-    def counting(buffer: torch.Tensor) -> Any:
+    def counting(buffer: torch.Tensor, *stage: int) -> Any:
         sent.append(buffer.numel())
-        return broadcast(buffer)
+        return broadcast(buffer, *stage)
 
     monkeypatch.setattr(groups[0], "broadcast", counting)
     return sent

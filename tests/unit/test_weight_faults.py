@@ -51,11 +51,14 @@ def connect(policy: Actor, *engines: Actor) -> None:
     assert [actor.answer() for actor in (policy, *engines)] == ["joined"] * world
 
 
-def broadcast(policy: Actor, engines: list[Actor], step: int) -> list[Any]:
-    policy.order("send", step)
+def broadcast(policy: Actor | list[Actor], engines: list[Actor], step: int) -> list[Any]:
+    """From a policy, or from all stages of one."""
+    stages = policy if isinstance(policy, list) else [policy]
+    for stage in stages:
+        stage.order("send", step)
     for engine in engines:
         engine.order("receive")
-    return [actor.answer() for actor in (policy, *engines)]
+    return [actor.answer() for actor in (*stages, *engines)]
 
 
 # shared memory
@@ -152,6 +155,37 @@ def test_a_policy_killed_within_a_broadcast_leaves_nothing_served(start: Start) 
     new = start(Policy)
     connect(new, engine)
     assert broadcast(new, [engine], 3) == ["sent", (3, expected(3))]
+
+
+def connect_stages(stages: list[Actor], engines: list[Actor]) -> None:
+    port, world = free_port(HOST), 1 + len(engines)
+    for stage, one in enumerate(stages):
+        one.order("join", port, world, stage)
+    for rank, engine in enumerate(engines, 1):
+        engine.order("join", port, world, rank)
+    assert [actor.answer() for actor in (*stages, *engines)] == ["joined"] * (len(stages) + len(engines))
+
+
+@pytest.mark.parametrize(("killed", "before"), [(0, 2), (1, 1), (1, None)], ids=["first-stage", "later-stage", "when-all-has-come"])
+def test_a_stage_killed_within_a_broadcast_ends_it_for_all(start: Start, killed: int, before: int | None) -> None:
+    stages, engines = [start(Policy), start(Policy)], [start(Engine), start(Engine)]
+    connect_stages(stages, engines)
+    assert broadcast(stages, engines, 1) == ["sent"] * 2 + [(1, expected(1))] * 2
+    for stage, one in enumerate(stages):
+        one.order("send", 2, before if stage == killed else None)
+    engines[0].order("receive", "layer.4.weight" if before is None else None)
+    engines[1].order("receive")
+    assert (engines[0] if before is None else stages[killed]).answer() == "paused"
+    stages[killed].kill()
+    if before is None:
+        engines[0].order("go on")
+    left = stages[1 - killed]
+    assert all(isinstance(one.answer(), RefitError) for one in (left, *engines))
+    assert [engine.do("served") for engine in engines] == [None, None]
+    assert isinstance(left.do("send", 3), RefitError)
+    stages[killed] = start(Policy)
+    connect_stages(stages, engines)
+    assert broadcast(stages, engines, 4) == ["sent"] * 2 + [(4, expected(4))] * 2
 
 
 def test_a_port_that_another_run_has_is_refused(start: Start) -> None:

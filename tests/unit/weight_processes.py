@@ -22,6 +22,7 @@ from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest, groups_within
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.stages import ONE_STAGE, Stages
 from megarl.weight_sync.transfer_group import TransferGroup
 
 CPU = torch.device("cpu")
@@ -42,6 +43,9 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 MANIFEST = Manifest.of(iter(weights(0).items()))
+# of a policy with two pipeline stages, interleaved
+OWN = [["layer.0.weight", "layer.1.weight", "layer.4.weight"], ["layer.2.weight", "layer.3.weight"]]
+STAGES = Stages.of(MANIFEST, OWN)
 
 
 def fingerprint(state: Iterator[tuple[str, torch.Tensor]]) -> str:
@@ -147,14 +151,28 @@ class Policy:
     def group(self, names: list[str]) -> Any:
         return payload_for(self._sender.send(names), "engine")
 
-    def join(self, port: int, world_size: int) -> str:
-        group = TransferGroup(HOST, port, world_size, 0, digest=MANIFEST.digest, device=CPU, buffer_bytes=BUDGET, collective_s=LONG)
+    def join(self, port: int, world_size: int, stage: int | None = None) -> str:
+        """As the only stage, or as one of those of ``STAGES``."""
+        self._own = list(weights(0)) if stage is None else OWN[stage]
+        group = TransferGroup(
+            HOST,
+            port,
+            world_size,
+            0,
+            digest=MANIFEST.digest,
+            device=CPU,
+            buffer_bytes=BUDGET,
+            stage=stage or 0,
+            stages=ONE_STAGE if stage is None else STAGES,
+            collective_s=LONG,
+        )
         self._broadcaster = WeightBroadcaster(group, MANIFEST, with_checksum=True)
         return "joined"
 
     def send(self, step: int, pause: int | None = None) -> str:
-        """Refit over the group; pause before tensor ``pause``."""
-        self._broadcaster.send(_paused(self._connection, iter(weights(step).items()), pause), step)
+        """Refit over the group; pause before tensor ``pause`` of this stage."""
+        state = weights(step)
+        self._broadcaster.send(_paused(self._connection, iter([(name, state[name]) for name in self._own]), pause), step)
         return "sent"
 
 

@@ -205,6 +205,10 @@ class DTensorBackend:
         for name in in_sending_order(divided, self.hf_config):
             yield name, gather(divided[name], self.runtime.device, self._rows[name]).to(self._dtype)
 
+    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of it: there is one stage."""
+        return self.export_hf()
+
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
         """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.

@@ -95,6 +95,10 @@ class Backend(Protocol):
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and full tensors, in the same order on all ranks."""
 
+    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of :meth:`export_hf` that this pipeline stage has, in that order. From the second export on collective within the stage
+        alone."""
+
     def move(self, part: Part, place: Place) -> None:
         """Move parameters, gradients or optimizer state between the device and host memory (nothing to do on a CPU). Local."""
 

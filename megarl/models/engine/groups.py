@@ -75,6 +75,11 @@ class ParallelGroups:
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
+    def is_first_in_stage(self) -> bool:
+        """Whether this process is the one of its pipeline stage that stands first in all other dimensions."""
+        return self.tensor_rank == self.context_rank == self.data_rank == 0
+
+    @property
     def last_stage_global_rank(self) -> int:
         """Global rank of the last pipeline stage that shares this process's other coordinates."""
         return dist.get_global_rank(self.pipeline, self.pipeline_size - 1)

@@ -28,7 +28,9 @@ from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.reference import ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.weight_sync.broadcast import WeightBroadcaster
+from megarl.weight_sync.meeting import Meeting
 from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.stages import ONE_STAGE, Stages
 from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class EngineWorker:
         self._sender = WeightSender(backend.export_hf, runtime, buffer_gib=config.get("refit_buffer_size_gb"))
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
+        self._stages: Stages | None = None
 
     def continue_from(self, weights_path: str | None, optimizer_path: str | None) -> None:
         """Start from a checkpoint, where one is given."""
@@ -266,7 +269,7 @@ class EngineWorker:
     # refit of an engine elsewhere
 
     def init_collective(self, ip: str, port: int, world_size: int, *, delta_share: float = 0.0) -> None:
-        """Make the group that weights are sent over; of the policy, rank 0 alone is in it.
+        """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of the stage alone is in it.
 
         Args:
             ip, port: where rank 0 listens.
@@ -278,10 +281,13 @@ class EngineWorker:
         """
         self._refuse_reference("init_collective")
         self._require("init_collective")
-        manifest = self._sender.manifest
+        manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
         self._leave_collective()
+        # first of all the port: who looked for rank 0 at one that is another's could come into another run's meeting
         with _on_first_rank(RefitError) as first:
-            if first:
+            meeting = Meeting(ip, port, keeps=True) if first else None
+        with _on_first_rank(RefitError):
+            if groups.is_first_in_stage:
                 group = TransferGroup(
                     ip,
                     port,
@@ -291,9 +297,23 @@ class EngineWorker:
                     device=self.runtime.device,
                     buffer_bytes=self._sender.slot_bytes(),
                     delta_share=delta_share,
+                    stage=groups.pipeline_rank,
+                    stages=stages,
+                    meeting=meeting,
                 )
                 self._broadcaster = WeightBroadcaster(group, manifest)
         self._broadcasts = True
+
+    def _who_sends(self) -> Stages:
+        """Found out once, by a look at what every stage exports; collective."""
+        groups = self.backend.groups
+        if self._stages is None:
+            self._stages = ONE_STAGE
+            if groups.pipeline_size > 1:
+                names: list[Any] = [None] * groups.pipeline_size
+                dist.all_gather_object(names, [name for name, _ in self.backend.export_stage()], group=groups.pipeline)
+                self._stages = Stages.of(self._sender.manifest, names)
+        return self._stages
 
     def _leave_collective(self) -> None:
         broadcaster, self._broadcaster, self._broadcasts = self._broadcaster, None, False
@@ -301,18 +321,18 @@ class EngineWorker:
             broadcaster.close()
 
     def broadcast_weights_for_collective(self) -> None:
-        """Send the present weights over the group of :meth:`init_collective`, and wait until every engine rank has them.
+        """Send the present weights over the groups of :meth:`init_collective`, each stage its own, until every engine rank has them all.
 
         Raises:
             StateError: there is no group.
-            RefitError: an engine is gone; the group is of no more use.
+            RefitError: an engine or a stage is gone; the groups are of no more use.
         """
         self._refuse_reference("broadcast_weights_for_collective")
         self._require("broadcast_weights_for_collective")
         if not self._broadcasts:
             raise StateError("broadcast_weights_for_collective(): no engine is connected; call init_collective() first")
         with _on_first_rank(RefitError):
-            stream = self.backend.export_hf()
+            stream = self.backend.export_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
             for _ in stream:

@@ -143,6 +143,10 @@ class FSDP1Backend:
         names = in_sending_order(self.model.dimensions, self.hf_config)
         return ((name, tensor.to(self._dtype)) for name, tensor in self.model.full_tensors(names))
 
+    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of it: there is one stage."""
+        return self.export_hf()
+
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
         """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.

@@ -207,6 +207,10 @@ class MegatronBackend:
         self.sync_parameters()
         return iter(self._weights)
 
+    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sync_parameters()
+        return self._weights.of_stage()
+
     def move(self, part: Part, place: Place) -> None:
         move_part(self.chunks, self.optimizer, self.runtime, part, place)
 

@@ -41,13 +41,14 @@ class _Entry:
 
 
 class _Bucket:
-    """Neighbouring parameters with the same ranks and dtype, on their way to all ranks.
+    """Neighbouring parameters with the same ranks and dtype, on their way to all ranks of their pipeline stage, or of all stages.
 
     Args:
         entries: the parameters.
         held: this rank's shards by name.
         groups, experts: the process groups.
         device: of the shards.
+        everywhere: to all stages.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class _Bucket:
         groups: ParallelGroups,
         experts: ExpertGroups,
         device: torch.device,
+        *,
+        everywhere: bool,
     ) -> None:
         self._entries = entries
         first = entries[0]
@@ -71,7 +74,7 @@ class _Bucket:
                 dist.broadcast(local, src=dist.get_global_rank(experts.model, first.owner), group=experts.model)
             if cut.tensor_size > 1:
                 self._pending = dist.all_gather_into_tensor(self._full.view(-1), local, group=cut.tensor, async_op=True)
-        if groups.pipeline_size > 1:
+        if everywhere and groups.pipeline_size > 1:
             self.wait()
             source = dist.get_global_rank(groups.pipeline, first.stage)
             self._pending = dist.broadcast(self._full, src=source, group=groups.pipeline, async_op=True)
@@ -125,10 +128,15 @@ class WeightStream:
         Collective: all ranks take as many. Memory beyond the model stays below two buckets of ``BUCKET_BYTES`` (or of the largest
         parameter) and the tensors made of one parameter; a family that stores all experts of a layer together adds those.
         """
-        return join(self._by_themselves(), self._architecture)
+        return join(self._by_themselves(everywhere=True), self._architecture)
+
+    def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
+        for the first time, when all ranks have to come."""
+        return join(self._by_themselves(everywhere=False), self._architecture)
 
     @torch.no_grad()
-    def _by_themselves(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _by_themselves(self, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, before tensors that are stored inside others are put into these."""
         named = list(parameters_of(self._chunks, self._experts))
         if self._buckets is None:
@@ -138,12 +146,13 @@ class WeightStream:
         if self._buckets is None:
             self._buckets = self._plan(held)
         device = next(iter(held.values())).device
+        wanted = [entries for entries in self._buckets if everywhere or entries[0].stage == self._groups.pipeline_rank]
         coming: _Bucket | None = None
         try:
-            for entries in [*self._buckets, None]:
+            for entries in [*wanted, None]:
                 present, coming = coming, None
                 if entries is not None:
-                    coming = _Bucket(entries, held, self._groups, self._experts, device)
+                    coming = _Bucket(entries, held, self._groups, self._experts, device, everywhere=everywhere)
                 if present is not None:
                     yield from present.tensors(self._architecture)
         finally:

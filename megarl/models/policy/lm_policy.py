@@ -296,8 +296,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective`` has to be called beside it.
 
         Args:
-            ip, port: where the policy's first worker listens; it is on this host.
-            world_size: ranks of all engines, and one.
+            ip, port: where the policy's first worker listens; it is on this host. The first worker of each later pipeline stage joins it.
+            world_size: ranks of all engines, and one, however many stages there are.
             delta_share: send what changed alone, where that takes at most this share of the bytes, exactly all the same; both sides then
                 keep the weights that were sent last. 0 sends all weights at every refit.
 

@@ -1,0 +1,184 @@
+"""Where those find one another that weights are sent between: a store that the policy's first rank keeps, and a handshake over it.
+
+Everybody else says who it is and waits for the first rank's verdict, so that a wrong world size, a rank taken twice or another model is an
+error on every side within the deadline, and not a collective that waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.errors import RefitError
+
+HANDSHAKE_SECONDS = 60.0
+HEARD_SECONDS = 5.0
+_PROTOCOL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Numbers for all that take part: the policy's first rank, the ranks of the engines, and behind them the senders of later stages.
+
+    Attributes:
+        world_size: ranks of the engines, and one.
+        stages: pipeline stages of the policy; each has one sender.
+    """
+
+    world_size: int
+    stages: int
+
+    @property
+    def count(self) -> int:
+        """Of all of them."""
+        return self.world_size + self.stages - 1
+
+    def number(self, rank: int, stage: int) -> int:
+        """Of rank ``rank`` (0 for a sender), or of the sender of a later stage."""
+        return self.world_size - 1 + stage if stage else rank
+
+    def name(self, number: int) -> str:
+        """For messages."""
+        return f"rank {number}" if number < self.world_size else f"pipeline stage {number - self.world_size + 1}"
+
+    def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
+        """Why one that came cannot be taken in; empty where it can.
+
+        Args:
+            said: its hello.
+            own: what both sides have to have alike.
+            here: numbers of those that came before.
+        """
+        rank, stage = said["rank"], said.get("stage", 0)
+        name = f"pipeline stage {stage}" if stage else f"rank {rank}"
+        wrong = [f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value]
+        if wrong:
+            return f"{name} expects {', '.join(wrong)}: give both sides the same"
+        if not 0 <= stage < self.stages:
+            return f"{name} is outside the {self.stages} stages that the policy's first rank has: give all its ranks one layout"
+        if not stage and not 0 < rank < self.world_size:
+            return f"{name} is outside the {self.world_size} ranks that the policy expects: number the engines' ranks from 1"
+        if self.number(rank, stage) in here:
+            return f"{name} came twice: give every rank of every engine its own number"
+        return ""
+
+    def absent(self, here: Container[int]) -> str:
+        """Who did not come."""
+        missing = [number for number in range(1, self.count) if number not in here]
+        ranks = [number for number in missing if number < self.world_size]
+        said = [f"ranks {ranks} of {self.world_size}"] if ranks else []
+        return " and ".join([*said, *(f"the sender of {self.name(number)}" for number in missing if number >= self.world_size)])
+
+
+class Meeting:
+    """The store at an address, opened by the policy's first rank and entered by all others.
+
+    Args:
+        ip, port: where the policy's first rank listens.
+        keeps: this is that rank.
+        seconds: longest time until all are there.
+
+    Attributes:
+        address: ``ip:port``, for messages.
+        store: for what those who met have to tell each other later.
+
+    Raises:
+        RefitError: the port cannot be taken, or nobody listens there.
+    """
+
+    def __init__(self, ip: str, port: int, *, keeps: bool, seconds: float = HANDSHAKE_SECONDS) -> None:
+        self.address = f"{ip}:{port}"
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+        try:
+            self.store: Any = dist.TCPStore(ip, port, is_master=keeps, wait_for_workers=False, timeout=datetime.timedelta(seconds=seconds))
+        except (dist.DistError, RuntimeError) as error:
+            what = "the port cannot be taken" if keeps else "the policy does not answer"
+            message = f"no group for weights at {self.address}: {what} ({error}); choose another port, or look at the policy"
+            raise RefitError(message) from error
+
+    def leave(self) -> None:
+        """Let go of the store; with the first rank's it ends for all."""
+        self.store = None
+
+    def left(self) -> datetime.timedelta:
+        """Time until the deadline."""
+        return datetime.timedelta(seconds=max(0.1, self._ends - time.monotonic()))
+
+    def introduce(self, own: dict[str, Any], rank: int, stage: int, buffer_bytes: int) -> dict[str, Any]:
+        """All but the policy's first rank: say who this is, and hear the verdict.
+
+        Args:
+            own: what both sides have to have alike.
+            rank: of an engine; 0 for a sender.
+            stage: of a sender.
+            buffer_bytes: that a sender has for a transfer buffer.
+
+        Raises:
+            RefitError: there is none in time, or it is a refusal.
+        """
+        hello = {"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
+        try:
+            number = self.store.add("came", 1)
+            self.store.set(f"hello/{number}", json.dumps(hello))
+            self.store.wait(["verdict"], self.left())
+            verdict: dict[str, Any] = json.loads(self.store.get("verdict"))
+            for key in [f"heard/{number}", *([f"heard/stage/{stage}"] if stage else [])]:
+                self.store.set(key, "")
+        except (dist.DistError, RuntimeError) as error:
+            raise RefitError(f"no group for weights at {self.address}: the policy gave no verdict within {self._seconds:g} s") from error
+        members = Members(verdict["world_size"], verdict.get("stages", 1))
+        if not verdict["error"] and number >= members.count:
+            what = f"all {members.world_size} ranks of the policy's group were there"
+            verdict["error"] = f"rank {rank} came when {what}: make a new one"
+        return self._accepted(verdict)
+
+    def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
+        """The policy's first rank: hear everybody as they come, so that who does not belong here is refused at once, and tell them.
+
+        Args:
+            own: what both sides have to have alike.
+            members: who has to come.
+            terms: what is to be told; of ``buffer_bytes`` the least that a sender has.
+
+        Raises:
+            RefitError: somebody is missing, came twice, or expects something else.
+        """
+        here: set[int] = set()
+        on_their_way = range(1, members.stages)
+        error = ""
+        terms = dict(terms)
+        while not error and len(here) < members.count - 1:
+            key = f"hello/{len(here) + 1}"
+            try:
+                self.store.wait([key], self.left())
+            except (dist.DistError, RuntimeError):
+                error = f"{members.absent(here)} did not come within {self._seconds:g} s; start world_size - 1 engine ranks"
+                on_their_way = range(0)
+            else:
+                said = json.loads(self.store.get(key))
+                error = members.objection(said, {"protocol": _PROTOCOL, **own}, here)
+                here.add(members.number(said["rank"], said.get("stage", 0)))
+                if said.get("stage"):
+                    terms["buffer_bytes"] = min(terms["buffer_bytes"], said["buffer_bytes"])
+        verdict = {"error": error, "world_size": members.world_size, "stages": members.stages, **terms}
+        self.store.set("verdict", json.dumps(verdict))
+        if error:
+            # the store ends with this rank: who came has to hear why, and so have the policy's own ranks, which are on their way
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                heard = [f"heard/{number}" for number in range(1, self.store.add("came", 0) + 1)]
+                heard += [f"heard/stage/{stage}" for stage in on_their_way]
+                self.store.wait(heard, datetime.timedelta(seconds=HEARD_SECONDS))
+        return self._accepted(verdict)
+
+    def _accepted(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        if verdict["error"]:
+            raise RefitError(f"no group for weights at {self.address}: {verdict['error']}")
+        return verdict
