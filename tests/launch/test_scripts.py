@@ -247,6 +247,7 @@ def only_tools(clone: Clone) -> Path:
         "kill",
         "ls",
         "mkdir",
+        "mktemp",
         "rm",
         "sed",
         "sleep",
@@ -308,3 +309,40 @@ def test_without_python312_the_second_run_is_left_out_unless_it_is_asked_for(clo
     asked_for = clone.run("bash", "launch/test.sh", MEGARL_TEST_PYTHON312="1")
     assert asked_for.returncode == 1
     assert "install one" in asked_for.stderr
+
+
+APT = """#!/bin/sh
+echo "$@" >>"$FAKE_CALLS"
+[ "$1" != install ] || [ -z "${FAKE_APT_FAILS:-}" ] || { echo "E: Unable to locate package slurmd" >&2; exit 100; }
+"""
+
+
+@pytest.fixture
+def without_slurm(clone: Clone) -> str:
+    """A PATH without sbatch."""
+    return f"{clone.variables['PATH'].split(':')[0]}:{only_tools(clone)}"
+
+
+def test_a_slurm_that_is_asked_for_and_cannot_be_had_fails_the_tests(clone: Clone, without_slurm: str) -> None:
+    asked_for = clone.run("bash", "launch/test.sh", MEGARL_TEST_SLURM="1", PATH=without_slurm)
+    assert asked_for.returncode == 1
+    assert "sbatch not found and no apt-get here" in asked_for.stderr
+    assert "MEGARL_TEST_SLURM = 1" in asked_for.stderr
+    assert pytest_calls(clone) == []
+    assert clone.run("bash", "launch/test.sh", PATH=without_slurm).returncode == 0
+
+
+@pytest.mark.parametrize("fails", ["", "1"])
+def test_slurm_is_installed_by_apt_as_root(clone: Clone, without_slurm: str, fails: str) -> None:
+    apt = Path(without_slurm.split(":")[0]) / "apt-get"
+    apt.write_text(APT)
+    apt.chmod(0o755)
+    done = clone.run("bash", "launch/slurm_packages.sh", PATH=without_slurm, FAKE_APT_FAILS=fails)
+    if os.geteuid() != 0:
+        assert done.returncode == 1
+        assert "sudo bash launch/slurm_packages.sh" in done.stderr
+        return
+    asked = Path(clone.variables["FAKE_CALLS"]).read_text().splitlines()
+    assert asked == ["update", "install --yes --no-install-recommends slurmctld slurmd slurm-client"]
+    assert done.returncode == (1 if fails else 0), done.stderr
+    assert ("E: Unable to locate package slurmd" in done.stderr) == bool(fails)
