@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 
 from megarl.distributed.node_choice import RayNode
 from megarl.distributed.ray_runtime import init_ray
@@ -33,9 +34,12 @@ def alive_nodes() -> list[RayNode]:
     return sorted(nodes, key=lambda node: _natural(node.name))
 
 
-def node_name(node_id: str) -> str | None:
-    """Name of a node, also of a dead one; None for one that never was."""
-    return next((node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id), None)
+def lost_node_name(node_id: str) -> str | None:
+    """Name of a node that was there and is gone; None for one that lives, and where Ray cannot say."""
+    try:
+        return next((node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id and not node["Alive"]), None)
+    except (RayError, RuntimeError, OSError):
+        return None
 
 
 def wait_for_nodes(

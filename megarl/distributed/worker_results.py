@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray._private.state import actors
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from megarl.distributed.ray_nodes import alive_nodes, node_name
+from megarl.distributed.ray_nodes import lost_node_name
 from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
 from megarl.distributed.worker_stacks import collect_stacks
@@ -21,6 +23,7 @@ from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError, W
 _ECHO_WAIT_S = 1.0
 # Ray's health check gives a silent node up after 15 s to 50 s.
 _CAUSE_WAIT_S = 60.0
+_DEATH_POLL_S = 0.2
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -155,6 +158,8 @@ def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], rost
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
     others = [roster.label(other) for other, _ in failures if other != reference]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
+    if isinstance(error, ActorUnavailableError):
+        _await_death(_actor_of(reference))
     label = roster.label(reference) + _lost_node(roster.process(reference))
     raise _translate(label, error, what, also) from getattr(error, "cause", None) or error
 
@@ -166,11 +171,18 @@ def _echo_rank(error: RayError) -> int:
     return 2 if any(word in str(error) for word in _CONNECTION_WORDS) else 1
 
 
+def _await_death(actor: str) -> None:
+    """All that Ray has said is that a connection was lost; a little later it knows whether a process or its node has ended."""
+    deadline = Deadline(_CAUSE_WAIT_S)
+    with contextlib.suppress(RayError, RuntimeError, OSError):
+        while deadline.left() and actors(actor).get("State") != "DEAD":
+            time.sleep(_DEATH_POLL_S)
+
+
 def _lost_node(process: WorkerProcess | None) -> str:
     """Says so where a worker's whole node is gone."""
-    if process is None or process.node_id in {node.node_id for node in alive_nodes()}:
-        return ""
-    return f" node {node_name(process.node_id) or process.node_id} is lost:"
+    name = None if process is None else lost_node_name(process.node_id)
+    return "" if name is None else f" node {name} is lost:"
 
 
 def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError:

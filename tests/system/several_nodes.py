@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 
 import ray
 from ray.cluster_utils import Cluster
@@ -29,11 +30,17 @@ class Witness:
         """Node id, node rank and local rank."""
         return ray.get_runtime_context().get_node_id(), os.environ["NODE_RANK"], os.environ["LOCAL_RANK"]
 
+    def hang(self) -> None:
+        """Never return."""
+        threading.Event().wait()
+
 
 def main() -> None:
     cluster = Cluster()
-    for name, cpus in (("n10", 4), ("n2", 4), ("n1", 2)):
-        cluster.add_node(num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000)
+    processes = {
+        name: cluster.add_node(num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000)
+        for name, cpus in (("n1", 2), ("n2", 4), ("n10", 4))
+    }
     ray.init(address=cluster.address, log_to_driver=False)
     seen: dict[str, object] = {}
 
@@ -59,6 +66,13 @@ def main() -> None:
     by_id = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     places = ray.get([worker.where.remote() for worker in group.workers])
     seen["ranks"] = [[by_id[node], node_rank, local_rank] for node, node_rank, local_rank in places]
+
+    hanging = [worker.hang.remote() for worker in group.workers]
+    cluster.remove_node(processes["n10"], allow_graceful=False)
+    try:
+        group.get_all_worker_results(hanging, timeout_s=120)
+    except MegarlError as error:
+        seen["lost"] = [error.exit_code, str(error)]
     sys.stdout.write(f"\n{json.dumps(seen)}\n")
     ray.shutdown()
     cluster.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def seen() -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.system.several_nodes"]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # Ray says more on standard output when a node is lost.
     [line] = [line for line in done.stdout.splitlines() if line.startswith('{"pair"')]
     return json.loads(line)
 
@@ -46,3 +48,9 @@ def test_nodes_that_are_too_small_or_too_few_are_refused(counts: str, seen: dict
 
 def test_neighbouring_ranks_share_a_node(seen: dict[str, Any]) -> None:
     assert seen["ranks"] == [[node, str(index), str(local)] for index, node in enumerate(["n2", "n10"]) for local in range(4)]
+
+
+def test_a_lost_node_is_named(seen: dict[str, Any]) -> None:
+    code, message = seen["lost"]
+    assert code == 4
+    assert re.match(r"\[.*\] node n10 is lost: worker process died", message), message
