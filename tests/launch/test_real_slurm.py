@@ -1,6 +1,7 @@
 """Jobs on a real Slurm of two nodes on this host: whatever happens to one, it ends with the weights of an undisturbed run, bit for bit.
 
-The job to which everything happens in turn starts five times, and has a stand-in for Ray, which has no part in that, and a plain policy.
+The quickstart's job runs on real Ray and Megatron, over both nodes. The job to which everything happens in turn starts five times, and has
+a stand-in for Ray, which has no part in that, and a plain policy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 from megarl import env
 from tests.launch.fake_slurm import write_fake_ray
 from tests.launch.loopback_slurm import LoopbackSlurm, missing
+from tests.system.whole_runs import STEPS, Launch, Launches, make_material, read_rows, write_config
 from tests.unit.driver_runs import make_config
 from tests.unit.tiny_model import make_tiny_model
 
@@ -31,6 +33,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 GATED = (str(ROOT / "launch" / "ray.sbatch"), "python", "-m", "tests.launch.gated_train")
 TRAIN = (str(ROOT / "launch" / "train.sbatch"),)
+# One rank a node, or both on this host without a Slurm: the same groups of ranks.
+LAYOUT = ["policy.megatron_cfg.tensor_model_parallel_size=1"]
 MANY_STEPS = 8
 
 
@@ -173,3 +177,33 @@ def test_the_exit_code_of_the_driver_is_that_of_the_job(slurm: LoopbackSlurm, wi
     slurm.await_state(job.number, "FAILED")
     assert slurm.property(job.number, "ExitCode") == "2:0", job.log
     assert "nonsense" in job.log
+
+
+@dataclass(frozen=True, slots=True)
+class Quickstart:
+    """The quickstart's second part in few, small steps, and one undisturbed run of it without Slurm."""
+
+    config: Path
+    calm: Launch
+
+    def check(self, run_dir: Path) -> None:
+        """Fail unless a run ended with the weights of the undisturbed one."""
+        assert self.calm.finish() == 0, self.calm.output()[-4000:]
+        assert any(row.get("train/grad_norm") for row in read_rows(self.calm.run_dir)), "nothing was learned, so that nothing could differ"
+        assert weights(run_dir, STEPS) == weights(self.calm.run_dir, STEPS)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
+    directory = tmp_path_factory.mktemp("quickstart")
+    config = write_config(directory / "grpo.yaml", "grpo", make_material(directory))
+    launches = Launches()
+    yield Quickstart(config, launches.start(config, directory / "calm", LAYOUT))
+    launches.close()
+
+
+def test_the_quickstart_over_two_nodes(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, *TRAIN, str(quickstart.config), *LAYOUT, "cluster.gpus_per_node=1")
+    job.finish()
+    assert yaml.safe_load((job.run_dir / "config.yaml").read_text())["cluster"]["num_nodes"] == 2
+    quickstart.check(job.run_dir)
