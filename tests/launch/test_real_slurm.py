@@ -1,7 +1,8 @@
 """Jobs on a real Slurm of two nodes on this host: whatever happens to one, it ends with the weights of an undisturbed run, bit for bit.
 
 The quickstart's job runs on real Ray and Megatron, over both nodes. The job to which everything happens in turn starts five times, and has
-a stand-in for Ray, which has no part in that, and a plain policy.
+a stand-in for Ray, which has no part in that, and a plain policy; with ``MEGARL_TEST_SLOW=1`` each of these things happens to the
+quickstart's job as well.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from megarl import env
+from tests.choice import slow
 from tests.launch.fake_slurm import write_fake_ray
 from tests.launch.loopback_slurm import LoopbackSlurm, missing
 from tests.system.whole_runs import STEPS, Launch, Launches, make_material, read_rows, write_config
@@ -35,6 +37,7 @@ GATED = (str(ROOT / "launch" / "ray.sbatch"), "python", "-m", "tests.launch.gate
 TRAIN = (str(ROOT / "launch" / "train.sbatch"),)
 # One rank a node, or both on this host without a Slurm: the same groups of ranks.
 LAYOUT = ["policy.megatron_cfg.tensor_model_parallel_size=1"]
+ONE_RANK_A_NODE = ["cluster.gpus_per_node=1", "cluster.num_nodes=2"]
 MANY_STEPS = 8
 
 
@@ -57,6 +60,12 @@ def started_slurm(directory: Path, node_timeout_s: int) -> Iterator[LoopbackSlur
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSlurm]:
     """A Slurm that gives a silent node up after seconds."""
     yield from started_slurm(tmp_path_factory.mktemp("slurm"), 10)
+
+
+@pytest.fixture(scope="module")
+def patient_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSlurm]:
+    """A Slurm that waits for a silent node as long as it does where nothing is configured: others notice a loss before it."""
+    yield from started_slurm(tmp_path_factory.mktemp("patient"), 300)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +141,16 @@ def kill_a_node_and_let_slurm_notice(job: Job, attempt: int) -> None:
     assert "DUE TO NODE FAILURE" in job.log
 
 
+def kill_a_node_and_let_ray_notice(job: Job, attempt: int) -> None:
+    job.slurm.kill_node("n2")
+    (job.attempt(attempt) / "open").touch()
+    job.slurm.wait_until(lambda: "a worker or a node was lost: requeueing" in job.log, "the driver notices the loss", job.number)
+    job.slurm.start_node("n2")
+    job.slurm.await_requeue(job.number, attempt + 1)
+    assert (job.attempt(attempt) / "driver.rc").read_text() == "4\n"
+    assert "node n2 is lost" in job.log
+
+
 def cancel(job: Job) -> None:
     restarts = job.slurm.property(job.number, "Restarts")
     job.slurm.say("scancel", job.number)
@@ -203,7 +222,39 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]
 
 
 def test_the_quickstart_over_two_nodes(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, *TRAIN, str(quickstart.config), *LAYOUT, "cluster.gpus_per_node=1")
+    job = submit(slurm, tmp_path, *TRAIN, str(quickstart.config), *LAYOUT, ONE_RANK_A_NODE[0])
     job.finish()
     assert yaml.safe_load((job.run_dir / "config.yaml").read_text())["cluster"]["num_nodes"] == 2
+    quickstart.check(job.run_dir)
+
+
+@slow
+@pytest.mark.parametrize("happen", [exceed_the_time_limit, preempt, kill_a_node_and_let_slurm_notice], ids=lambda each: each.__name__)
+def test_the_quickstart_goes_on(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path, happen: Callable[[Job, int], None]) -> None:
+    check_that_it_goes_on(slurm, quickstart, tmp_path, happen)
+
+
+@slow
+def test_the_quickstart_goes_on_after_ray_has_noticed_a_loss(patient_slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
+    check_that_it_goes_on(patient_slurm, quickstart, tmp_path, kill_a_node_and_let_ray_notice, MEGARL_LEAVE_TIMEOUT_S="5")
+
+
+def check_that_it_goes_on(
+    slurm: LoopbackSlurm, quickstart: Quickstart, directory: Path, happen: Callable[[Job, int], None], **variables: str
+) -> None:
+    job = submit(slurm, directory, *GATED, str(quickstart.config), *LAYOUT, *ONE_RANK_A_NODE, GATED_ATTEMPTS="1", **variables)
+    job.await_gate(0)
+    happen(job, 0)
+    slurm.start_again(job.number)
+    job.finish()
+    quickstart.check(job.run_dir)
+
+
+@slow
+def test_the_quickstart_goes_on_after_cancelling(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
+    command = [*GATED, str(quickstart.config), *LAYOUT, *ONE_RANK_A_NODE]
+    job = submit(slurm, tmp_path, *command, GATED_ATTEMPTS="1")
+    job.await_gate(0)
+    cancel(job)
+    submit(slurm, tmp_path, *command).finish()
     quickstart.check(job.run_dir)
