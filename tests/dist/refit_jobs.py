@@ -196,37 +196,25 @@ def _kept_in(kept: dict[str, torch.Tensor]) -> Callable[[list[tuple[str, torch.T
     return lambda weights: kept.update({name: tensor.clone() for name, tensor in weights})
 
 
-@contextlib.contextmanager
-def counted_objects() -> Iterator[list[str]]:
+def counted_objects() -> contextlib.AbstractContextManager[list[str]]:
     """The collectives of objects that are called inside."""
-    called: list[str] = []
-    kept = {name: getattr(dist, name) for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")}
+    return _counted("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            called.append(name)
-            return kept[name](*arguments, **options)
 
-        return call
-
-    try:
-        for name in kept:
-            setattr(dist, name, counting(name))
-        yield called
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+def counted_over(group: Any) -> contextlib.AbstractContextManager[list[str]]:
+    """The broadcasts, sends and receives over ``group`` that are called inside."""
+    return _counted("broadcast", "send", "recv", "isend", "irecv", counts=lambda options: options.get("group") is group)
 
 
 @contextlib.contextmanager
-def counted_over(group: Any) -> Iterator[list[str]]:
-    """The broadcasts, sends and receives over ``group`` that are called inside."""
+def _counted(*names: str, counts: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> Iterator[list[str]]:
+    """The functions of ``torch.distributed`` that are called inside with options that count."""
     called: list[str] = []
-    kept = {name: getattr(dist, name) for name in ("broadcast", "send", "recv", "isend", "irecv")}
+    kept = {name: getattr(dist, name) for name in names}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            called.extend([name] if options.get("group") is group else [])
+            called.extend([name] if counts(options) else [])
             return kept[name](*arguments, **options)
 
         return call
