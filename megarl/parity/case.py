@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from megarl.config.arithmetic import sequence_share
+from megarl.models.generation.sampling import SamplingSettings
 
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
@@ -82,6 +83,8 @@ class Case:
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
         loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
         temperature: the sampling temperature.
+        keep: tokens that top-k keeps; 0 for all.
+        nucleus: top-p; 1 for all.
         optimizer: ``adam`` or ``sgd``.
         lr: the largest learning rate.
         clip: largest gradient norm; 0 for no clipping.
@@ -148,6 +151,8 @@ class Case:
     reference: bool = False
     loss: str = "nll"
     temperature: float = 1.0
+    keep: int = 0
+    nucleus: float = 1.0
     optimizer: str = "adam"
     lr: float = 0.002
     clip: float = 0.0
@@ -162,6 +167,16 @@ class Case:
     overlap: bool = False
     bucket: int = 0
     offload: bool = False
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How the tokens count as drawn."""
+        return SamplingSettings(temperature=self.temperature, top_k=self.keep or None, top_p=self.nucleus)
+
+    @property
+    def filters(self) -> bool:
+        """Whether top-k or top-p leave tokens out."""
+        return not self.sampling.keeps_all(self.vocab)
 
     @property
     def world(self) -> int:

@@ -208,6 +208,8 @@ def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     return {
         "loss": "+".join([kind, *options]),
         "temperature": generator.choice((1.0, 1.0, 0.7, 1.5)),
+        "keep": 0 if half else generator.choice((0, 0, 0, generator.randint(2, 9))),
+        "nucleus": 1.0 if half else generator.choice((1.0, 1.0, 1.0, 0.8, 0.4)),
         "precision": generator.choice(("bfloat16", "float16")) if half else "float32",
         "recompute": generator.random() < 0.2,
         "reference": generator.random() < 0.3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,8 +75,9 @@ def _future_is_seen(original: Any) -> Any:
     return see
 
 
-def _no_temperature(original: Any) -> Any:
-    return lambda *arguments, **options: original(*arguments, **{**options, "temperature": 1.0})
+def _drawn_otherwise(**changes: Any) -> Callable[[Any], Any]:
+    """Makes a pass score tokens as if they had been drawn in another way."""
+    return lambda original: lambda *arguments, sampling, **options: original(*arguments, sampling=replace(sampling, **changes), **options)
 
 
 def _own_gradient_only(original: Any) -> Any:
@@ -265,13 +267,31 @@ FAULTS: dict[str, Mutation] = {
     "temperature-only-in-training": Mutation(
         "log-probabilities ignore the temperature",
         lambda case: case.temperature != 1.0,
-        replacing(f"{ENGINE}.worker", "logprobs_of_batch", _no_temperature),
+        replacing(f"{ENGINE}.worker", "logprobs_of_batch", _drawn_otherwise(temperature=1.0)),
         "temperature=0.7",
+    ),
+    "filters-only-in-training": Mutation(
+        "log-probabilities ignore top-k and top-p",
+        lambda case: case.filters,
+        replacing(f"{ENGINE}.worker", "logprobs_of_batch", _drawn_otherwise(top_k=None, top_p=1.0)),
+        "keep=5 nucleus=0.7",
+    ),
+    "filters-only-in-logprobs": Mutation(
+        "training ignores top-k and top-p",
+        lambda case: case.filters and sees_tokens(case),
+        replacing(f"{ENGINE}.worker", "train_on_batch", _drawn_otherwise(top_k=None, top_p=1.0)),
+        "keep=5 nucleus=0.7",
+    ),
+    "own-vocabulary-is-filtered": Mutation(
+        "each tensor-parallel rank applies top-k and top-p to the vocabulary that it holds",
+        lambda case: case.filters and case.tp > 1,
+        replacing(f"{ENGINE}.logprobs", "_columns_of_all", lambda original: lambda largest, shard: largest),
+        "tp=2 keep=5 nucleus=0.7",
     ),
     "temperature-only-in-logprobs": Mutation(
         "training ignores the temperature",
         lambda case: case.temperature != 1.0 and sees_tokens(case),
-        replacing(f"{ENGINE}.worker", "train_on_batch", _no_temperature),
+        replacing(f"{ENGINE}.worker", "train_on_batch", _drawn_otherwise(temperature=1.0)),
         "temperature=0.7",
     ),
     "sums-not-shared": Mutation(

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.errors import ConfigError
 from megarl.parity.case import CHOICES, LOSS_OPTIONS, Case, idle_fields
 
-_POSITIVE = ("temperature", "lr")
+_POSITIVE = ("temperature", "nucleus", "lr")
 _LEAST = {
     "seed": 0,
     "window": 0,
@@ -22,6 +22,7 @@ _LEAST = {
     "last": 0,
     "room": 0,
     "rows": 0,
+    "keep": 0,
     "bucket": 0,
     "length": 2,
 }

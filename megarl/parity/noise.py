@@ -93,7 +93,7 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
     """Log-probabilities and training of the model, which is in 16 bit, with random errors. Trains it in place."""
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
-    logprobs = token_logprobs(model, batch, case.temperature)
+    logprobs = token_logprobs(model, batch, case.sampling)
     return logprobs, trained(case, model, batch, LOSS_SCALES[case.precision])
 
 

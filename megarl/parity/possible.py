@@ -61,6 +61,9 @@ def _own_violations(case: Case) -> list[Violation]:
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
+    if case.filters and case.precision != "float32":
+        bound = f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and that is no small error"
+        found.append(Violation("case.precision", case.precision, bound, "write float32"))
     return found
 
 

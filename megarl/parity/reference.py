@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 from megarl.parity.batches import Batch, calls_of
 from megarl.parity.case import Case
@@ -40,17 +41,31 @@ def saved_weights(model: Any) -> dict[str, torch.Tensor]:
         return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
     """[B, S-1] float32, differentiable; padding is masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
-    logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits.float() / temperature
-    return logits.log_softmax(-1)[:, :-1].gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
+    logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float() / sampling.temperature
+    targets = data["input_ids"][:, 1:, None]
+    return _kept(logits, targets, sampling).log_softmax(-1).gather(2, targets).squeeze(2)
 
 
-def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+def _kept(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+    """Minus infinity where transformers' own top-k and top-p leave a token out that is not the target."""
+    from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers: list[LogitsProcessor] = [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    flat = logits.flatten(0, 1)
+    left: torch.Tensor = LogitsProcessorList(warpers)(targets.flatten(0, 1), flat)
+    targeted = torch.zeros_like(flat, dtype=torch.bool).scatter(1, targets.flatten(0, 1), True)
+    return flat.where(targeted | left.isfinite(), left).view_as(logits) if warpers else logits
+
+
+def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
     """[B, S] float32 with column 0 and padding 0."""
     with torch.no_grad():
-        values = torch.nn.functional.pad(next_token_logprobs(model, data, temperature), (1, 0))
+        values = torch.nn.functional.pad(next_token_logprobs(model, data, sampling), (1, 0))
     inside = torch.arange(values.shape[1])[None] < data["input_lengths"][:, None]
     return values.where(inside, torch.zeros_like(values))
 
@@ -94,16 +109,18 @@ class ReferenceTrainer:
         model: a transformers model.
         hyper: the optimizer.
         loss_fn: a loss of the contract.
-        temperature: logits are divided by it.
+        sampling: how tokens count as drawn.
         loss_scale: factor of the loss on its way backward.
     """
 
-    def __init__(self, model: torch.nn.Module, hyper: Hyperparameters, loss_fn: Any, temperature: float, loss_scale: float = 1.0) -> None:
+    def __init__(
+        self, model: torch.nn.Module, hyper: Hyperparameters, loss_fn: Any, sampling: SamplingSettings, loss_scale: float = 1.0
+    ) -> None:
         self.model = model.train()
         self._loss_scale = loss_scale
         self._hyper = hyper
         self._loss_fn = loss_fn
-        self._temperature = temperature
+        self._sampling = sampling
         self._together = rows_together(loss_fn)
         self._routers = Routers(model, hyper.balancing)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -124,7 +141,7 @@ class ReferenceTrainer:
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
         self._routers.forget()
-        logprobs = next_token_logprobs(self.model, data, self._temperature)
+        logprobs = next_token_logprobs(self.model, data, self._sampling)
         loss, metrics = self._loss_fn(data, sequences, tokens, next_token_logprobs=logprobs)
         balance, routing = self._routers.judged(data)
         ((loss if balance is None else loss + balance) * self._loss_scale).backward()
@@ -201,7 +218,7 @@ def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> to
 
 def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:
     """What training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
-    trainer = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.temperature, loss_scale)
+    trainer = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.sampling, loss_scale)
     expected = Expected()
     for number, data in enumerate(calls_of(case, batch)):
         rows = case.global_batch

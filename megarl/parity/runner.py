@@ -123,7 +123,7 @@ class CaseRunner:
             config = accepted_config(case, model)
             reference = load_model(model)
             tokens = token_batch(case)
-            logprobs = token_logprobs(reference, tokens, case.temperature)
+            logprobs = token_logprobs(reference, tokens, case.sampling)
             batch = with_signals(case, tokens, logprobs)
             expected = trained(case, reference, batch)
             bounds = bounds_of(case, model, batch, logprobs, expected)

@@ -92,8 +92,10 @@ def policy_config(case: Case, model: Path) -> Config:
         "max_grad_norm": case.clip or None,
         **_batching(case),
     }
-    if case.temperature != 1.0:
-        config["generation"] = {"max_new_tokens": 1, "temperature": case.temperature}
+    if case.temperature != 1.0 or case.filters:
+        sampling = case.sampling
+        drawing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        config["generation"] = {"max_new_tokens": 1, **drawing}
     return config | {"megatron": _megatron, "dtensor": _dtensor, "fsdp1": _fsdp1}[case.backend](case)
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.models.generation.sampling import SamplingSettings
+from tests import kept_tokens
 from tests.choice import newest_megatron
 from tests.dist.contract import parameters_of
 from tests.dist import jobs, reference, worker_jobs
@@ -286,9 +288,13 @@ def test_schedule_follows_the_formulas(pool: WorkerPool, tiny_models: dict[str, 
     assert [decay for _, decay in values] == pytest.approx(growing[growth], rel=1e-9)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.4])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingSettings(), SamplingSettings(temperature=0.4), SamplingSettings(top_k=2), SamplingSettings(top_p=0.6), SamplingSettings(False, 2, 3, 0.7)],
+    ids=["itself", "temperature", "top-k", "top-p", "all three"],
+)
 @pytest.mark.parametrize("world", [2, 4])
-def test_vocabulary_shards_equal_float64(pool: WorkerPool, world: int, temperature: float) -> None:
+def test_vocabulary_shards_equal_float64(pool: WorkerPool, world: int, sampling: SamplingSettings) -> None:
     """Five tokens over four ranks of two columns: the third has one column of padding, the fourth nothing else."""
     columns, size = {2: (6, 5), 4: (8, 5)}[world]
     logits = torch.randn(9, columns, generator=torch.Generator().manual_seed(world)) * 6
@@ -296,9 +302,9 @@ def test_vocabulary_shards_equal_float64(pool: WorkerPool, world: int, temperatu
     logits[4, 0] = -float("inf")
     targets = torch.tensor([0, 1, 2, 3, 4, 4, 0, 2, 3])
     exact = logits[:, :size].double().requires_grad_()
-    expected = (exact / temperature).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    expected = kept_tokens.expected_logprobs(exact, targets, sampling)
     (expected * torch.arange(1, 10)).sum().backward()
-    results = pool.run(world, worker_jobs.shard_of_logits, logits, targets, size, temperature)
+    results = pool.run(world, worker_jobs.shard_of_logits, logits, targets, size, sampling)
     for values, _ in results:
         assert torch.equal(values, results[0][0])
         torch.testing.assert_close(values.double(), expected.detach(), atol=1e-5, rtol=1e-6)
@@ -312,7 +318,7 @@ def test_a_vocabulary_shard_of_forbidden_tokens_alone(pool: WorkerPool) -> None:
     logits[:, :3] = -float("inf")
     targets = torch.tensor([3, 4, 5, 3])
     expected = logits.double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
-    for values, gradient in pool.run(2, worker_jobs.shard_of_logits, logits, targets, 6, 1.0):
+    for values, gradient in pool.run(2, worker_jobs.shard_of_logits, logits, targets, 6, SamplingSettings()):
         torch.testing.assert_close(values.double(), expected, atol=1e-6, rtol=0)
         assert gradient.isfinite().all()
 

@@ -39,6 +39,9 @@ FIXED = (
     "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
     "loss=pg+is+seq together=1 evaluate=1",
     "masked=all dp=2 mbs=2 length=6 loss=pg+kl distopt=1",
+    "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 cp=2 batching=packed mbs=2 micro=2 room=15 length=13 loss=pg+kl+is "
+    "temperature=1.5 keep=7 nucleus=0.8 clip=0.05 reference=1",
+    "backend=dtensor family=llama layers=1 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 mbs=2 length=9 loss=pg nucleus=0.4",
     "family=llama layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 pp=2 layout=Et*2|tL micro=2 length=9 loss=pg precision=bfloat16 lr=0.02",
     "backend=dtensor family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 mbs=2 length=9 loss=nll precision=float16 lr=0.02",
 )
@@ -51,6 +54,8 @@ FAULTS = {
     "sequence-parallel-gradients-local": "tp=2 sp=1 kv=2 ffn=6 length=6",
     "key-value-gradients-local": "cp=2 mbs=2 length=8",
     "temperature-only-in-training": "temperature=0.7 length=6",
+    "filters-only-in-logprobs": "keep=5 nucleus=0.7 length=6",
+    "own-vocabulary-is-filtered": "tp=2 kv=2 ffn=6 length=6 nucleus=0.7",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

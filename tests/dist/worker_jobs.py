@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.generation.sampling import SamplingSettings
 from megarl.models.megatron.mover import move_optimizer
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from tests.dist import jobs
@@ -246,12 +247,14 @@ def schedule(config: Mapping[str, Any], calls: int) -> list[tuple[float, float]]
     return values
 
 
-def shard_of_logits(logits: torch.Tensor, targets: torch.Tensor, size: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def shard_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, size: int, sampling: SamplingSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and this rank's gradient when ``logits`` [T, columns] are cut over all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     columns = logits.shape[1] // ranks
     mine = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
-    values = vocab_parallel_logprobs(mine, targets, VocabularyShard(size, rank * columns, dist.group.WORLD), temperature)
+    values = vocab_parallel_logprobs(mine, targets, VocabularyShard(size, rank * columns, dist.group.WORLD), sampling)
     (values * torch.arange(1, len(targets) + 1)).sum().backward()
     return values.detach(), mine.grad
 

@@ -44,6 +44,7 @@ POLICIES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 ALWAYS = ("megatron-tp2-pp2", "dtensor-tp2", "fsdp1-dp2")
 REFITS_AFTER, NEW = (0, 1, 2, 10), 10
+SAMPLING = {"temperature": 0.7, "top_k": 30, "top_p": 0.9}
 PROMPTS = BatchedDataDict(
     {"input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]), "input_lengths": torch.tensor([4, 2, 3])}
 )
@@ -86,7 +87,7 @@ def engines(model: Path, name: str, *, colocated: bool, places: int = 1, tensor_
         "backend": "vllm",
         "model_name": str(model),
         "max_new_tokens": NEW,
-        "temperature": 0.7,
+        **SAMPLING,
         "stop_token_ids": [],
         "stop_strings": None,
         "pad_token_id": 0,
@@ -113,7 +114,8 @@ def apart(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
 
 def policy_of(name: str, model: Path) -> Policy:
     backend, world, changes = POLICIES[name]
-    config = MAKE[backend](model, gbs=8, mbs=2, temperature=0.7, **changes)
+    config = MAKE[backend](model, gbs=8, mbs=2, **changes)
+    config["generation"] |= SAMPLING
     # several groups, so that one is gathered while another is loaded
     config["refit_buffer_size_gb"] = 0.0005
     if backend != "megatron":
@@ -177,7 +179,8 @@ def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
     seeded = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])})
     drawn = generation.generate(seeded)
     check = BatchedDataDict({"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]})
-    mask = drawn["logprobs"] != 0
+    positions = torch.arange(drawn["output_ids"].shape[1])
+    mask = (positions >= PROMPTS["input_lengths"][:, None]) & (positions < drawn["unpadded_sequence_lengths"][:, None])
     assert int(mask.sum()) == 3 * NEW
     torch.testing.assert_close(policy.get_logprobs(check)["logprobs"][mask], drawn["logprobs"][mask], atol=1e-4, rtol=0)
     turned = BatchedDataDict({key: value.flip(0) for key, value in seeded.items()})

@@ -236,7 +236,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("engine_has_the_policy_model", {"g.model_name": "owner/another-model"}, {}, {"g.model_name"}),
     ("engine_has_the_policy_model", {"g.model_name": "owner/another-model", **ON_VLLM}, {}, {"g.model_name"}),
-    ("vllm_draws_what_training_scores", {"g.top_p": 0.9, "g.top_k": 5, **ON_VLLM}, {}, {"g.top_p", "g.top_k"}),
     ("engines_are_whole", {"g.vllm_cfg.tensor_parallel_size": 4, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
     (
         "engines_are_whole",
@@ -294,6 +293,11 @@ SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("validation_batch_divides", {"sft.val_global_batch_size": 12, "sft.val_micro_batch_size": 3}, {"sft.val_micro_batch_size"}),
     ("example_fits", {"data.max_input_seq_length": 611}, {"data.max_input_seq_length"}),
     ("sections_of_algorithm", {"sft": ...}, {"sft"}),
+    (
+        "examples_are_scored_by_the_model_itself",
+        {"policy.generation": {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 5}},
+        {"policy.generation.temperature", "policy.generation.top_p", "policy.generation.top_k"},
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in (*RULES, *NOT_YET_RULES)}
 

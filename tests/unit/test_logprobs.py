@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -9,6 +11,8 @@ from hypothesis import given, settings
 
 from megarl.models.engine import logprobs
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.generation.sampling import SamplingSettings, choose_tokens
+from tests.kept_tokens import expected_logprobs as expected_among_kept
 
 
 def expected_logprobs(logits: torch.Tensor, targets: torch.Tensor, size: int, temperature: float) -> torch.Tensor:
@@ -36,7 +40,7 @@ def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: in
     logits = random_logits(rows, 5, columns + padding, seed=seed).requires_grad_()
     targets = random_targets(rows, 5, size=columns, seed=seed + 1)
     weights = random_logits(rows, 5, seed=seed + 2)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(columns), temperature)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(columns), SamplingSettings(temperature=temperature))
     (measured * weights).sum().backward()
     exact = logits.detach().double().requires_grad_()
     expected = expected_logprobs(exact, targets, columns, temperature)
@@ -46,6 +50,42 @@ def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: in
     torch.testing.assert_close(measured.detach().double(), expected.detach(), atol=bound, rtol=1e-5)
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=bound, rtol=1e-4)
     assert logits.grad[..., columns:].eq(0).all()
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    columns=st.integers(1, 9),
+    padding=st.integers(0, 3),
+    temperature=st.floats(0.3, 3.0),
+    top_k=st.one_of(st.none(), st.integers(1, 11)),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.05]),
+    seed=st.integers(0, 2**31),
+)
+def test_tokens_that_sampling_leaves_out_have_no_part(
+    columns: int, padding: int, temperature: float, top_k: int | None, top_p: float, seed: int
+) -> None:
+    sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = random_logits(6, columns + padding, seed=seed, scale=2).requires_grad_()
+    targets = random_targets(6, size=columns, seed=seed + 1)
+    weights = random_logits(6, seed=seed + 2)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(columns), sampling)
+    (measured * weights).sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    expected = expected_among_kept(exact[:, :columns], targets, sampling)
+    (expected * weights.double()).sum().backward()
+    torch.testing.assert_close(measured.detach().double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=2e-5, rtol=1e-4)
+
+
+def test_what_is_drawn_is_scored_alike() -> None:
+    logits = random_logits(400, 23, seed=20, scale=2)
+    uniforms = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(21))
+    sampling = SamplingSettings(temperature=0.8, top_k=9, top_p=0.7)
+    tokens, drawn = choose_tokens(logits, uniforms, sampling)
+    scored = vocab_parallel_logprobs(logits, tokens, VocabularyShard(23), sampling)
+    torch.testing.assert_close(scored, drawn, atol=2e-6, rtol=0)
+    among_all = vocab_parallel_logprobs(logits, tokens, VocabularyShard(23), SamplingSettings(temperature=0.8))
+    assert (drawn - among_all).min() > 0 and (drawn - among_all).mean() > 0.1
 
 
 @pytest.mark.parametrize("rubbish", [float("inf"), float("nan"), -float("inf"), 3e38])
@@ -66,7 +106,7 @@ def test_padding_columns_never_count(rubbish: float) -> None:
 def test_half_precision_logits_lose_nothing_in_the_forward_pass(dtype: torch.dtype) -> None:
     logits = random_logits(17, 101, seed=2, scale=8).to(dtype).requires_grad_()
     targets = random_targets(17, size=101, seed=3)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(101), 0.7)
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(101), SamplingSettings(temperature=0.7))
     torch.testing.assert_close(measured.double(), expected_logprobs(logits.detach(), targets, 101, 0.7), atol=2e-5, rtol=0)
     measured.sum().backward()
     exact = logits.detach().double().requires_grad_()
@@ -106,11 +146,14 @@ def test_a_vocabulary_of_one_token_is_certain() -> None:
     assert measured.eq(0).all() and logits.grad.eq(0).all()
 
 
+@pytest.mark.parametrize("kept", [{}, {"top_k": 4, "top_p": 0.9}], ids=["all", "some"])
 @pytest.mark.parametrize("rows_a_chunk", [1, 2, 3, 6, 7, 8, 100])
-def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int) -> None:
+def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, kept: dict[str, Any]) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         logits = random_logits(7, 13, seed=8).requires_grad_()
-        measured = vocab_parallel_logprobs(logits, random_targets(7, size=12, seed=9), VocabularyShard(12), 1.3)
+        measured = vocab_parallel_logprobs(
+            logits, random_targets(7, size=12, seed=9), VocabularyShard(12), SamplingSettings(temperature=1.3, **kept)
+        )
         (measured * torch.arange(7)).sum().backward()
         return measured.detach(), logits.grad
 
@@ -130,7 +173,7 @@ def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch)
 def test_logits_are_not_written_to() -> None:
     logits = random_logits(5, 9, seed=12)
     before = logits.clone()
-    vocab_parallel_logprobs(logits, random_targets(5, size=9, seed=13), VocabularyShard(9), 1.0)
+    vocab_parallel_logprobs(logits, random_targets(5, size=9, seed=13), VocabularyShard(9))
     assert torch.equal(logits, before)
 
 
@@ -145,7 +188,7 @@ def test_gradient_of_a_weighted_sum_is_exact_by_finite_differences() -> None:
     logits = random_logits(2, 6, seed=16, scale=1)
     targets = torch.tensor([1, 4])
     leaf = logits.clone().requires_grad_()
-    vocab_parallel_logprobs(leaf, targets, VocabularyShard(5), 0.9)[1].backward()
+    vocab_parallel_logprobs(leaf, targets, VocabularyShard(5), SamplingSettings(temperature=0.9))[1].backward()
     for column in range(6):
         step = torch.zeros_like(logits, dtype=torch.float64)
         step[1, column] = 1e-6

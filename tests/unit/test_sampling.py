@@ -28,15 +28,21 @@ def kept_tokens(logits: list[float], top_k: int | None, top_p: float) -> list[tu
         bound = sorted(probabilities, reverse=True)[top_k - 1]
         candidates = [token for token in candidates if probabilities[token] >= bound]
     if top_p < 1:
-        mass = math.fsum(probabilities[token] for token in candidates)
-        before, nucleus = 0.0, []
-        for token in sorted(candidates, key=lambda token: -probabilities[token]):
-            if before >= top_p:
-                break
-            nucleus.append(token)
-            before += probabilities[token] / mass
-        candidates = sorted(nucleus)
+        candidates = _nucleus(probabilities, candidates, top_k, top_p)
     return [(token, probabilities[token]) for token in candidates]
+
+
+def _nucleus(probabilities: list[float], candidates: list[int], top_k: int | None, top_p: float) -> list[int]:
+    """What top-p leaves of those that top-k left, of which the first ``top_k`` share the whole probability; ties stay together."""
+    ranked = sorted(candidates, key=lambda token: -probabilities[token])[:top_k]
+    mass = math.fsum(probabilities[token] for token in ranked)
+    before, last = 0.0, ranked[0]
+    for token in ranked:
+        if before >= top_p:
+            break
+        last = token
+        before += probabilities[token] / mass
+    return [token for token in candidates if probabilities[token] >= probabilities[last]]
 
 
 def by_hand(logits: list[float], uniform: float, top_k: int | None, top_p: float) -> tuple[int, float]:
@@ -94,9 +100,9 @@ def test_top_k_of_one_is_greedy_when_nothing_ties() -> None:
         assert draw(logits, uniform, top_k=1) == int(logits.argmax())
 
 
-def test_tiny_top_p_keeps_one_token_even_among_ties() -> None:
-    logits = torch.tensor([1.0, 3.0, 3.0, 3.0])
-    assert {draw(logits, uniform, top_p=1e-12) for uniform in (0.0, 0.5, JUST_BELOW_1)} == {1}
+def test_tiny_top_p_keeps_the_most_likely_tokens_alone() -> None:
+    logits = torch.tensor([1.0, 3.0, 3.0, 2.9])
+    assert {draw(logits, uniform, top_p=1e-12) for uniform in (0.0, 0.3, 0.7, JUST_BELOW_1)} == {1, 2}
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
@@ -105,7 +111,8 @@ def test_top_p_is_a_share_of_what_top_k_left() -> None:
 
 
 def test_top_p_that_is_reached_exactly_takes_no_further_token() -> None:
-    assert {draw(torch.zeros(4), number / 50, top_p=0.5) for number in range(50)} == {0, 1}
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert {draw(logits, number / 50, top_p=0.75) for number in range(50)} == {0, 1}
 
 
 def test_ends_of_the_uniform_interval() -> None:
@@ -127,12 +134,19 @@ def test_frequencies_follow_the_probabilities() -> None:
         assert drawn[token] == pytest.approx(count * probability / mass, abs=2)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_logprobs_are_of_the_whole_scaled_distribution(greedy: bool) -> None:
+def test_logprobs_are_of_what_can_be_drawn() -> None:
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(3)) * 5
-    tokens, values = choose_tokens(logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(greedy, 0.6, 4, 0.8))
-    expected = (logits.double() / 0.6).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    tokens, values = choose_tokens(logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(False, 0.6, 4, 0.8))
     assert values.dtype == torch.float32
+    for row, token, value in zip(logits, tokens.tolist(), values.tolist(), strict=True):
+        kept = dict(kept_tokens((row / 0.6).tolist(), 4, 0.8))
+        assert value == pytest.approx(math.log(kept[token] / math.fsum(kept.values())), abs=1e-5)
+
+
+def test_greedy_logprobs_are_of_the_whole_scaled_distribution() -> None:
+    logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(3)) * 5
+    tokens, values = choose_tokens(logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(True, 0.6, 4, 0.8))
+    expected = (logits.double() / 0.6).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
 
 

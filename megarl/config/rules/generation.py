@@ -71,14 +71,14 @@ def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
             yield Violation(key, view[key], bound, "write null, or remove the line")
 
 
-def vllm_draws_what_training_scores(view: View) -> Iterator[Violation]:
-    """vLLM's log-probabilities are those after top_p and top_k; training computes them before."""
-    view.require(_on_vllm(view))
-    for name, everything in (("top_p", 1.0), ("top_k", None)):
+def examples_are_scored_by_the_model_itself(view: View) -> Iterator[Violation]:
+    """SFT raises the probability of its examples, which nobody has drawn."""
+    view.require(view["algorithm"] == "sft")
+    for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
         value = view[f"{GENERATION}.{name}"]
-        if value != everything:
-            bound = "vLLM's log-probabilities are those among the tokens that it keeps, training's among all of them"
-            yield Violation(f"{GENERATION}.{name}", value, bound, f"write {'null' if everything is None else everything}")
+        if value != neutral:
+            bound = "SFT trains the model's own probabilities, and log-probabilities follow how answers are drawn"
+            yield Violation(f"{GENERATION}.{name}", value, bound, f"write {'null' if neutral is None else neutral}, or remove the section")
 
 
 def engines_are_whole(view: View) -> Iterator[Violation]:
@@ -169,7 +169,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
     resources_of_generation,
     engine_has_the_policy_model,
     shared_devices_need_no_resources,
-    vllm_draws_what_training_scores,
+    examples_are_scored_by_the_model_itself,
     engines_are_whole,
     heads_divide_over_an_engine,
     engine_reaches_length,

@@ -83,7 +83,7 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
         BatchError: a stop string is empty.
         GenerationError: on all ranks that share the rows, when a row's logits are NaN; names the row.
     """
-    settings = SamplingSettings(greedy, float(config["temperature"]), config.get("top_k"), float(config.get("top_p") or 1.0))
+    settings = SamplingSettings.of(config, greedy=greedy)
     lengths = data["input_lengths"].tolist()
     if not lengths:
         return _assemble([], [], [], [], int(config["pad_token_id"]))

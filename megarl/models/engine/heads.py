@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.normalizers import Normalizers
+from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,16 @@ class LogprobHead:
 
     Attributes:
         shard: which vocabulary columns this rank holds.
-        temperature: the sampling temperature; logits are divided by it, here as in generation.
+        sampling: how tokens are drawn in generation, and so scored here.
     """
 
     shard: VocabularyShard
-    temperature: float = 1.0
+    sampling: SamplingSettings = MODEL_ITSELF
 
     def next_token_logprobs(self, logits: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
         """[b, S-1] float32: entry i is the log-probability of token i+1 given tokens up to i."""
         # every position has a target, also a last one: cutting the logits instead would copy the largest tensor there is
-        return model_input.to_rows(vocab_parallel_logprobs(logits, model_input.targets, self.shard, self.temperature))
+        return model_input.to_rows(vocab_parallel_logprobs(logits, model_input.targets, self.shard, self.sampling))
 
     def __call__(self, logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
         """``logprobs`` [b, S] float32: column 0 and everything beyond ``input_lengths`` exactly 0."""

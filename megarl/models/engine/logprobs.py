@@ -6,6 +6,10 @@ For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` ove
 its own columns to three numbers a token (maximum, sum of exponentials, target logit); one all-gather a micro-batch brings them together.
 The backward pass needs no communication: the gradient of a column depends on that column, the maximum and the sum alone. The maximum is
 always subtracted first, and never added to the logarithm of the sum, which large logits would round away.
+
+Where tokens are drawn with top-k or top-p, the sum goes over the columns that these keep, and
+over y, which was drawn and therefore was kept: rounding, or a step of the optimizer, may since have moved it over the edge, and a
+probability of zero would have no gradient that leads back.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings, smallest_kept
 
 # float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
@@ -35,90 +41,149 @@ class VocabularyShard:
     start: int = 0
     group: dist.ProcessGroup | None = None
 
+    def own(self, columns: int) -> int:
+        """How many of this rank's ``columns`` columns are not padding; they come first."""
+        return min(max(self.size - self.start, 0), columns)
 
-def _scaled_chunks(logits: torch.Tensor, valid: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their first ``valid`` columns, divided by the temperature, in float32: one buffer, overwritten by each next chunk."""
+    @property
+    def ranks(self) -> int:
+        """Ranks that hold the vocabulary together."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+def _scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows and their first ``own`` columns, divided by the temperature, in float32: one buffer, overwritten by each next chunk."""
     tokens = logits.shape[0]
-    step = min(max(1, CHUNK_BYTES[logits.device.type] // (4 * valid)), max(tokens, 1))
-    buffer = torch.empty(step, valid, dtype=torch.float32, device=logits.device)
+    step = min(max(1, CHUNK_BYTES[logits.device.type] // (4 * own)), max(tokens, 1))
+    buffer = torch.empty(step, own, dtype=torch.float32, device=logits.device)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
-        scaled = buffer[: rows.stop - first].copy_(logits[rows, :valid])
+        scaled = buffer[: rows.stop - first].copy_(logits[rows, :own])
         yield rows, scaled if temperature == 1.0 else scaled.div_(temperature)
 
 
-def _local_statistics(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float) -> torch.Tensor:
+def _kept_bounds(logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings) -> torch.Tensor | None:
+    """[T] float32, the same on all ranks: columns with at least this scaled logit can be drawn; None where all can.
+
+    Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest ones of each rank.
+    """
+    if sampling.keeps_all(shard.size):
+        return None
+    tokens, columns = logits.shape
+    own, ranks = shard.own(columns), shard.ranks
+    # the last rank of a vocabulary that does not divide may hold fewer columns than the others
+    width = max(columns, -(-shard.size // ranks))
+    candidates = min(width, sampling.top_k or width)
+    step = max(1, CHUNK_BYTES[logits.device.type] // (4 * candidates * ranks))
+    bounds = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    for first in range(0, tokens, step):
+        rows = slice(first, min(first + step, tokens))
+        scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=torch.float32)
+        scaled[:, :own] = logits[rows, :own]
+        largest = scaled.div_(sampling.temperature)
+        if candidates < width:
+            largest = largest.topk(candidates, dim=-1).values
+        bounds[rows] = smallest_kept(_columns_of_all(largest, shard), sampling)
+    return bounds
+
+
+def _columns_of_all(largest: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
+    """[rows, ranks x columns] from the [rows, columns] of each rank."""
+    if shard.ranks == 1:
+        return largest
+    gathered = torch.empty(shard.ranks, *largest.shape, dtype=largest.dtype, device=largest.device)
+    dist.all_gather_into_tensor(gathered.view(-1, largest.shape[1]), largest.contiguous(), group=shard.group)
+    return gathered.transpose(0, 1).reshape(largest.shape[0], -1)
+
+
+def _local_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float, bounds: torch.Tensor | None
+) -> torch.Tensor:
     """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank)."""
     tokens, columns = logits.shape
-    valid = min(max(shard.size - shard.start, 0), columns)
+    own = shard.own(columns)
     statistics = torch.zeros(3, tokens, dtype=torch.float32, device=logits.device)
-    if valid == 0:
+    if own == 0:
         statistics[0] = -torch.inf
         return statistics
     local_targets = targets - shard.start
-    mine = (local_targets >= 0) & (local_targets < valid)
-    safe_targets = local_targets.clamp(0, valid - 1)
-    for rows, scaled in _scaled_chunks(logits, valid, temperature):
+    mine = (local_targets >= 0) & (local_targets < own)
+    safe_targets = local_targets.clamp(0, own - 1)
+    for rows, scaled in _scaled_chunks(logits, own, temperature):
         # finite even where all columns are minus infinity, so that their exponentials are 0 and not undefined
         maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
         statistics[0, rows] = maximum
         target_logits = scaled.gather(1, safe_targets[rows, None]).squeeze(1)
         statistics[2, rows] = target_logits.where(mine[rows], torch.zeros_like(target_logits))
+        if bounds is not None:
+            scaled.masked_fill_(scaled < bounds[rows, None], -torch.inf)
         statistics[1, rows] = scaled.sub_(maximum[:, None]).exp_().sum(dim=-1)
     return statistics
 
 
-def _combine(statistics: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Over all ranks of ``group``: target logit relative to the maximum, maximum, sum of exponentials relative to it; [T] each."""
-    size = 1 if group is None else dist.get_world_size(group)
-    if size == 1:
-        return statistics[2] - statistics[0], statistics[0], statistics[1]
-    gathered = torch.empty(size, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
-    dist.all_gather_into_tensor(gathered.view(size * 3, -1), statistics, group=group)
+def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Over all ranks: target logit, maximum, sum of exponentials relative to it; [T] each."""
+    if shard.ranks == 1:
+        return statistics[2], statistics[0], statistics[1]
+    gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
+    dist.all_gather_into_tensor(gathered.view(shard.ranks * 3, -1), statistics, group=shard.group)
     maximum = gathered[:, 0].amax(dim=0)
     total = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(dim=0)
-    return gathered[:, 2].sum(dim=0) - maximum, maximum, total
+    return gathered[:, 2].sum(dim=0), maximum, total
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float) -> torch.Tensor:
-        target_logits, maximum, total = _combine(_local_statistics(logits, targets, shard, temperature), shard.group)
-        ctx.save_for_backward(logits, targets, maximum, total)
-        ctx.shard, ctx.temperature = shard, temperature
-        return target_logits - total.log()
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings) -> torch.Tensor:
+        bounds = _kept_bounds(logits, shard, sampling)
+        statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds)
+        target_logits, maximum, total = _combine(statistics, shard)
+        relative = target_logits - maximum
+        left_out = torch.zeros_like(total)
+        if bounds is not None:
+            left_out = relative.exp().where(target_logits < bounds, left_out)
+            total = total + left_out
+        ctx.save_for_backward(logits, targets, maximum, total, left_out / total, *([] if bounds is None else [bounds]))
+        ctx.shard, ctx.temperature = shard, sampling.temperature
+        return relative - total.log()
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets, maximum, total = ctx.saved_tensors
+        logits, targets, maximum, total, left_out, *given = ctx.saved_tensors
+        bounds = given[0] if given else None
         shard, temperature = ctx.shard, ctx.temperature
         columns = logits.shape[1]
-        valid = min(max(shard.size - shard.start, 0), columns)
-        gradient = torch.zeros_like(logits) if valid < columns else torch.empty_like(logits)
-        if valid == 0:
+        own = shard.own(columns)
+        gradient = torch.zeros_like(logits) if own < columns else torch.empty_like(logits)
+        if own == 0:
             return gradient, None, None, None
         local_targets = targets - shard.start
-        mine = (local_targets >= 0) & (local_targets < valid)
-        safe_targets = local_targets.clamp(0, valid - 1)
-        for rows, scaled in _scaled_chunks(logits, valid, temperature):
+        mine = (local_targets >= 0) & (local_targets < own)
+        safe_targets = local_targets.clamp(0, own - 1)
+        for rows, scaled in _scaled_chunks(logits, own, temperature):
             weight = grad_output[rows, None] / temperature
+            if bounds is not None:
+                scaled.masked_fill_(scaled < bounds[rows, None], -torch.inf)
             part = scaled.sub_(maximum[rows, None]).exp_().mul_(-weight / total[rows, None])
-            part.scatter_add_(1, safe_targets[rows, None], weight * mine[rows, None])
-            gradient[rows, :valid] = part
+            # a target that is not among the columns kept has its own share of the sum
+            part.scatter_add_(1, safe_targets[rows, None], weight * mine[rows, None] * (1 - left_out[rows, None]))
+            gradient[rows, :own] = part
         return gradient, None, None, None
 
 
-def vocab_parallel_logprobs(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float = 1.0) -> torch.Tensor:
+def vocab_parallel_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings = MODEL_ITSELF
+) -> torch.Tensor:
     """Log-probability of each target token.
 
     Args:
         logits: [..., V] this rank's columns, any floating dtype; computed in float32, chunk by chunk.
         targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the same on all ranks of the group.
         shard: which columns these are.
-        temperature: positive; logits are divided by it.
+        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and top-p keep.
 
     Returns:
         [...] float32, the same on all ranks of the group; differentiable with respect to ``logits``.
     """
-    flat = _VocabParallelLogprob.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), shard, temperature)
+    flat = _VocabParallelLogprob.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), shard, sampling)
     return flat.view(targets.shape)

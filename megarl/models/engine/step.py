@@ -18,6 +18,7 @@ from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead
 from megarl.models.engine.microbatches import fit_sequences
 from megarl.models.engine.model_input import lay_out_all
 from megarl.models.engine.normalizers import global_normalizers
+from megarl.models.generation.sampling import SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 
 
@@ -67,14 +68,14 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
         )
 
 
-def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, *, temperature: float) -> torch.Tensor:
+def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, *, sampling: SamplingSettings) -> torch.Tensor:
     """Log-probabilities of the tokens of a batch under the present weights.
 
     Args:
         backend: the model.
         data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's device.
         batching: how rows become micro-batches.
-        temperature: logits are divided by it.
+        sampling: how tokens are drawn, and so scored.
 
     Returns:
         [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
@@ -89,7 +90,7 @@ def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batch
     _require_equal_passes(backend, even)
     if rows == 0:
         return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
-    head = LogprobHead(backend.vocabulary, temperature)
+    head = LogprobHead(backend.vocabulary, sampling)
     parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
@@ -109,7 +110,7 @@ def train_on_batch(
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
     batching: Batching,
     *,
-    temperature: float,
+    sampling: SamplingSettings,
     update: bool,
 ) -> TrainResult:
     """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, when ``update`` is False.
@@ -119,7 +120,7 @@ def train_on_batch(
         data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
         loss_fn: a loss of the contract; what it returns adds up over micro-batches and ranks.
         batching: this rank's part of each global batch, and how its rows become micro-batches.
-        temperature: the sampling temperature.
+        sampling: how tokens are drawn, and so scored.
         update: take optimizer steps and advance the schedule once at the end.
     """
     losses: list[torch.Tensor] = []
@@ -129,7 +130,7 @@ def train_on_batch(
     chunks = batching.chunks(data)
     with mode:
         for chunk in chunks:
-            loss, outputs, extra = _global_batch(backend, chunk, loss_fn, temperature, update)
+            loss, outputs, extra = _global_batch(backend, chunk, loss_fn, sampling, update)
             losses.append(loss)
             if update:
                 outcome = backend.apply_gradients()
@@ -144,11 +145,15 @@ def train_on_batch(
 
 
 def _global_batch(
-    backend: Backend, chunk: Chunk, loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]], temperature: float, update: bool
+    backend: Backend,
+    chunk: Chunk,
+    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    sampling: SamplingSettings,
+    update: bool,
 ) -> tuple[torch.Tensor, Sequence[Mapping[str, float]], dict[str, float]]:
     """Loss of one global batch (gradients are left in the backend), metrics a micro-batch, and metrics of the batch as a whole."""
     normalizers = global_normalizers(chunk.data, backend.groups)
-    head = LossHead(loss_fn, LogprobHead(backend.vocabulary, temperature), normalizers)
+    head = LossHead(loss_fn, LogprobHead(backend.vocabulary, sampling), normalizers)
     if update:
         backend.zero_grad()
     outputs = _run(backend, chunk, head, backward=update)

@@ -27,6 +27,7 @@ from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.reference import ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
+from megarl.models.generation.sampling import SamplingSettings
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.meeting import Meeting
 from megarl.weight_sync.sender import WeightSender
@@ -90,9 +91,9 @@ class EngineWorker:
         return f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
 
     @property
-    def temperature(self) -> float:
-        """The sampling temperature, applied alike in training, log-probabilities and generation."""
-        return float((self.cfg.get("generation") or {}).get("temperature", 1.0))
+    def sampling(self) -> SamplingSettings:
+        """How tokens are drawn: the same in training, log-probabilities and generation."""
+        return SamplingSettings.of(self.cfg.get("generation"))
 
     # training and log-probabilities
 
@@ -123,7 +124,7 @@ class EngineWorker:
             move_to(data, self.runtime.device),
             loss_fn,
             batching,
-            temperature=self.temperature,
+            sampling=self.sampling,
             update=not eval_mode,
         )
         self._weights_version += not eval_mode
@@ -177,7 +178,7 @@ class EngineWorker:
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
         batching: Batching = self._plan_of(data) or FixedRows(rows)
-        logprobs = logprobs_of_batch(self.backend, batch, batching, temperature=self.temperature)
+        logprobs = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling)
         return BatchedDataDict({"logprobs": logprobs.cpu()})
 
     @contextlib.contextmanager

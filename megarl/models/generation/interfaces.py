@@ -83,8 +83,8 @@ class GenerationConfig(TypedDict):
             itself, whatever it runs on.
         max_new_tokens: longest answer in tokens.
         temperature: logits are divided by it, in sampling and wherever log-probabilities are computed.
-        top_p: smallest set of tokens with at least this probability is kept; 1 keeps all.
-        top_k: only this many tokens are kept; null keeps all.
+        top_p: smallest set of tokens with at least this probability is kept, in sampling and in log-probabilities; 1 keeps all.
+        top_k: only this many tokens are kept, in sampling and in log-probabilities; null keeps all.
         model_name: model of the engine; the policy's, also when absent.
         stop_token_ids: tokens that end an answer; null or absent for the tokenizer's end of sequence.
         stop_strings: texts that end an answer.

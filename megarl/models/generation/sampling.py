@@ -6,8 +6,9 @@ Legend: b rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +16,36 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to sample.
+    """The distribution that tokens are drawn from, and that training scores them by.
 
     Attributes:
         greedy: take the most likely token (the lowest index on a tie) and ignore top-k and top-p.
-        temperature: logits are divided by it; log-probabilities are those of the divided logits, before top-k and top-p.
-        top_k: keep this many most likely tokens (all that tie with the last of them); None keeps all.
-        top_p: keep the smallest set of most likely tokens with at least this probability; 1 keeps all.
+        temperature: logits are divided by it.
+        top_k: keep this many most likely tokens; None keeps all.
+        top_p: of those, keep the smallest set of most likely ones with at least this share of their probability; 1 keeps all.
+
+    Tokens that tie with the last one kept stay as well.
     """
 
     greedy: bool = False
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None, *, greedy: bool = False) -> SamplingSettings:
+        """Those of a generation configuration; without one, tokens are drawn from the model's own distribution."""
+        given = config or {}
+        top_p = given.get("top_p")
+        return cls(greedy, float(given.get("temperature", 1.0)), given.get("top_k"), 1.0 if top_p is None else float(top_p))
+
+    def keeps_all(self, size: int) -> bool:
+        """Whether every one of ``size`` tokens can be drawn."""
+        return (self.top_k is None or self.top_k >= size) and self.top_p >= 1.0
+
+
+MODEL_ITSELF = SamplingSettings()
+"""Tokens are drawn from the model's own distribution."""
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
@@ -45,26 +63,38 @@ def choose_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampli
         settings: how to sample.
 
     Returns:
-        tokens [b] int64; log-probabilities [b] float32 under the temperature-scaled distribution over the whole vocabulary.
+        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were drawn from; greedy ones under that of the
+        temperature alone.
     """
     scaled = logits.float() / settings.temperature
+    if not settings.greedy and not settings.keeps_all(scaled.shape[-1]):
+        scaled = scaled.masked_fill(scaled < smallest_kept(scaled, settings)[:, None], -torch.inf)
     logprobs = torch.log_softmax(scaled, dim=-1)
-    tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(_filtered(logprobs.double().exp(), settings), uniforms)
+    tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(logprobs.double().exp(), uniforms)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
-def _filtered(probabilities: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """[b, V] float64 with zeros where top-k or top-p leaves a token out; rows need not sum to 1."""
-    if settings.top_k is not None and settings.top_k < probabilities.shape[-1]:
-        smallest_kept = probabilities.topk(settings.top_k, dim=-1).values[:, -1:]
-        probabilities = probabilities.where(probabilities >= smallest_kept, torch.zeros_like(probabilities))
-    if settings.top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        ordered = ordered / ordered.sum(dim=-1, keepdim=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        kept = ordered.where(before < settings.top_p, torch.zeros_like(ordered))
-        probabilities = torch.zeros_like(probabilities).scatter_(1, order, kept)
-    return probabilities
+def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """What top-k, and then top-p (Holtzman et al., ICLR 2020), leave of a distribution.
+
+    Args:
+        scaled: [b, V] float32 logits, already divided by the temperature, in any order of tokens; minus infinity where there is none.
+        settings: how to sample.
+
+    Returns:
+        [b] float32: tokens with at least this logit are kept.
+    """
+    if settings.top_k is not None and settings.top_k < scaled.shape[-1]:
+        ordered = scaled.topk(settings.top_k, dim=-1).values
+    else:
+        ordered = scaled.sort(dim=-1, descending=True).values
+    if settings.top_p >= 1.0:
+        return ordered[:, -1]
+    probabilities = ordered.softmax(dim=-1, dtype=torch.float64)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # none is before the first, which stays even where a row is not a number
+    last = (before < settings.top_p).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
+    return ordered.gather(1, last).squeeze(1)
 
 
 def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def engine_options(config: Mapping[str, Any], model: str, longest: int, dtype: s
         "enable_sleep_mode": shared and not on_cpu,
         # a prefix that was computed with other weights must not be used
         "enable_prefix_caching": False,
-        # after the temperature, as the policy's are
+        # of the distribution that tokens are drawn from, as the policy's are
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": plugin.COLOCATED if shared else plugin.APART},
         "worker_extension_cls": plugin.EXTENSION,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.generation.sampling import SamplingSettings
 from megarl.models.generation.stopping import stop_strings_of_rows
 
 
@@ -60,7 +61,7 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
         if room <= 0:
             continue
         options = {
-            "temperature": 0.0 if greedy else float(config.get("temperature", 1.0)),
+            **_drawing(SamplingSettings.of(config, greedy=greedy)),
             "max_tokens": room,
             # of the drawn token alone
             "logprobs": 0,
@@ -75,6 +76,13 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
         }
         found.append(Request(row, data["input_ids"][row, :length].tolist(), options))
     return found
+
+
+def _drawing(settings: SamplingSettings) -> dict[str, Any]:
+    """In vLLM's words, for which a temperature of 0 takes the most likely token."""
+    if settings.greedy:
+        return {"temperature": 0.0}
+    return {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
 
 
 def answer_of(completion: Any) -> Answer:
