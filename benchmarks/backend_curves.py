@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reinforcement import reinforced
+
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 COMPARED = ("train/loss", "train/grad_norm", "train/reward", "train/approx_entropy", "train/generation_length")
 DRAWN = ("train/loss", "train/grad_norm", "train/reward")
@@ -39,43 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(backend: str, work: Path, steps: int) -> list[dict[str, Any]]:
     """The metrics of one backend's run, step by step."""
-    from megarl.algorithms.run import run
-    from megarl.config import load_config
-    from megarl.quickstart.__main__ import CONFIGS
-
-    taught = _taught(work)
-    changes = [
-        f"run_dir={work / backend}",
-        f"policy.model_name={taught}",
-        f"data.train.path={work / 'train.jsonl'}",
-        "data.validation=null",
-        f"grpo.max_num_steps={steps}",
-        "grpo.val_period=0",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-        "checkpointing.enabled=false",
-    ]
-    run(load_config(CONFIGS / "grpo.yaml", changes, [CONFIGS / f"{backend}.yaml"]))
-    return [json.loads(line) for line in (work / backend / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def _taught(work: Path) -> Path:
-    """The quickstart's model after its supervised part, made on the first call."""
-    from megarl.algorithms.run import run
-    from megarl.config import load_config
-    from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS
-    from megarl.quickstart.model import make_model
-    from megarl.quickstart.problems import write_problems
-
-    exported = work / "sft" / "hf" / "step_250"
-    if not exported.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        make_model(work / "model", 1)
-        write_problems(work / "demonstrations.jsonl", TRAIN_PROBLEMS, 5001, mistake_share=CARELESS_SHARE)
-        write_problems(work / "train.jsonl", TRAIN_PROBLEMS, 1)
-        changes = [f"run_dir={work / 'sft'}", f"policy.model_name={work / 'model'}", f"data.train.path={work / 'demonstrations.jsonl'}"]
-        run(load_config(CONFIGS / "sft.yaml", changes))
-    return exported
+    unmeasured = ["data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
+    return reinforced(work, backend, [f"{backend}.yaml"], [f"grpo.max_num_steps={steps}", *unmeasured])
 
 
 def differences(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
