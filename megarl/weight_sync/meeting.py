@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import threading
 import time
 from collections.abc import Container
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Meeting:
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
         try:
-            self.store: Any = dist.TCPStore(ip, port, is_master=keeps, wait_for_workers=False, timeout=datetime.timedelta(seconds=seconds))
+            self.store: Any = _store(ip, port, keeps=True, seconds=seconds) if keeps else _answering_store(ip, port, seconds)
         except (dist.DistError, RuntimeError) as error:
             what = "the port cannot be taken" if keeps else "the policy does not answer"
             message = f"no group for weights at {self.address}: {what} ({error}); choose another port, or look at the policy"
@@ -182,3 +183,34 @@ class Meeting:
         if verdict["error"]:
             raise RefitError(f"no group for weights at {self.address}: {verdict['error']}")
         return verdict
+
+
+def _store(ip: str, port: int, *, keeps: bool, seconds: float) -> Any:
+    return dist.TCPStore(ip, port, is_master=keeps, wait_for_workers=False, timeout=datetime.timedelta(seconds=seconds))
+
+
+def _answering_store(ip: str, port: int, seconds: float) -> Any:
+    """The store that somebody else keeps.
+
+    Another program that has the port and says nothing would be waited for without an end: the store's own timeout counts until it is
+    connected. So a thread enters it, which is left to such a program.
+
+    Raises:
+        RuntimeError: nobody answers in time, or it is no store.
+    """
+    found: list[Any] = []
+
+    def enter() -> None:
+        try:
+            found.append(_store(ip, port, keeps=False, seconds=seconds))
+        except (dist.DistError, RuntimeError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=enter, name=f"store-of-{ip}:{port}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise RuntimeError(f"no store has answered within {seconds:g} s")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

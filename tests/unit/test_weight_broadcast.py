@@ -108,6 +108,14 @@ def test_a_taken_port_and_an_absent_policy_are_errors() -> None:
         joining(free_port(HOST), 1, handshake_s=2.0)()
 
 
+def test_another_program_s_port_that_says_nothing_is_an_error_in_time() -> None:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        with pytest.raises(RefitError, match=r"the policy does not answer .*no store has answered within 0\.1 s"):
+            joining(listener.getsockname()[1], 1, handshake_s=0.1)()
+
+
 def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, torch.Tensor], version: int) -> None:
     nothing, *received = together(lambda: policy.send(iter(sent.items()), version), *engines)
     assert nothing is None
