@@ -6,11 +6,14 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megarl.errors import RefitError
+from megarl.errors import MegarlError, RefitError
 
 if TYPE_CHECKING:
+    import ray
+
+    from megarl.distributed.worker_groups import RayWorkerGroup
     from megarl.models.generation.vllm.generation import VllmGeneration
     from megarl.models.policy.lm_policy import Policy
 
@@ -44,8 +47,13 @@ def refit_policy_generation(
         policy_generation.prepare_for_generation(tags=["kv_cache"])
     else:
         sending, receiving = policy.broadcast_weights_for_collective(), policy_generation.update_weights_from_collective()
-        policy.worker_group.get_all_worker_results(sending)
-        policy_generation.loaded(policy_generation.worker_group.get_all_worker_results(receiving))
+        try:
+            policy.worker_group.get_all_worker_results(sending)
+            policy_generation.loaded(policy_generation.worker_group.get_all_worker_results(receiving))
+        except MegarlError:
+            # the group may be broken; one that is not is soon made again
+            policy_generation.in_group = False
+            raise
     if policy_generation.version is None:
         raise RefitError("a refit ended without an error, yet not all engines have the same whole weights; this is a defect of megarl")
 
@@ -74,16 +82,27 @@ def connect(policy: Policy, generation: VllmGeneration) -> None:
     delta_share = float(generation.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
-        try:
-            sending = policy.init_collective(address, port, size, delta_share=delta_share)
-            receiving = generation.init_collective(address, port, size)
-            policy.worker_group.get_all_worker_results(sending)
-            generation.worker_group.get_all_worker_results(receiving)
+        sending = policy.init_collective(address, port, size, delta_share=delta_share)
+        receiving = generation.init_collective(address, port, size)
+        # all are waited for: an engine that still looks for the policy at one port would come too late to the next one
+        failures = [_failure_of(policy.worker_group, future) for future in sending]
+        failures += [_failure_of(generation.worker_group, future) for future in receiving]
+        error = next((failure for failure in failures if failure is not None), None)
+        if error is None:
             return
-        except RefitError as error:
-            if attempt == CONNECTION_ATTEMPTS:
-                raise
-            logger.warning("attempt %d of %d to connect the engines failed: %s", attempt, CONNECTION_ATTEMPTS, error)
+        generation.in_group = False
+        if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
+            raise error
+        logger.warning("attempt %d of %d to connect the engines failed: %s", attempt, CONNECTION_ATTEMPTS, error)
+
+
+def _failure_of(group: RayWorkerGroup, future: ray.ObjectRef[Any]) -> MegarlError | None:
+    """What a call of a worker fails by, if it does."""
+    try:
+        group.get_all_worker_results([future])
+    except MegarlError as error:
+        return error
+    return None
 
 
 @dataclass
