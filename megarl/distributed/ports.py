@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 # Ray's processes take theirs below, and the kernel above where nothing else is configured.
@@ -13,17 +14,18 @@ _ATTEMPTS = 100
 _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_port(address: str) -> int:
-    """A port of ``address`` that nobody listens on now, and that the kernel gives to nobody who does not ask for it by number.
+def free_port(address: str, ports: Sequence[int] = _QUIET) -> int:
+    """A port of ``address`` out of ``ports`` that nobody listens on now, and that the kernel gives to nobody who does not ask by number.
 
     Between this answer and the server's bind, every connection and every bind to port 0 on this host takes a port of the kernel's range; a
-    port out of that range is left alone unless somebody names it. Where the kernel's range leaves no such port, it is one of that range.
+    port out of that range is left alone unless somebody names it. Where the kernel's range leaves no such port of ``ports``, it is one of
+    that range.
 
     Raises:
         OSError: the address is not one of this host, or has no free port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    candidates = _quiet_ports()
+    candidates = _quiet_ports(ports)
     # the operating system's entropy: processes that seed ``random`` alike must not all ask for the same port
     random.SystemRandom().shuffle(candidates)
     for port in candidates[:_ATTEMPTS]:
@@ -38,9 +40,9 @@ def _bound(family: int, address: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _quiet_ports() -> list[int]:
+def _quiet_ports(ports: Sequence[int]) -> list[int]:
     try:
         first, last = map(int, _KERNELS_RANGE.read_text().split())
     except (OSError, ValueError):
         return []
-    return [port for port in _QUIET if not first <= port <= last]
+    return [port for port in ports if not first <= port <= last]

@@ -10,11 +10,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import psutil
 
 from megarl import env
+from megarl.distributed.ports import free_port
 
 NODES = ("n1", "n2")
 # Below those of the jobs' Rays, see launch/slurm_job.sh, and far below those that the kernel hands out.
@@ -180,12 +182,19 @@ class LoopbackSlurm:
         self.wait_until(free, "all nodes are free")
 
     def start_again(self, job: str) -> None:
-        """Let a requeued job start at once, not in two minutes as Slurm wants it."""
+        """Let a requeued job start as soon as it safely can, not in the two minutes for which Slurm holds it back.
+
+        A node takes the credential of a new start only when that is newer, in whole seconds of the controller's clock, than the end of the
+        start before; it refuses any other ("already killed, do not launch batch job"), and the job has FAILED. So Slurm waits for as long
+        as a credential is valid: ``AuthInfo=cred_expire``, which also is the time in which a loaded machine has to launch a step, and so
+        stays what it is here. The nodes have nothing more to end once they are free; in the second after that, the credential is newer.
+        """
         self.await_free_nodes()
+        safe = datetime.fromtimestamp(int(time.time()) + 1).isoformat()
 
         def started() -> bool:
             if self.property(job, "JobState") == "PENDING":
-                self.say("scontrol", "update", f"JobId={job}", "StartTime=now")
+                self.say("scontrol", "update", f"JobId={job}", f"StartTime={safe}")
             return self.property(job, "JobState") != "PENDING"
 
         self.wait_until(started, f"job {job} runs again", job)
@@ -211,10 +220,7 @@ class LoopbackSlurm:
 
 
 def _free_ports(number: int) -> list[int]:
-    found: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            found.append(port)
-        if len(found) == number:
-            return found
-    raise OSError(f"{len(found)} of {number} ports from {_PORTS} are free")
+    found: set[int] = set()
+    while len(found) < number:
+        found.add(free_port("", _PORTS))
+    return list(found)

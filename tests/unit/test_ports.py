@@ -25,6 +25,11 @@ def test_a_port_is_outside_of_what_the_kernel_hands_out(kernels_range: Path) -> 
     assert {ports.free_port(HOST) for _ in range(50)} == {20000, 20001}
 
 
+def test_a_port_is_of_those_to_choose_from(kernels_range: Path) -> None:
+    kernels_range.write_text("7003\t60999\n")
+    assert {ports.free_port(HOST, range(7001, 7010)) for _ in range(50)} == {7001, 7002}
+
+
 def test_a_port_that_is_taken_is_passed_over(kernels_range: Path) -> None:
     kernels_range.write_text("20002\t60999\n")
     with socket.socket() as taken:
