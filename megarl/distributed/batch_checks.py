@@ -11,7 +11,15 @@ import torch
 from megarl.errors import BatchError
 
 
-def check_batch(data: Any, *, required: Sequence[str], vocab_size: int, max_length: int, may_be_empty: bool = False) -> None:
+def check_batch(
+    data: Any,
+    *,
+    required: Sequence[str],
+    vocab_size: int,
+    max_length: int,
+    max_length_key: str = "policy.max_total_sequence_length",
+    may_be_empty: bool = False,
+) -> None:
     """Refuse a batch that a worker could not use.
 
     Args:
@@ -19,6 +27,7 @@ def check_batch(data: Any, *, required: Sequence[str], vocab_size: int, max_leng
         required: keys that have to be there besides ``input_ids`` and ``input_lengths``.
         vocab_size: token ids lie in [0, vocab_size).
         max_length: longest sequence the configuration allows, tokens.
+        max_length_key: that says so.
         may_be_empty: whether a batch without rows is legal.
 
     Raises:
@@ -34,7 +43,7 @@ def check_batch(data: Any, *, required: Sequence[str], vocab_size: int, max_leng
     rows, width = ids.shape
     if rows == 0 and not may_be_empty:
         raise BatchError("the batch is empty (0 rows): give at least one sample")
-    problems += _length_problems(lengths, rows, width, max_length)
+    problems += _length_problems(lengths, rows, width, max_length, max_length_key)
     problems += _shape_problems(data, rows, width)
     if not problems and "token_mask" in data:
         problems += _mask_problems(data["token_mask"], lengths)
@@ -48,7 +57,7 @@ def _describe(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _length_problems(lengths: Any, rows: int, width: int, max_length: int) -> list[str]:
+def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_length_key: str) -> list[str]:
     if not isinstance(lengths, torch.Tensor) or lengths.shape != (rows,) or lengths.dtype not in (torch.int64, torch.int32):
         return [f"input_lengths: expected an integer tensor [{rows}], got {_describe(lengths)}"]
     if rows == 0:
@@ -61,7 +70,7 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int) -> li
         problems.append(f"input_lengths[{int(lengths.argmax())}] = {longest}: input_ids has only {width} columns")
     if longest > max_length:
         problems.append(
-            f"input_lengths[{int(lengths.argmax())}] = {longest} tokens: more than policy.max_total_sequence_length = {max_length}; "
+            f"input_lengths[{int(lengths.argmax())}] = {longest} tokens: more than {max_length_key} = {max_length}; "
             "raise it or shorten the sample"
         )
     return problems

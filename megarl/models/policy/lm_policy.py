@@ -15,6 +15,7 @@ import torch
 from converters.source import open_source
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend
+from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -25,7 +26,6 @@ from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
-from megarl.models.policy.batch_checks import check_batch
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 from megarl.weight_sync.manifest import groups_within
