@@ -252,6 +252,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("heads_divide_over_an_engine", {"g.vllm_cfg.tensor_parallel_size": 5, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
     ("changes_go_to_engines_apart", {"g.vllm_cfg.refit_delta_share": 0.5, **ON_VLLM}, {}, {"g.vllm_cfg.refit_delta_share"}),
+    (
+        "engines_stay_the_policy_s",
+        {"g.vllm_kwargs": {"logprobs_mode": "raw_logprobs", "enable_prefix_caching": True, "max_num_seqs": 4}, **ON_VLLM},
+        {},
+        {"g.vllm_kwargs.logprobs_mode", "g.vllm_kwargs.enable_prefix_caching"},
+    ),
     ("engine_reaches_length", {"g.vllm_cfg.max_model_len": 609, **ON_VLLM}, {}, {"g.vllm_cfg.max_model_len"}),
     (
         "shared_devices_need_no_resources",

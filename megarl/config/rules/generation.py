@@ -11,6 +11,13 @@ from megarl.errors import Violation
 
 VLLM = f"{GENERATION}.vllm_cfg"
 LONGEST = "policy.max_total_sequence_length"
+_REFIT = "the policy's weights come by it"
+FIXED_ARGUMENTS = {
+    "weight_transfer_config": _REFIT,
+    "worker_extension_cls": _REFIT,
+    "logprobs_mode": "training scores the tokens after the temperature, and what generates has to score them alike",
+    "enable_prefix_caching": "a prefix that was computed with older weights would be used after a refit",
+}
 BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
 
@@ -116,6 +123,15 @@ def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
         )
 
 
+def engines_stay_the_policy_s(view: View) -> Iterator[Violation]:
+    """Of vLLM's arguments some are what refits and log-probabilities rest on."""
+    view.require(_on_vllm(view))
+    key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
+    for name, why in FIXED_ARGUMENTS.items():
+        if name in given:
+            yield Violation(f"{key}.{name}", given[name], why, "remove it")
+
+
 def _on_vllm(view: View) -> bool:
     return bool(view[f"{GENERATION}.backend"] == "vllm")
 
@@ -174,6 +190,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
     heads_divide_over_an_engine,
     engine_reaches_length,
     changes_go_to_engines_apart,
+    engines_stay_the_policy_s,
     prompt_and_answer_fit,
     example_fits,
     model_reaches_length,

@@ -91,7 +91,8 @@ class GenerationConfig(TypedDict):
         pad_token_id: fills answers up; the tokenizer's when absent.
         colocated: whether training and generation share devices.
         vllm_cfg: vLLM engines; read where ``backend`` is vllm.
-        vllm_kwargs: further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it.
+        vllm_kwargs: further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it; not those that refits and log-probabilities rest
+            on.
     """
 
     backend: NotRequired[Literal["megatron", "vllm", "hf"]]
