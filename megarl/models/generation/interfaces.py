@@ -132,7 +132,8 @@ class GenerationOutputSpec(TypedDict):
         output_ids: int64 [B, S'], prompt and answer, right-padded with the pad token.
         generation_lengths: int64 [B], tokens of the answer.
         unpadded_sequence_lengths: int64 [B], tokens of prompt and answer.
-        logprobs: float32 [B, S'], of the tokens of the answer; 0 on the prompt and on padding.
+        logprobs: float32 [B, S'], of the tokens of the answer; 0 on the prompt and on padding. NaN where the engine does not know them:
+            vLLM gives those of greedy tokens before the temperature, so that they count only where that is 1.
     """
 
     output_ids: torch.Tensor

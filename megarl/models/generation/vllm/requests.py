@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What vLLM gave for one prompt: tokens, their log-probabilities, and whether a length limit ended it."""
+    """What vLLM gave for one prompt: tokens, their log-probabilities (NaN where none were asked for), and whether a length limit ended
+    it."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -55,16 +57,17 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
     lengths = data["input_lengths"].tolist()
     stops = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     seeds = data["sampling_seeds"].tolist() if "sampling_seeds" in data else [None] * len(lengths)
+    settings = SamplingSettings.of(config, greedy=greedy)
     found = []
     for row, (length, stop, seed) in enumerate(zip(lengths, stops, seeds, strict=True)):
         room = min(config["max_new_tokens"], longest - length)
         if room <= 0:
             continue
         options = {
-            **_drawing(SamplingSettings.of(config, greedy=greedy)),
+            **_drawing(settings),
             "max_tokens": room,
-            # of the drawn token alone
-            "logprobs": 0,
+            # of the drawn token alone; a greedy token's would be those before the temperature
+            "logprobs": None if greedy and settings.temperature != 1.0 else 0,
             "seed": None if seed is None else seed % 2**63,
             "stop": list(stop) or None,
             "stop_token_ids": list(config.get("stop_token_ids") or []),
@@ -88,7 +91,9 @@ def _drawing(settings: SamplingSettings) -> dict[str, Any]:
 def answer_of(completion: Any) -> Answer:
     """The answer in one of vLLM's ``CompletionOutput``."""
     tokens = list(completion.token_ids)
-    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs or (), strict=True)]
+    if completion.logprobs is None:
+        return Answer(tokens, [math.nan] * len(tokens), completion.finish_reason == "length")
+    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
     return Answer(tokens, logprobs, completion.finish_reason == "length")
 
 
