@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.algorithms.loop import total_steps
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
-from megarl.errors import CheckpointError, ConfigError, DataError, StateError
+from megarl.cli import report
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError
 from megarl.observe.launches import read_launches
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
+from tests.unit.reference_policy import ReferencePolicy
 from tests.unit.tiny_model import make_tiny_model
 
 TAUGHT = 70
@@ -73,6 +78,44 @@ def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, mod
     assert maker.policies[0]._prepared == "shut down"
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_4")
     AutoTokenizer.from_pretrained(tmp_path / "hf" / "step_4")
+
+
+class OtherGenerator(PolicyMaker):
+    """Makes policies whose answers say of each token that it was likelier, by 0.06 in the logarithm, than the policy has it."""
+
+    def __call__(self, *arguments: Any) -> ReferencePolicy:
+        policy = super().__call__(*arguments)
+        generate = policy.generate
+
+        def generate_otherwise(*args: Any, **kwargs: Any) -> BatchedDataDict[Any]:
+            output = generate(*args, **kwargs)
+            output["logprobs"] = torch.where(output["logprobs"] != 0, output["logprobs"] + 0.06, 0.0)
+            return output
+
+        policy.generate = generate_otherwise  # type: ignore[method-assign]
+        return policy
+
+
+def test_a_mismatch_is_logged_at_every_step_and_ends_the_run_at_its_bound(
+    tmp_path: Path, models: dict[str, str], data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config("grpo", tmp_path / "open", models["grpo"], data, max_num_steps=2, val_period=0, val_at_start=False)
+    config["checkpointing"]["enabled"] = False
+    assert run(config, OtherGenerator()) == 0
+    logged = rows(tmp_path / "open")
+    assert [row["step"] for row in logged] == [1, 2]
+    for row in logged:
+        assert row["train/mismatch_mean"] == pytest.approx(0.06, abs=1e-5)
+        assert row["train/mismatch_max"] == pytest.approx(0.06, abs=1e-4)
+        assert row["train/mismatch_share_above_0.05"] == 1.0
+        assert row["train/token_mult_prob_error"] == pytest.approx(math.exp(0.06), abs=1e-5)
+    config = make_config("grpo", tmp_path / "bound", models["grpo"], data, max_token_mult_prob_error=1.05)
+    maker = OtherGenerator()
+    with pytest.raises(MismatchError) as stopped:
+        run(config, maker)
+    assert maker.policies[0].trained_steps == 0
+    assert report(stopped.value) == 1
+    assert "step 1: token_mult_prob_error = 1.062 is above grpo.max_token_mult_prob_error = 1.05" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
