@@ -105,6 +105,7 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
     generation = VllmGeneration(
         cluster,
         config["policy"]["generation"],
+        tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
         call_timeout_s=config["deadlines"]["step_s"],

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,19 @@ SAMPLING = {"temperature": 0.7, "top_k": 30, "top_p": 0.9}
 PROMPTS = BatchedDataDict(
     {"input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]), "input_lengths": torch.tensor([4, 2, 3])}
 )
+
+BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"input_lengths": torch.tensor([4, 0, 3])}, r"input_lengths\[1\] = 0: a sequence has at least 1 token"),
+    ({"input_lengths": torch.tensor([5, 2, 3])}, r"input_lengths\[0\] = 5: input_ids has only 4 columns"),
+    ({"input_ids": torch.full((3, 4), VOCABULARY)}, r"input_ids\[0, 0\] = \d+ .*token ids lie in"),
+    ({"input_ids": torch.ones(3, 4)}, r"input_ids: expected an int64 tensor \[B, S\], got torch.float32"),
+    (
+        {"input_ids": torch.full((3, 65), 5), "input_lengths": torch.tensor([4, 65, 3])},
+        r"input_lengths\[1\] = 65 tokens: more than policy\.generation\.vllm_cfg\.max_model_len = 64",
+    ),
+    ({"stop_strings": [None, [""], None]}, r"stop_strings\[1\] has ''"),
+    ({"sampling_seeds": torch.tensor([1, 2])}, "sampling_seeds"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +137,20 @@ def policy_of(name: str, model: Path) -> Policy:
     return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
 
 
+@pytest.fixture(scope="module")
+def untrained(local_ray: int, model: Path) -> Iterator[Policy]:
+    policy = policy_of("megatron-tp1", model)
+    yield policy
+    assert policy.shutdown()
+
+
+@pytest.fixture
+def policy(untrained: Policy) -> Policy:
+    """One for all tests that train none, its parameters on the device."""
+    untrained.prepare_for_lp_inference()
+    return untrained
+
+
 def greedy_answers(directory: Path) -> list[list[int]]:
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rows = []
@@ -187,8 +215,7 @@ def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
     assert rows_of(generation.generate(turned)) == rows_of(drawn)[::-1]
 
 
-def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGeneration, model: Path) -> None:
-    policy = policy_of("megatron-tp1", model)
+def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGeneration, policy: Policy) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     free = rows_of(colocated.generate(PROMPTS, greedy=True))
@@ -200,13 +227,16 @@ def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGenera
     full = BatchedDataDict({"input_ids": torch.full((2, 64), 5), "input_lengths": torch.tensor([64, 61])})
     output = colocated.generate(full, greedy=True)
     assert output["generation_lengths"].tolist() == [0, 3] and output["truncated"].all()
-    with pytest.raises(BatchError, match="input_lengths is missing"):
-        colocated.generate(BatchedDataDict({"input_ids": torch.ones(1, 2)}))
-    assert policy.shutdown()
+    for changes, message in BAD_PROMPTS:
+        with pytest.raises(BatchError, match=message):
+            colocated.generate(BatchedDataDict({**PROMPTS, **changes}), greedy=True)
+    with pytest.raises(RefitError, match="no handles of weights"):
+        colocated.update_weights_from_ipc_handles({})
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == free
 
 
-def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGeneration, model: Path) -> None:
-    policy = policy_of("megatron-tp1", model)
+def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGeneration, policy: Policy) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     before = rows_of(colocated.generate(PROMPTS, greedy=True))
@@ -222,11 +252,9 @@ def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGene
         colocated.update_weights_from_ipc_handles(half)
     refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
-    assert policy.shutdown()
 
 
-def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, model: Path) -> None:
-    policy = policy_of("megatron-tp1", model)
+def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, policy: Policy) -> None:
     apart.prepare_refit_info(policy.prepare_refit_info() or {})
     connect(policy, apart)
     sending, receiving = policy.broadcast_weights_for_collective(), apart.update_weights_from_collective()
@@ -250,13 +278,11 @@ def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, 
         apart.generate(PROMPTS)
     refit_policy_generation(policy, apart, colocated_inference=False)
     assert rows_of(apart.generate(PROMPTS, greedy=True)) == before
-    assert policy.shutdown()
 
 
 def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_it_is_refitted(
-    colocated: VllmGeneration, model: Path
+    colocated: VllmGeneration, policy: Policy
 ) -> None:
-    policy = policy_of("megatron-tp1", model)
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     before = rows_of(colocated.generate(PROMPTS, greedy=True))
@@ -273,7 +299,6 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
         colocated.generate(PROMPTS)
     refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
-    assert policy.shutdown()
 
 
 @slow
@@ -325,7 +350,9 @@ def resident_bytes(process: int) -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def test_a_wrong_world_size_is_refused_at_once(apart: VllmGeneration, model: Path) -> None:
+def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(apart: VllmGeneration, model: Path) -> None:
+    with pytest.raises(RefitError, match="the refit info is not"):
+        apart.prepare_refit_info({"weight": (2, 3)})
     apart.prepare_refit_info({"weight": ((2, 3), torch.float32)})
     with pytest.raises(RefitError, match=r"world_size = 9: 2 engines of 1 ranks and the policy make 3"):
         apart.init_collective("127.0.0.1", 1, 9)
@@ -346,10 +373,11 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
     """Two steps, each with a validation and a checkpoint; a second launch goes on from there and stops at a bound of no difference."""
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)))
-    # beside the model's config.json transformers would take a tokenizer of Qwen2's kind
+    # the policy's tokenizer is elsewhere than its model
+    bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
     words = tokenizer_of_words(tmp_path / "tokenizer", [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
-    policy = policy_config(model, gbs=8, mbs=4, temperature=0.7)
+    policy = policy_config(bare, gbs=8, mbs=4, temperature=0.7)
     settings = {"enforce_eager": True, "kv_cache_gb": 0.02, "env_vars": {"VLLM_CPU_CI_ENV": "1"}}
     if not shared:
         settings["refit_delta_share"] = 0.9
@@ -357,6 +385,7 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
         "backend": "vllm",
         "max_new_tokens": 5,
         "temperature": 0.7,
+        "stop_strings": ["w7"],
         "colocated": {"enabled": True} if shared else {"enabled": False, "resources": {"gpus_per_node": 1}},
         "vllm_cfg": settings,
     }

@@ -19,11 +19,12 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def options(changes: dict[str, Any] | None = None, *, on_cpu: bool = False) -> dict[str, Any]:
+def options(changes: dict[str, Any] | None = None, tokenizer: str | None = None, *, on_cpu: bool = False) -> dict[str, Any]:
     raw = changed(raw_grpo(), {"policy.generation.backend": "vllm", **(changes or {})})
     generation = complete_policy(raw["policy"])["generation"]
     settings = generation["vllm_cfg"]
-    return engine_options(generation, generation["model_name"], settings["max_model_len"], settings["precision"], 5, on_cpu=on_cpu)
+    length, precision = settings["max_model_len"], settings["precision"]
+    return engine_options(generation, generation["model_name"], length, precision, 5, tokenizer, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("key", VALUES)
@@ -37,6 +38,11 @@ def test_what_is_not_said_is_the_policy_s() -> None:
     assert (options()["model"], options()["dtype"], options()["max_model_len"]) == ("owner/a-model-that-is-on-no-disk", "bfloat16", 610)
     own = options({"policy.generation.vllm_cfg": {"precision": "float16", "max_model_len": 700}})
     assert own == {**options(), "dtype": "float16", "max_model_len": 700}
+
+
+def test_stop_strings_are_looked_for_in_the_texts_of_the_policy_s_tokenizer() -> None:
+    assert options()["tokenizer"] == options()["model"]
+    assert options(tokenizer="words") == {**options(), "tokenizer": "words"}
 
 
 def test_devices_of_its_own_need_no_sleep_and_another_way_for_the_weights() -> None:

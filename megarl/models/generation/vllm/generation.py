@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from converters.source import open_source
 from megarl import env
+from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from megarl.models.generation.stopping import stop_strings_of_rows
+from megarl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
     import ray
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER = "megarl.models.generation.vllm.worker.VllmGenerationWorker"
-REQUIRED = ("input_ids", "input_lengths")
+INPUTS = ("input_ids", "input_lengths", "stop_strings", "sampling_seeds")
+LONGEST = "policy.generation.vllm_cfg.max_model_len"
 
 
 class VllmGeneration(GenerationInterface):
@@ -38,6 +43,7 @@ class VllmGeneration(GenerationInterface):
         model: directory or hub id of the model; ``config["model_name"]`` by default.
         longest: most tokens of prompt and answer together.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
+        tokenizer: directory or hub id, for stop strings; the model's by default.
         seed: where a batch brings no sampling seeds.
         init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
 
@@ -60,6 +66,7 @@ class VllmGeneration(GenerationInterface):
         model: str | None = None,
         longest: int | None = None,
         dtype: str | None = None,
+        tokenizer: str | None = None,
         seed: int = 0,
         init_timeout_s: float = 900.0,
         call_timeout_s: float = 3600.0,
@@ -68,6 +75,9 @@ class VllmGeneration(GenerationInterface):
         ranks = int(settings["tensor_parallel_size"])
         on_cpu = not cluster.use_gpus
         self.cfg = config
+        model = model or config["model_name"]
+        self._longest = int(longest or settings["max_model_len"])
+        self._vocab_size = int((open_source(model).read_json("config.json") or {})["vocab_size"])
         places = _first_places(cluster, ranks)
         self.expected_version: int | None = None
         self.in_group = False
@@ -80,10 +90,11 @@ class VllmGeneration(GenerationInterface):
         builder = RayWorkerBuilder(
             WORKER,
             dict(config),
-            model or config["model_name"],
-            longest or settings["max_model_len"],
+            model,
+            self._longest,
             dtype or settings["precision"],
             seed,
+            tokenizer,
         )
         self._start = functools.partial(
             RayWorkerGroup,
@@ -135,8 +146,13 @@ class VllmGeneration(GenerationInterface):
     # refit
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its devices are ready afterwards."""
-        self._weights = [[name, list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()]
+        """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its devices are ready afterwards.
+
+        Raises:
+            RefitError: it is something else.
+        """
+        tensors = Manifest.from_description(state_dict_info).tensors
+        self._weights = [[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
         self._forget()
         self.expected_version = None
         if self._colocated:
@@ -168,6 +184,8 @@ class VllmGeneration(GenerationInterface):
             RefitError, WorkerError: an engine could not take them; none answers until a whole refit.
         """
         self._forget()
+        if not ipc_handles:
+            raise RefitError("no handles of weights: pass on what the policy's get_weights_ipc_handles() returned")
         self.expected_version = int(next(iter(ipc_handles.values()))["version"])
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
@@ -226,12 +244,11 @@ class VllmGeneration(GenerationInterface):
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
-        missing = [key for key in REQUIRED if key not in data]
-        if missing:
-            raise BatchError(f"generate() needs {' and '.join(REQUIRED)}; {missing[0]} is missing: add it")
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in INPUTS if name in data})
+        # an engine would fail over them, and have to be started anew
+        check_batch(needed, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=LONGEST)
+        stop_strings_of_rows(self.cfg.get("stop_strings"), needed.get("stop_strings"), needed.size)
         self._require_weights()
-        names = [name for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data]
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in names})
         if "sampling_seeds" not in needed:
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))

@@ -11,21 +11,25 @@ GIB = 2**30
 CACHE_ON_A_CPU = GIB
 
 
-def engine_options(config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int, *, on_cpu: bool) -> dict[str, Any]:
+def engine_options(
+    config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int, tokenizer: str | None = None, *, on_cpu: bool
+) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine.
 
     Args:
         config: the generation configuration with ``vllm_cfg``, defaults filled in.
-        model: Hugging Face directory or hub id, for the architecture and the tokenizer.
+        model: Hugging Face directory or hub id, for the architecture.
         longest: most tokens of prompt and answer together.
         dtype: of the weights.
         seed: of vLLM itself; answers depend on the seeds of their rows.
+        tokenizer: directory or hub id; stop strings are looked for in its texts. The model's by default.
         on_cpu: the engine runs without a GPU.
     """
     settings = config["vllm_cfg"]
     shared = bool(config["colocated"]["enabled"])
     options: dict[str, Any] = {
         "model": model,
+        "tokenizer": tokenizer or model,
         "tensor_parallel_size": settings["tensor_parallel_size"],
         "dtype": dtype,
         "seed": seed,

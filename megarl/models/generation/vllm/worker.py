@@ -20,13 +20,16 @@ class VllmGenerationWorker:
 
     Args:
         config: the generation configuration, with ``vllm_cfg``.
-        model: Hugging Face directory or hub id, for the architecture and the tokenizer.
+        model: Hugging Face directory or hub id, for the architecture.
         longest: most tokens of prompt and answer together.
         dtype: of the weights.
         seed: of vLLM itself; answers depend on the seeds of their rows.
+        tokenizer: directory or hub id; the model's by default.
     """
 
-    def __init__(self, config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int = 0) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int = 0, tokenizer: str | None = None
+    ) -> None:
         self._config = config
         self._longest = longest
         self._names: list[str] = []
@@ -38,7 +41,7 @@ class VllmGenerationWorker:
         plugin.register()
         if on_cpu:
             _check_heads_on_a_cpu(model)
-        self._llm = LLM(**engine_options(config, model, longest, dtype, seed, on_cpu=on_cpu))
+        self._llm = LLM(**engine_options(config, model, longest, dtype, seed, tokenizer, on_cpu=on_cpu))
 
     # refit
 
