@@ -87,8 +87,7 @@ class WeightBroadcaster:
         self._channel.close()
 
     def _pack(self, index: int, stream: Stream) -> None:
-        self._channel.clear(index)
-        pack(stream, self._channel.manifest, self._channel.parts[index], self._channel.views[index])
+        pack(stream, self._channel.manifest, self._channel.parts[index], self._channel.content(index))
         if index + 1 == len(self._channel.parts):
             expect_end(stream)
 
@@ -160,7 +159,7 @@ class WeightListener:
     def _take(self, index: int, load: Load) -> None:
         channel = self._channel
         self._check(index)
-        load([(info.name, view) for info, view in zip(channel.infos(index), channel.views[index], strict=True)])
+        load(channel.manifest.named_views(channel.parts[index], channel.content(index)))
 
     def _check(self, index: int) -> None:
         """That group ``index`` is that group of this refit, and that nothing happened to it."""

@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
-from megarl.weight_sync.manifest import ALIGNMENT, Group, Manifest, TensorInfo
+from megarl.weight_sync.layout import Group
+from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.tensor_info import ALIGNMENT, TensorInfo
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
 BUFFERS = 2
@@ -39,11 +41,7 @@ class Channel:
         coming = [(stage, part) for stage, part in every if stage == group.stage or not group.sends]
         self.parts: list[Group] = [part for _, part in coming]
         self._stages = [stage for stage, _ in coming]
-        self._hold([self._bodies[index % BUFFERS][: part.nbytes] for index, part in enumerate(self.parts)])
-
-    def _hold(self, contents: list[torch.Tensor]) -> None:
-        self._contents = contents
-        self.views = [self.manifest.views(part, content) for part, content in zip(self.parts, contents, strict=True)]
+        self._contents = [self._bodies[index % BUFFERS][: part.nbytes] for index, part in enumerate(self.parts)]
 
     def infos(self, index: int) -> tuple[TensorInfo, ...]:
         """The weights of group ``index``."""
@@ -65,9 +63,6 @@ class Channel:
 
     def succeeded(self, version: int) -> None:
         """All ranks have all weights of ``version``."""
-
-    def clear(self, index: int) -> None:
-        """Sender: group ``index`` is about to be packed."""
 
     def seal(self, index: int) -> tuple[int, int]:
         """Sender: group ``index`` is packed. The last two words of its header."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.weight_sync.manifest import padded_bytes
+from megarl.weight_sync.tensor_info import padded_bytes
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = torch.int32

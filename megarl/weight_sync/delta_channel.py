@@ -36,7 +36,7 @@ class DeltaChannel(Channel):
             self._deltas = [torch.empty(max(self._most, default=0), dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
         else:
             self._deltas = self._bodies
-            self._hold(self._base)
+            self._contents = self._base
 
     def begin(self) -> None:
         super().begin()
@@ -44,9 +44,6 @@ class DeltaChannel(Channel):
 
     def succeeded(self, version: int) -> None:
         self._base_version = version
-
-    def clear(self, index: int) -> None:
-        self.content(index).zero_()
 
     def seal(self, index: int) -> tuple[int, int]:
         new, base, word = self.content(index), self._base[index], self._words[index]

@@ -7,61 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from megarl.errors import RefitError
-
-# what the kernels of CUDA want of a tensor's beginning, and more than any dtype wants
-ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One weight: its Hugging Face name, its full shape and the dtype it is sent in."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """What would announce this weight."""
-        return cls(name, tuple(tensor.shape), tensor.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Neighbouring weights that are sent together.
-
-    Attributes:
-        first: index of the first one in the manifest.
-        offsets: where each begins in the buffer, in bytes, multiples of ``ALIGNMENT``.
-        nbytes: of the buffer, padding included.
-    """
-
-    first: int
-    offsets: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def stop(self) -> int:
-        """Index after the last weight."""
-        return self.first + len(self.offsets)
+from megarl.weight_sync.layout import Group
+from megarl.weight_sync.tensor_info import TensorInfo, padded_bytes
 
 
 @dataclass(frozen=True)
@@ -152,34 +109,34 @@ class Manifest:
                 )
         raise AssertionError("what differs as lists differs somewhere")
 
-    def views(self, group: Group, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The weights of a group where they lie in a buffer: uint8, at least as long as the group."""
-        return [
-            buffer[offset : offset + info.nbytes].view(info.dtype).view(info.shape)
-            for info, offset in zip(self.tensors[group.first : group.stop], group.offsets, strict=True)
-        ]
-
     @cached_property
     def padded_sizes(self) -> list[tuple[str, int]]:
         """Names with the bytes that they take in a buffer, in the order of sending."""
         return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
 
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes that all weights take in a buffer."""
+        return sum(nbytes for _, nbytes in self.padded_sizes)
+
+    @cached_property
+    def largest(self) -> tuple[str, int]:
+        """Name of the weight that takes most bytes in a buffer, and how many."""
+        return max(self.padded_sizes, key=itemgetter(1), default=("no weight", 0))
+
     def group(self, first: int, count: int) -> Group:
         """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out once."""
         if (first, count) not in self._groups:
-            self._groups[first, count] = self._group(first, count)
+            self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
         return self._groups[first, count]
+
+    def named_views(self, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Names and weights of a group where they lie in a buffer; made anew each time, because a view takes a kilobyte."""
+        return list(zip(self._names[group.first : group.stop], group.views(buffer), strict=True))
 
     @cached_property
     def _groups(self) -> dict[tuple[int, int], Group]:
         return {}
-
-    def _group(self, first: int, count: int) -> Group:
-        offsets, end = [], 0
-        for tensor in self.tensors[first : first + count]:
-            offsets.append(end)
-            end += padded_bytes(tensor.nbytes)
-        return Group(first, tuple(offsets), end)
 
     def group_named(self, names: Sequence[str]) -> Group:
         """The group of the weights ``names``.
@@ -197,11 +154,6 @@ class Manifest:
         return self.group(first, len(names))
 
 
-def padded_bytes(nbytes: int) -> int:
-    """Bytes that a weight takes in a buffer."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
     """Names in groups of at most ``budget`` bytes each, in order, as few as that allows.
 
@@ -216,13 +168,18 @@ def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[st
     room = 0
     for name, nbytes in sizes:
         if nbytes > budget:
-            raise RefitError(
-                f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at "
-                f"least {2 * nbytes / 2**30:.3g}, of which half is one buffer, or to null"
-            )
+            raise too_large(name, nbytes, budget)
         if not groups or nbytes > room:
             groups.append([])
             room = budget
         groups[-1].append(name)
         room -= nbytes
     return groups
+
+
+def too_large(name: str, nbytes: int, budget: int) -> RefitError:
+    """For a weight that takes more bytes than a buffer has."""
+    return RefitError(
+        f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at "
+        f"least {2 * nbytes / 2**30:.3g}, of which half is one buffer, or to null"
+    )

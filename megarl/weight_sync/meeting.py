@@ -21,7 +21,7 @@ from megarl.errors import RefitError
 
 HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
-_PROTOCOL = 3
+_PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import islice
 
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.manifest import Group, Manifest
+from megarl.weight_sync.layout import Group
+from megarl.weight_sync.manifest import Manifest
 
 Stream = Iterator[tuple[str, torch.Tensor]]
-# weights are taken in batches of this many bytes, so that gathered ones are not kept for long
-STAGED_BYTES = 32 * 2**20
 
 
-def pack(stream: Stream, manifest: Manifest, group: Group, targets: list[torch.Tensor] | None) -> None:
-    """Take the weights of a group from a stream into ``targets``, one place each; without any the stream goes on all the same.
+def pack(stream: Stream, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
+    """Take the weights of a group from a stream into ``buffer``, uint8; without any the stream goes on all the same.
 
     Raises:
         RefitError: other weights come than were announced.
     """
-    taken = 0
-    while taken < len(group.offsets):
-        stop = bisect_left(group.offsets, group.offsets[taken] + STAGED_BYTES)
-        weights = manifest.expect(group.first + taken, group.first + stop, list(islice(stream, stop - taken)))
-        if targets is not None:
-            torch._foreach_copy_(targets[taken:stop], weights)
-        taken = stop
+    first = group.first
+    for batch in group.batches:
+        weights = manifest.expect(first, first + batch.count, list(islice(stream, batch.count)))
+        if buffer is not None:
+            batch.fill(buffer, weights)
+        first += batch.count
 
 
 def expect_end(stream: Stream) -> None:

@@ -11,7 +11,8 @@ import torch
 from megarl.errors import RefitError
 from megarl.weight_sync.arena import ArenaReader
 from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.manifest import Group, Manifest
+from megarl.weight_sync.layout import Group
+from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.shared_memory import host_identity
 
 
@@ -34,7 +35,6 @@ class WeightReceiver:
         self._token: object = None
         self._round: tuple[object, int] | None = None
         self._next = 0
-        self._views: dict[tuple[int, int, int], list[tuple[str, torch.Tensor]]] = {}
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -53,7 +53,7 @@ class WeightReceiver:
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
                 first = self.manifest.tensors[group.first].name
                 raise RefitError(f"the weights from {first} on have another checksum than the policy's: start a new refit")
-            yield self._views_of(payload["slot"], group, buffer)
+            yield self.manifest.named_views(group, buffer)
             arena.check(*where)
         except BaseException:
             self._round = None
@@ -79,22 +79,13 @@ class WeightReceiver:
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
-            self._views.clear()
             self._arena, self._token = ArenaReader(payload["arena"], self._device), token
         return self._arena, self.manifest.group(payload["first"], payload["count"])
-
-    def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        key = (slot, group.first, group.stop)
-        if key not in self._views:
-            infos = self.manifest.tensors[group.first : group.stop]
-            self._views[key] = [(info.name, view) for info, view in zip(infos, self.manifest.views(group, buffer), strict=True)]
-        return self._views[key]
 
     def close(self) -> None:
         """Let go of the policy's memory."""
         self.version = None
         self._round = None
-        self._views.clear()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

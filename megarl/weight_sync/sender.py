@@ -12,7 +12,8 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync.arena import SLOTS, Arena
 from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.manifest import Group, Manifest, groups_within
+from megarl.weight_sync.layout import Group
+from megarl.weight_sync.manifest import Manifest, too_large
 from megarl.weight_sync.packing import Stream, expect_end, pack
 from megarl.weight_sync.shared_memory import host_identity
 
@@ -50,7 +51,6 @@ class WeightSender:
         self._open: Stream | None = None
         self._next = 0
         self._groups_sent = 0
-        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
 
     @property
     def knows_manifest(self) -> bool:
@@ -90,8 +90,8 @@ class WeightSender:
         """
         sizes = self.manifest.padded_sizes
         budget = self.slot_bytes()
-        if self._buffer_gib is not None:
-            groups_within(sizes, budget)
+        if self._buffer_gib is not None and self.manifest.largest[1] > budget:
+            raise too_large(*self.manifest.largest, budget)
         self.give_up()
         self._round += 1
         self._version = version
@@ -104,8 +104,7 @@ class WeightSender:
             return self._arena.slot_bytes
         if self._buffer_gib is not None:
             return int(self._buffer_gib * GIB) // SLOTS
-        sizes = [nbytes for _, nbytes in self.manifest.padded_sizes]
-        total, largest = sum(sizes), max(sizes, default=0)
+        total, largest = self.manifest.total_bytes, self.manifest.largest[1]
         wanted = DEFAULT_SLOT_BYTES
         if self._runtime.is_cuda:
             wanted = min(wanted, int(FREE_SHARE * torch.cuda.mem_get_info(self._runtime.device)[0]))
@@ -138,7 +137,7 @@ class WeightSender:
             self.give_up()
             raise
         try:
-            self._copy(group, None if buffer is None else self._views_of(slot, group, buffer))
+            self._copy(group, buffer)
         except BaseException:
             self.give_up()
             raise
@@ -170,16 +169,9 @@ class WeightSender:
             self._arena = Arena(size, self._runtime.device)
         return self._arena.claim(slot, self._round)
 
-    def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Where the group's weights go, the same at every refit."""
-        key = (slot, group.first, group.stop)
-        if key not in self._views:
-            self._views[key] = self.manifest.views(group, buffer)
-        return self._views[key]
-
-    def _copy(self, group: Group, targets: list[torch.Tensor] | None) -> None:
+    def _copy(self, group: Group, buffer: torch.Tensor | None) -> None:
         assert self._open is not None
-        pack(self._open, self.manifest, group, targets)
+        pack(self._open, self.manifest, group, buffer)
 
     def give_up(self) -> None:
         """End a refit that is under way, if there is one."""
@@ -199,7 +191,6 @@ class WeightSender:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._views.clear()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

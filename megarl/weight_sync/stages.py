@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megarl.errors import RefitError
-from megarl.weight_sync.manifest import Group, Manifest, groups_within
+from megarl.weight_sync.layout import Group
+from megarl.weight_sync.manifest import Manifest, groups_within
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from converters.source import open_source
 from megarl.distributed.ports import free_port
-from megarl.weight_sync.manifest import padded_bytes
+from megarl.weight_sync.tensor_info import padded_bytes
 from tests.choice import slow
 from tests.dist import refit_jobs
 from tests.dist.dtensor_jobs import dtensor_config

@@ -17,9 +17,10 @@ from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.channel import BUFFERS, HEADER
-from megarl.weight_sync.manifest import Manifest, TensorInfo
+from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.meeting import Meeting
 from megarl.weight_sync.stages import Stages
+from megarl.weight_sync.tensor_info import TensorInfo
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.unit.test_weight_broadcast import HOST, joining, together
 from tests.unit.test_weight_sync import assert_same

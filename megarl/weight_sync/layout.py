@@ -1,0 +1,207 @@
+"""Where the weights of a group lie in a buffer: so that one call of torch copies many of them in, and one gives many of them back.
+
+A refit on a CPU has no time for a call a weight when there are tens of thousands. Weights of one dtype whose shapes differ in their first
+size alone lie one after another, as the rows of one tensor: ``torch.cat`` fills it, on a GPU with a kernel for a hundred of them, and
+``split`` makes all of their views. Nothing is kept for a weight between two refits but its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import itemgetter
+
+import torch
+
+from megarl.weight_sync.tensor_info import ALIGNMENT, TensorInfo, padded_bytes
+
+# weights are taken in batches of this many bytes, so that gathered ones are not kept for long; they lie together in the buffer
+STAGED_BYTES = 32 * 2**20
+
+# what torch.cat takes
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+Pick = Callable[[Tensors], Tensors]
+
+
+class Run:
+    """Weights of a batch that lie one after another.
+
+    Args:
+        places: of the weights, in their batch.
+        infos: the weights.
+        begin: where they begin in the group's buffer, in bytes, a multiple of ``ALIGNMENT``.
+    """
+
+    def __init__(self, places: Sequence[int], infos: Sequence[TensorInfo], begin: int) -> None:
+        self._pick = _pick(places)
+        self._dtype = infos[0].dtype
+        self._begin = begin
+        self.end = begin + sum(padded_bytes(info.nbytes) for info in infos)
+
+    def _place(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self._begin : self.end].view(self._dtype)
+
+    def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
+        """Copy the weights of this run out of those of the batch, and zeros between them."""
+        raise NotImplementedError
+
+    def views(self, buffer: torch.Tensor) -> Tensors:
+        """The weights where they lie."""
+        raise NotImplementedError
+
+
+class Rows(Run):
+    """Weights that need no padding, with the same sizes but for the first: rows of one tensor."""
+
+    def __init__(self, places: Sequence[int], infos: Sequence[TensorInfo], begin: int) -> None:
+        super().__init__(places, infos, begin)
+        self._row = infos[0].shape[1:]
+        self._lengths = [info.shape[0] for info in infos]
+
+    def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
+        torch.cat(self._pick(weights), out=self._rows(buffer))
+
+    def views(self, buffer: torch.Tensor) -> Tensors:
+        return self._rows(buffer).split(self._lengths)
+
+    def _rows(self, buffer: torch.Tensor) -> torch.Tensor:
+        return self._place(buffer).view(-1, *self._row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What weights of one shape and dtype have in common: strides without gaps, elements with padding, and how many of these are zeros."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    length: int
+    zeros: int
+
+
+@functools.cache
+def _form(shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
+    count = math.prod(shape)
+    length = padded_bytes(count * dtype.itemsize) // dtype.itemsize
+    return _Form(shape, torch.empty(shape, device="meta").stride(), length, length - count)
+
+
+class Padded(Run):
+    """Weights of any shapes, each with zeros behind it up to where the next one may begin."""
+
+    def __init__(self, places: Sequence[int], infos: Sequence[TensorInfo], begin: int) -> None:
+        super().__init__(places, infos, begin)
+        self._to_flatten = [index for index, info in enumerate(infos) if len(info.shape) != 1]
+        self._forms = [_form(info.shape, info.dtype) for info in infos]
+        self._zeros = sorted({form.zeros for form in self._forms})
+
+    def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
+        flat = list(self._pick(weights))
+        for index in self._to_flatten:
+            flat[index] = flat[index].flatten()
+        most = torch.zeros(self._zeros[-1], dtype=self._dtype, device=buffer.device)
+        zeros = {count: most[:count] for count in self._zeros}
+        parts = flat * 2
+        parts[::2], parts[1::2] = flat, [zeros[form.zeros] for form in self._forms]
+        torch.cat(parts, out=self._place(buffer))
+
+    def views(self, buffer: torch.Tensor) -> Tensors:
+        place = self._place(buffer)
+        begin, views = place.storage_offset(), []
+        for form in self._forms:
+            views.append(place.as_strided(form.shape, form.strides, begin))
+            begin += form.length
+        return views
+
+
+class Batch:
+    """Neighbouring weights that are taken from a stream at once.
+
+    Args:
+        infos: the weights.
+        begin: where they begin in the group's buffer, in bytes, a multiple of ``ALIGNMENT``.
+    """
+
+    def __init__(self, infos: Sequence[TensorInfo], begin: int) -> None:
+        self.count = len(infos)
+        alike: dict[tuple[torch.dtype, tuple[int, ...] | None], list[int]] = {}
+        for place, info in enumerate(infos):
+            alike.setdefault((info.dtype, _row(info)), []).append(place)
+        self._runs: list[Run] = []
+        for (_, row), places in alike.items():
+            run = (Padded if row is None else Rows)(places, [infos[place] for place in places], begin)
+            self._runs.append(run)
+            begin = run.end
+        there = list(chain.from_iterable(alike.values()))
+        self._in_order = _pick(sorted(range(len(there)), key=there.__getitem__))
+
+    @torch.no_grad()
+    def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
+        """Copy all weights into a buffer.
+
+        Args:
+            buffer: uint8, at least as long as the group.
+            weights: with the announced shapes and dtypes, in the order of sending, on the buffer's device. That has to be known before:
+                of other shapes ``torch.cat`` would lay down as many bytes as there are, past the end, with no more than a warning.
+        """
+        for run in self._runs:
+            run.fill(buffer, weights)
+
+    def views(self, buffer: torch.Tensor) -> Tensors:
+        """The weights where they lie in a buffer, in the order of sending."""
+        return self._in_order([*chain.from_iterable(run.views(buffer) for run in self._runs)])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring weights that are sent together.
+
+    Attributes:
+        first: index of the first one in the manifest.
+        count: of the weights.
+        nbytes: of the buffer, padding included.
+        batches: in which they come.
+    """
+
+    first: int
+    count: int
+    nbytes: int
+    batches: tuple[Batch, ...]
+
+    @classmethod
+    def of(cls, first: int, infos: Sequence[TensorInfo]) -> Group:
+        """Lay out the weights ``infos``, of which ``first`` is the first one's index."""
+        ends = list(accumulate(padded_bytes(info.nbytes) for info in infos))
+        return cls(first, len(infos), ends[-1] if ends else 0, tuple(_batches(infos, ends)))
+
+    @property
+    def stop(self) -> int:
+        """Index after the last weight."""
+        return self.first + self.count
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The weights where they lie in a buffer, in the order of sending; the buffer is uint8, at least as long as the group."""
+        return [*chain.from_iterable(batch.views(buffer) for batch in self.batches)]
+
+
+def _batches(infos: Sequence[TensorInfo], ends: Sequence[int]) -> Iterator[Batch]:
+    begins = [0, *ends]
+    first = 0
+    for index in range(1, len(infos) + 1):
+        if index == len(infos) or begins[index] - begins[first] >= STAGED_BYTES:
+            yield Batch(infos[first:index], begins[first])
+            first = index
+
+
+def _row(info: TensorInfo) -> tuple[int, ...] | None:
+    """The shape of a weight's rows, if it can lie as rows among others; None where it needs padding, or has none."""
+    return info.shape[1:] if info.shape and info.nbytes and info.nbytes % ALIGNMENT == 0 else None
+
+
+def _pick(places: Sequence[int]) -> Pick:
+    """What gives the elements at ``places``, with as little Python for each as can be."""
+    if list(places) == list(range(places[0], places[-1] + 1)):
+        return itemgetter(slice(places[0], places[-1] + 1))
+    return itemgetter(*places)

@@ -1,0 +1,38 @@
+"""One weight as both sides of a refit know it, and the bytes that it takes on its way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# what the kernels of CUDA want of a tensor's beginning, and more than any dtype wants
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One weight: its Hugging Face name, its full shape and the dtype it is sent in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
+        """What would announce this weight."""
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+def padded_bytes(nbytes: int) -> int:
+    """Bytes that a weight takes in a buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
