@@ -67,18 +67,26 @@ wait_until() {
     done
 }
 
+# end_child PID SECONDS: TERM, and KILL to what is still there after that time. What not even that ends is left to Slurm.
+# shellcheck disable=SC2329  # leave calls it
+end_child() {
+    local end=$((SECONDS + $2))
+    kill -TERM "$1" 2>/dev/null || return 0
+    while kill -0 "$1" 2>/dev/null && ((SECONDS < end + 5)); do
+        ((SECONDS < end)) || kill -KILL "$1" 2>/dev/null || true
+        sleep 0.1
+    done
+}
+
+# The command goes first, and is gone before this script is: where Slurm follows processes by their parents it would outlive its job, and the
+# next attempt would find the run in use. All these seconds together are Slurm's KillWait, 30.
 # shellcheck disable=SC2329  # the trap calls it
 leave() {
     local code=$?
     trap '' TERM INT
-    [[ -z "$DRIVER_PID" ]] || kill -TERM "$DRIVER_PID" 2>/dev/null || true
+    [[ -z "$DRIVER_PID" ]] || end_child "$DRIVER_PID" 5
     ((NODE != 0)) || publish ended "$code" || true
-    if ray_runs; then
-        kill -TERM "$RAY_PID" 2>/dev/null || true
-        local end=$((SECONDS + 20))
-        while ray_runs && ((SECONDS < end)); do sleep 0.2; done
-        ! ray_runs || kill -KILL "$RAY_PID" 2>/dev/null || true
-    fi
+    [[ -z "$RAY_PID" ]] || end_child "$RAY_PID" 15
     rm -rf -- "$RAY_TEMP"
     exit "$code"
 }

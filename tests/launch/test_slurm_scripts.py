@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.fake_slurm import write_fake_slurm
@@ -249,6 +251,16 @@ def test_cancelling_is_143_and_never_requeued(job: Job, after_notice: bool) -> N
     assert process.wait(LONGEST_WAIT_S) == 143
     assert not job.requeues()
     assert "TERM from Slurm (reason: None)" in job.log
+
+
+def test_a_driver_that_does_not_listen_is_gone_before_its_node_is(job: Job) -> None:
+    process = job.start('trap "" TERM; echo $$ $PPID >"$MEGARL_ATTEMPT_DIR/processes"; ' + DRIVER + "while :; do sleep 0.1; done")
+    job.await_file("driver_started")
+    driver, node = (int(number) for number in (job.attempt() / "processes").read_text().split())
+    os.kill(node, signal.SIGTERM)
+    assert process.wait(LONGEST_WAIT_S) == 1
+    assert "driver left no exit code" in job.log
+    assert not psutil.pid_exists(driver)
 
 
 def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> None:
