@@ -152,19 +152,15 @@ class TransferGroup:
                 store.delete_key(mine)
             return [f"{self._members.name(number)}: {store.get(f'loaded/{round_}/{number}').decode()}" for number in refusing]
         except (dist.DistError, RuntimeError) as error:
-            raise RefitError(f"{self._missing(round_)} at the end of the refit: {error}; {NEW_GROUP}") from error
+            raise RefitError(f"the refit ended without {self._absent(round_)}: {error}; {NEW_GROUP}") from error
 
-    def _missing(self, round_: int) -> str:
+    def _absent(self, round_: int) -> str:
         """Who did not come to the end of a round, as far as that can be known."""
         if self._number != 0:
-            return f"the policy at {self._address} or another engine was not there"
+            return f"the policy at {self._address} or another engine"
         store = self._meeting.store
-        absent = [number for number in range(1, self._members.count) if not store.check([f"loaded/{round_}/{number}"])]
-        ranks = [number for number in absent if number < self.world_size]
-        stages = [self._members.name(number) for number in absent if number >= self.world_size]
-        said = [f"ranks {ranks} of the engines did not confirm their weights"] if ranks else []
-        said += [f"the sender of {' and of '.join(stages)} was not there"] if stages else []
-        return ", ".join(said) or "an engine left after loading its weights"
+        here = [number for number in range(1, self._members.count) if store.check([f"loaded/{round_}/{number}"])]
+        return self._members.absent(here) or "an engine that had loaded its weights"
 
     def close(self) -> None:
         """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""

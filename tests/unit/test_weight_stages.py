@@ -208,6 +208,21 @@ def test_a_stage_that_does_not_come_is_named() -> None:
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
 
+def test_who_does_not_come_to_the_end_of_a_refit_is_named() -> None:
+    port = free_port(HOST)
+    senders = [joining_one(port, 0, stage, collective_s=1.0) for stage in range(3)]
+    groups = together(*senders, joining_one(port, 1), joining_one(port, 2))
+
+    def last() -> list[str]:
+        groups[0]._meeting.store.wait([f"loaded/1/{groups[place]._number}" for place in (1, 4)])
+        return groups[0].agree(1, "", 1.0)
+
+    outcomes = together(last, *(lambda group=groups[place]: group.agree(1, "", 1.0) for place in (1, 4)))
+    assert all(isinstance(outcome, RefitError) for outcome in outcomes), outcomes
+    assert "the refit ended without ranks [1] of 3 and the sender of pipeline stage 2: " in str(outcomes[0])
+    assert all(f"without the policy at {HOST}:{port} or another engine: " in str(outcome) for outcome in outcomes[1:])
+
+
 def test_stages_that_come_after_an_engine_was_refused_hear_why() -> None:
     """As they do where the engine is faster: the store stays until they have been there."""
     port = free_port(HOST)
