@@ -70,7 +70,7 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
     """Refits with two engine ranks, threads of rank 0; how often a refit calls collectives of objects, and what goes over the pipeline.
 
     Returns:
-        ``refits``, and the names of the weights that this rank ``sends``.
+        ``refits``, the names of the weights that this rank ``sends``, and how often it ``asked`` other stages to learn them.
     """
     worker = build(config)
     digest = Manifest.from_description(worker.prepare_info_for_collective()).digest
@@ -79,7 +79,8 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
         options = {"digest": digest, "device": torch.device("cpu")}
         joining = [pool.submit(TransferGroup, "127.0.0.1", port, 3, rank, **options) for rank in (1, 2)] if first else []
-        worker.init_collective("127.0.0.1", port, 3)
+        with counted_objects() as asked:
+            worker.init_collective("127.0.0.1", port, 3)
         listeners = [WeightListener(joined.result(), Manifest.from_description(worker.prepare_refit_info())) for joined in joining]
         channel = worker._broadcaster._channel if worker._broadcaster is not None else None
         sends = [info.name for index in range(len(channel.parts)) for info in channel.infos(index)] if channel is not None else []
@@ -97,7 +98,7 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
             rows = config["train_global_batch_size"]
             worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     worker.backend.close()
-    return {"refits": seen, "sends": sends}
+    return {"refits": seen, "sends": sends, "asked": len(asked)}
 
 
 def refused(config: Mapping[str, Any], taken: int, free: tuple[int, int]) -> list[str]:

@@ -103,6 +103,7 @@ def check_apart(pool: WorkerPool, world: int, config: dict[str, Any], stages: in
     assert all(seen["same"] for result in (first, *others) for seen in result["refits"])
     assert all(seen["objects"] == 0 for result in results for seen in result["refits"])
     assert all(seen["piped"] == 0 for result in results for seen in result["refits"])
+    assert all(result["asked"] == 0 for result in results)
     assert [rank for rank, result in enumerate(results) if result["sends"]] == [stage * world // stages for stage in range(stages)]
     sent = [name for result in results for name in result["sends"]]
     assert len(sent) == len(set(sent)) and set(sent) == set(weights)

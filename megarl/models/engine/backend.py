@@ -99,6 +99,10 @@ class Backend(Protocol):
         """Those of :meth:`export_hf` that this pipeline stage has, in that order. From the second export on collective within the stage
         alone."""
 
+    def names_by_stage(self) -> Sequence[Sequence[str]]:
+        """The names that :meth:`export_stage` gives on each pipeline stage, known after a first export without another; empty where there
+        is one stage. Local."""
+
     def move(self, part: Part, place: Place) -> None:
         """Move parameters, gradients or optimizer state between the device and host memory (nothing to do on a CPU). Local."""
 

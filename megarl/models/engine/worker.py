@@ -306,14 +306,10 @@ class EngineWorker:
         self._broadcasts = True
 
     def _who_sends(self) -> Stages:
-        """Found out once, by a look at what every stage exports; collective."""
-        groups = self.backend.groups
+        """Worked out once, from the names that the stages export; local."""
         if self._stages is None:
-            self._stages = ONE_STAGE
-            if groups.pipeline_size > 1:
-                names: list[Any] = [None] * groups.pipeline_size
-                dist.all_gather_object(names, [name for name, _ in self.backend.export_stage()], group=groups.pipeline)
-                self._stages = Stages.of(self._sender.manifest, names)
+            manifest, names = self._sender.manifest, self.backend.names_by_stage()
+            self._stages = Stages.of(manifest, names) if names else ONE_STAGE
         return self._stages
 
     def _leave_collective(self) -> None:

@@ -147,6 +147,10 @@ class FSDP1Backend:
         """All of it: there is one stage."""
         return self.export_hf()
 
+    def names_by_stage(self) -> Sequence[Sequence[str]]:
+        """None: there is one stage."""
+        return ()
+
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
         """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.

@@ -211,6 +211,9 @@ class MegatronBackend:
         self.sync_parameters()
         return self._weights.of_stage()
 
+    def names_by_stage(self) -> Sequence[Sequence[str]]:
+        return self._weights.names_by_stage() if self.groups.pipeline_size > 1 else ()
+
     def move(self, part: Part, place: Place) -> None:
         move_part(self.chunks, self.optimizer, self.runtime, part, place)
 

@@ -21,6 +21,7 @@ from converters.joined import join
 from converters.rule import Rule
 from converters.rules import all_rules, rule_for
 from converters.shards import to_hf
+from megarl.errors import StateError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import parameters_of
 from megarl.models.megatron.parallel import ExpertGroups
@@ -134,6 +135,23 @@ class WeightStream:
         """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
         for the first time, when all ranks have to come."""
         return join(self._by_themselves(everywhere=False), self._architecture)
+
+    def names_by_stage(self) -> list[list[str]]:
+        """The names that :meth:`of_stage` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
+
+        Raises:
+            StateError: there is no plan before the weights were gone through once.
+        """
+        if self._buckets is None:
+            raise StateError("the names of all stages are known once the weights were gone through: take the refit info first")
+        return [[name for name, _ in join(self._without_memory(stage), self._architecture)] for stage in range(self._groups.pipeline_size)]
+
+    def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a stage exports, as tensors of names and shapes alone."""
+        for entry in itertools.chain.from_iterable(self._buckets or ()):
+            if entry.stage == stage:
+                shard = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+                yield from to_hf(entry.rule, [shard] * self._cut(entry).tensor_size, self._architecture)
 
     @torch.no_grad()
     def _by_themselves(self, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:
