@@ -169,8 +169,13 @@ run_driver() {
     exit "$code"
 }
 
+# shellcheck disable=SC2329  # wait_until calls it
+head_is_up_or_gone() { [[ -s "$DIR/head" || -e "$DIR/ended" ]]; }
+
 join_head() {
-    wait_until "$TIMEOUT_S" test -s "$DIR/head" || { say "the first node did not come up within $TIMEOUT_S s. Fix: see $DIR/node-0.log"; exit 1; }
+    wait_until "$TIMEOUT_S" head_is_up_or_gone || { say "the first node did not come up within $TIMEOUT_S s. Fix: see $DIR/node-0.log"; exit 1; }
+    # It has said why.
+    [[ -s "$DIR/head" ]] || exit 0
     RAY_ADDRESS=$(<"$DIR/head")
     start_ray --address="$RAY_ADDRESS"
     wait_until 2147483647 test -e "$DIR/ended" && exit 0
