@@ -21,7 +21,7 @@ from megarl.distributed.ports import free_port
 NODES = ("n1", "n2")
 # Below those of the jobs' Rays, see launch/slurm_job.sh, and far below those that the kernel hands out.
 _PORTS = range(7000, 10_000)
-LONGEST_WAIT_S = 400.0
+LONGEST_WAIT_S = 600.0
 _PATH = f"{env.text('PATH', '')}:/usr/sbin:/sbin"
 
 CONFIGURATION = """
@@ -80,7 +80,7 @@ class LoopbackSlurm:
         (directory / "state").mkdir(parents=True)
         (directory / "slurm.conf").write_text(text)
         try:
-            self._start("slurmctld", ["slurmctld", "-c", "-D"])
+            self._start("slurmctld", ["slurmctld", "-c", "-D"], directory)
             for node in NODES:
                 self.start_node(node)
             self.await_free_nodes()
@@ -88,11 +88,12 @@ class LoopbackSlurm:
             self.close()
             raise
 
-    def _start(self, name: str, command: list[str]) -> None:
+    def _start(self, name: str, command: list[str], directory: Path) -> None:
         with (self.directory / f"{name}.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
                 [str(shutil.which(command[0], path=_PATH)), *command[1:], "-f", self.variables["SLURM_CONF"]],
                 env=self.variables,
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -101,8 +102,9 @@ class LoopbackSlurm:
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
-        (self.directory / node).mkdir(exist_ok=True)
-        self._start(node, ["slurmd", "-D", "-N", node])
+        directory = self.directory / node
+        directory.mkdir(exist_ok=True)
+        self._start(node, ["slurmd", "-D", "-N", node], directory)
 
     def kill_node(self, node: str) -> None:
         """End everything of a node at once: its daemon, whatever runs there, and what would report its end."""
@@ -116,25 +118,20 @@ class LoopbackSlurm:
 
     def _kill_tasks(self, nodes: Sequence[str]) -> None:
         """End the processes of jobs on some nodes, after the daemons that Slurm has put above them."""
-        tasks = []
+        tasks, above = [], []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
+                # The title of such a daemon overwrites its environment.
+                if process.name() == "slurmstepd":
+                    if process.cwd() in [str(self.directory / node) for node in nodes]:
+                        above.append(process)
+                    continue
                 environment = process.environ()
                 if environment.get("SLURM_CONF") == self.variables["SLURM_CONF"] and environment.get("SLURMD_NODENAME") in nodes:
                     tasks.append(process)
-        for process in [*self._step_daemons(tasks), *tasks]:
+        for process in [*above, *tasks]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-
-    def _step_daemons(self, tasks: Sequence[psutil.Process]) -> list[psutil.Process]:
-        """Theirs is an environment that their title overwrites."""
-        above = []
-        for process in tasks:
-            with contextlib.suppress(psutil.Error):
-                parent = process.parent()
-                if parent is not None and parent.name() == "slurmstepd":
-                    above.append(parent)
-        return above
 
     def say(self, *command: str) -> str:
         """What a command of Slurm answers; empty where it fails."""
@@ -160,6 +157,10 @@ class LoopbackSlurm:
         self.wait_until(
             lambda: self._state(job) == "PENDING" and self.property(job, "Restarts") == str(restarts), f"job {job} is requeued", job
         )
+
+    def await_moment(self, job: str, happened: Callable[[], bool], what: str) -> None:
+        """Wait for something that a job does; fail at once when it has ended."""
+        self.wait_until(lambda: bool(self._state(job)) and happened(), what, job)
 
     def _state(self, job: str, end: str = "") -> str:
         """State of a job that may still go on, or has ended in ``end``."""
@@ -204,10 +205,10 @@ class LoopbackSlurm:
         return f"\n--- {path}\n{path.read_text(errors='replace')[-4000:]}" if path.is_file() else ""
 
     def wait_until(self, happened: Callable[[], bool], what: str, job: str = "") -> None:
-        """Wait for something; fail with the logs of the daemons, and of a job, when it does not come."""
+        """Wait for something; fail with the logs of the daemons, and of a job, when it does not come, or a daemon has ended by itself."""
         end = time.monotonic() + LONGEST_WAIT_S
         while not happened():
-            if time.monotonic() > end:
+            if time.monotonic() > end or any(daemon.poll() is not None for daemon in self.daemons.values()):
                 logs = "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.directory.glob("*.log"))
                 raise AssertionError(f"never came: {what}\n{self.say('scontrol', 'show', 'job')}{logs}{self._log(job)}")
             time.sleep(0.2)

@@ -98,7 +98,7 @@ class Job:
 
     def await_gate(self, attempt: int) -> None:
         """Wait until an attempt is in its second step."""
-        self.slurm.wait_until((self.attempt(attempt) / "gated").exists, f"attempt {attempt} is in its second step", self.number)
+        self.slurm.await_moment(self.number, (self.attempt(attempt) / "gated").exists, f"attempt {attempt} is in its second step")
         assert self.slurm.property(self.number, "NumNodes") == "2"
         assert (self.attempt(attempt) / "ready").exists()
 
@@ -145,7 +145,7 @@ def kill_a_node_and_let_slurm_notice(job: Job, attempt: int) -> None:
 def kill_a_node_and_let_ray_notice(job: Job, attempt: int) -> None:
     job.slurm.kill_node("n2")
     (job.attempt(attempt) / "open").touch()
-    job.slurm.wait_until(lambda: "a worker or a node was lost: requeueing" in job.log, "the driver notices the loss", job.number)
+    job.slurm.await_moment(job.number, lambda: "a worker or a node was lost: requeueing" in job.log, "the driver notices the loss")
     job.slurm.start_node("n2")
     job.slurm.await_requeue(job.number, attempt + 1)
     assert (job.attempt(attempt) / "driver.rc").read_text() == "4\n"
