@@ -5,7 +5,8 @@
 #   bash launch/test.sh tests/unit -k sharding      a choice, on the first environment only
 #
 #   MEGARL_TEST_SLOW        1: also the combinations and the kills that are left out otherwise (about twice the time)
-#   MEGARL_TEST_SLURM       1: also the tests on a real Slurm; it is installed where there is none (root and apt-get)
+#   MEGARL_TEST_SLURM       0: no tests on a real Slurm; 1: install it where there is none (root and apt-get), and fail where that cannot be
+#                           (default: where there is one)
 #   MEGARL_TEST_PYTHON312   0: never the second run; 1: fail where there is no Python 3.12 (default: where there is one)
 set -euo pipefail
 # shellcheck source=launch/environment.sh

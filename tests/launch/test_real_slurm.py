@@ -26,10 +26,9 @@ from tests.system.whole_runs import STEPS, Launch, Launches, make_material, read
 from tests.unit.driver_runs import make_config
 from tests.unit.tiny_model import make_tiny_model
 
-# Not by default yet: a requeued job was lost once, on a machine with fifteen times the load that it has cores for.
-WANTED = env.flag("MEGARL_TEST_SLURM")
+WANTED = env.flag("MEGARL_TEST_SLURM", not missing())
 pytestmark = [
-    pytest.mark.skipif(not WANTED, reason=missing() or "MEGARL_TEST_SLURM=1 runs it"),
+    pytest.mark.skipif(not WANTED, reason=missing() or "MEGARL_TEST_SLURM=0: no tests on a real Slurm"),
     pytest.mark.timeout(1500),
 ]
 
