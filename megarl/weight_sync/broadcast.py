@@ -159,7 +159,7 @@ class WeightListener:
     def _take(self, index: int, load: Load) -> None:
         channel = self._channel
         self._check(index)
-        load(channel.manifest.named_views(channel.parts[index], channel.content(index)))
+        load(channel.named_views(index))
 
     def _check(self, index: int) -> None:
         """That group ``index`` is that group of this refit, and that nothing happened to it."""

@@ -41,6 +41,7 @@ class Channel:
         coming = [(stage, part) for stage, part in every if stage == group.stage or not group.sends]
         self.parts: list[Group] = [part for _, part in coming]
         self._stages = [stage for stage, _ in coming]
+        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self._contents = [self._bodies[index % BUFFERS][: part.nbytes] for index, part in enumerate(self.parts)]
 
     def infos(self, index: int) -> tuple[TensorInfo, ...]:
@@ -54,6 +55,12 @@ class Channel:
     def content(self, index: int) -> torch.Tensor:
         """uint8, where the weights of group ``index`` are packed, and where they are once they came."""
         return self._contents[index]
+
+    def named_views(self, index: int) -> list[tuple[str, torch.Tensor]]:
+        """Receiver: names and weights of group ``index``, the same tensors at every refit."""
+        if index not in self._views:
+            self._views[index] = self.manifest.named_views(self.parts[index], self.content(index))
+        return self._views[index]
 
     # a refit
 

@@ -2,7 +2,7 @@
 
 A refit on a CPU has no time for a call a weight when there are tens of thousands. Weights of one dtype whose shapes differ in their first
 size alone lie one after another, as the rows of one tensor: ``torch.cat`` fills it, on a GPU with a kernel for a hundred of them, and
-``split`` makes all of their views. Nothing is kept for a weight between two refits but its place.
+``split`` makes all of their views. The side that fills keeps nothing for a weight between two refits but its place.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Manifest:
         return self._groups[first, count]
 
     def named_views(self, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Names and weights of a group where they lie in a buffer; made anew each time, because a view takes a kilobyte."""
+        """Names and weights of a group where they lie in a buffer."""
         return list(zip(self._names[group.first : group.stop], group.views(buffer), strict=True))
 
     @cached_property

@@ -35,6 +35,7 @@ class WeightReceiver:
         self._token: object = None
         self._round: tuple[object, int] | None = None
         self._next = 0
+        self._views: dict[tuple[int, int, int], list[tuple[str, torch.Tensor]]] = {}
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -53,7 +54,7 @@ class WeightReceiver:
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
                 first = self.manifest.tensors[group.first].name
                 raise RefitError(f"the weights from {first} on have another checksum than the policy's: start a new refit")
-            yield self.manifest.named_views(group, buffer)
+            yield self._views_of(payload["slot"], group, buffer)
             arena.check(*where)
         except BaseException:
             self._round = None
@@ -79,13 +80,22 @@ class WeightReceiver:
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
+            self._views.clear()
             self._arena, self._token = ArenaReader(payload["arena"], self._device), token
         return self._arena, self.manifest.group(payload["first"], payload["count"])
+
+    def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The group's weights, made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch."""
+        key = (slot, group.first, group.stop)
+        if key not in self._views:
+            self._views[key] = self.manifest.named_views(group, buffer)
+        return self._views[key]
 
     def close(self) -> None:
         """Let go of the policy's memory."""
         self.version = None
         self._round = None
+        self._views.clear()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

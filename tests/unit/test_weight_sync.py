@@ -202,10 +202,10 @@ def test_no_file_and_no_page_is_left_when_both_sides_are_gone() -> None:
 
 def test_a_hundred_refits_take_no_more_memory_or_files_than_one(sender: WeightSender, receiver: WeightReceiver) -> None:
     transfer(sender, receiver, 0)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors, views = len(os.listdir("/proc/self/fd")), len(receiver._views)
     for version in range(100):
         transfer(sender, receiver, version)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert (len(os.listdir("/proc/self/fd")), len(receiver._views)) == (descriptors, views)
 
 
 # what is refused
