@@ -143,9 +143,12 @@ class Batch:
 
         Args:
             buffer: uint8, at least as long as the group.
-            weights: with the announced shapes and dtypes, in the order of sending, on the buffer's device. That has to be known before:
-                of other shapes ``torch.cat`` would lay down as many bytes as there are, past the end, with no more than a warning.
+            weights: with the announced shapes and dtypes, in the order of sending. That has to be known before: of other shapes
+                ``torch.cat`` would lay down as many bytes as there are, past the end, with no more than a warning.
         """
+        if buffer.is_cuda:
+            # a backend that offloads may have them in host memory, which torch.cat does not read
+            weights = [weight.to(buffer.device, non_blocking=True) for weight in weights]
         for run in self._runs:
             run.fill(buffer, weights)
 
