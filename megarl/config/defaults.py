@@ -140,6 +140,7 @@ POLICY = {
     "make_sequence_length_divisible_by": 1,
     "max_grad_norm": 1.0,
     "refit_buffer_size_gb": None,
+    "refit_checksum": False,
     "fsdp_offload_enabled": False,
     "activation_checkpointing_enabled": False,
     "optimizer": None,

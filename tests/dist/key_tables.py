@@ -63,6 +63,7 @@ SHARED: dict[str, Demonstration] = {
     "max_total_sequence_length": Changes(6, "generated.answers"),
     "max_grad_norm": Changes(None, "trained.weights"),
     "refit_buffer_size_gb": ShownBy("tests.dist.test_refit:test_the_buffer_has_the_configured_size"),
+    "refit_checksum": ShownBy("tests.dist.test_refit:test_weights_carry_a_checksum_where_it_is_configured"),
     "dynamic_batching.enabled": Changes(False, "trained.micro_batches", beside=DYNAMIC),
     "dynamic_batching.train_mb_tokens": Changes(39, "trained.micro_batches", beside=DYNAMIC),
     "dynamic_batching.logprob_mb_tokens": Changes(39, "scored.micro_batches", beside=DYNAMIC),

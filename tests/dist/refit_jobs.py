@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from megarl.config.backend import enabled_backend
 from megarl.errors import RefitError
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
+from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.manifest import Manifest, groups_within
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.transfer_group import TransferGroup
@@ -87,14 +89,15 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
         for step in range(3):
             received: list[dict[str, torch.Tensor]] = [{} for _ in listeners]
             receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]
-            with counted_objects() as objects, counted_over(worker.backend.groups.pipeline) as piped:
+            summed = mock.patch("megarl.weight_sync.broadcast.checksum", wraps=checksum)
+            with counted_objects() as objects, counted_over(worker.backend.groups.pipeline) as piped, summed as sums:
                 worker.broadcast_weights_for_collective()
             versions = [future.result() for future in receiving]
             exported = dict(_copies(worker))
             same = all(
                 list(kept) == list(exported) and all(torch.equal(kept[name], exported[name]) for name in exported) for kept in received
             )
-            seen.append({"same": same, "versions": versions, "objects": len(objects), "piped": len(piped)})
+            seen.append({"same": same, "versions": versions, "objects": len(objects), "piped": len(piped), "summed": sums.call_count})
             rows = config["train_global_batch_size"]
             worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     worker.backend.close()
@@ -229,13 +232,23 @@ def _counted(*names: str, counts: Callable[[Mapping[str, Any]], bool] = lambda _
             setattr(dist, name, function)
 
 
+def handle_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The handle of a group of all weights."""
+    return _room_and_handle(config)[1]
+
+
 def room_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes that a group may have, and those of the buffer's two halves."""
+    room, payload = _room_and_handle(config)
+    return room, 2 * payload["arena"]["slot_bytes"]
+
+
+def _room_and_handle(config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     worker = build(config)
     sizes, room = worker.prepare_weights_for_ipc()
     [payload] = worker.get_weights_ipc_handles([name for name, _ in sizes]).values()
     worker.backend.close()
-    return int(room), 2 * payload["arena"]["slot_bytes"]
+    return int(room), payload
 
 
 def _copies(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -91,7 +91,7 @@ def test_engines_apart_get_experts_from_the_stages_that_have_them(
     pool: WorkerPool, tmp_path: Path, family: str, layout: dict[str, Any]
 ) -> None:
     model = make_tiny(tmp_path / "model", family, tied=False, seed=5, layers=4)
-    check_apart(pool, 4, configured("megatron", model, layout), 2)
+    check_apart(pool, 4, configured("megatron", model, layout) | {"refit_checksum": True}, 2)
 
 
 def check_apart(pool: WorkerPool, world: int, config: dict[str, Any], stages: int) -> None:
@@ -103,6 +103,8 @@ def check_apart(pool: WorkerPool, world: int, config: dict[str, Any], stages: in
     assert all(seen["same"] for result in (first, *others) for seen in result["refits"])
     assert all(seen["objects"] == 0 for result in results for seen in result["refits"])
     assert all(seen["piped"] == 0 for result in results for seen in result["refits"])
+    summed = {seen["summed"] > 0 for result in results for seen in result["refits"] if result["sends"]}
+    assert summed == {bool(config.get("refit_checksum"))}
     assert all(result["asked"] == 0 for result in results)
     assert [rank for rank, result in enumerate(results) if result["sends"]] == [stage * world // stages for stage in range(stages)]
     sent = [name for result in results for name in result["sends"]]
@@ -139,6 +141,13 @@ def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[
     total = sum(padded_bytes(tensor.nbytes) for tensor in stored(tiny_models["qwen2"]).values())
     assert automatic == (total, 4096 * 2 * -(-total // 4096))
     assert configured_size == (2**27, 2**28)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_weights_carry_a_checksum_where_it_is_configured(pool: WorkerPool, tiny_models: dict[str, Path], checked: bool) -> None:
+    config = configured("megatron", tiny_models["qwen2"], {}) | {"refit_checksum": checked}
+    [handle] = pool.run(1, refit_jobs.handle_of, config)
+    assert (handle["checksum"] is not None) == checked
 
 
 def check(results: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> None:

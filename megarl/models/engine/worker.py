@@ -77,7 +77,10 @@ class EngineWorker:
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
         self._weights_version = 0
-        self._sender = WeightSender(backend.export_hf, runtime, buffer_gib=config.get("refit_buffer_size_gb"))
+        self._with_checksum = bool(config.get("refit_checksum"))
+        self._sender = WeightSender(
+            backend.export_hf, runtime, buffer_gib=config.get("refit_buffer_size_gb"), with_checksum=self._with_checksum
+        )
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
         self._stages: Stages | None = None
@@ -302,7 +305,7 @@ class EngineWorker:
                     stages=stages,
                     meeting=meeting,
                 )
-                self._broadcaster = WeightBroadcaster(group, manifest)
+                self._broadcaster = WeightBroadcaster(group, manifest, with_checksum=self._with_checksum)
         self._broadcasts = True
 
     def _who_sends(self) -> Stages:

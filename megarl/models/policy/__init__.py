@@ -288,6 +288,7 @@ class PolicyConfig(TypedDict):
         refit_buffer_size_gb: GiB of the buffer in which weights are handed to an engine on the same device, both halves together; to
             engines elsewhere, of each sending rank's and of each engine rank's two buffers, however many pipeline stages send. null takes
             half a GiB for each half (on a GPU less, when less is free), and as much more as the largest weight needs.
+        refit_checksum: each group of weights carries a checksum, and an engine refuses one that arrives changed.
         fsdp_offload_enabled: FSDP1 only: parameters in host memory between uses.
         activation_checkpointing_enabled: FSDP1 only: recompute layers in the backward pass.
         optimizer: optimizer of the torch backends; null with Megatron.
@@ -312,6 +313,7 @@ class PolicyConfig(TypedDict):
     max_total_sequence_length: int
     max_grad_norm: NotRequired[float | None]
     refit_buffer_size_gb: NotRequired[float | None]
+    refit_checksum: NotRequired[bool]
     fsdp_offload_enabled: NotRequired[bool]
     activation_checkpointing_enabled: NotRequired[bool]
     optimizer: NotRequired[PytorchOptimizerConfig | None]
