@@ -118,8 +118,9 @@ def submit(slurm: LoopbackSlurm, directory: Path, *command: str, **variables: st
 
 
 def exceed_the_time_limit(job: Job, attempt: int) -> None:
-    # As if the job had run for nearly an hour: the notice is due.
-    job.slurm.say("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
+    # As if the job had run for nearly an hour: four to five minutes are left, and the notice is due.
+    hours, minutes, _ = map(int, job.slurm.property(job.number, "RunTime").split(":"))
+    job.slurm.say("scontrol", "update", f"JobId={job.number}", f"TimeLimit={60 * hours + minutes + 5}")
     job.slurm.await_requeue(job.number, attempt + 1)
     job.slurm.say("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     assert "USR1 from Slurm (time limit)" in job.log
