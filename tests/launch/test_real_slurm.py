@@ -50,6 +50,8 @@ def started_slurm(directory: Path, node_timeout_s: int) -> Iterator[LoopbackSlur
         "MEGARL_NODES_PER_HOST": "2",
         "MEGARL_RAY_DASHBOARD": "0",
         "MEGARL_RAY_ARGS": "--object-store-memory=80000000",
+        # Ray gives its workers a low priority of their own (15): beside anything else on this host they would starve.
+        "RAY_worker_niceness": "0",
         "OMP_NUM_THREADS": "1",
     }
     with closing(LoopbackSlurm(directory, variables, node_timeout_s)) as slurm:
