@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from operator import itemgetter
+from operator import attrgetter, eq, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import torch
 from megarl.errors import RefitError
 from megarl.weight_sync.layout import Group
 from megarl.weight_sync.tensor_info import TensorInfo, padded_bytes
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,22 @@ class Manifest:
     def _index(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self._names)}
 
-    def expect(self, first: int, stop: int, coming: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """The tensors of ``coming``, if they are the weights from index ``first`` up to ``stop``; compared list against list, which for
-        tens of thousands of weights is what a refit on a CPU has time for.
+    def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Let pass the weights from index ``first`` up to ``stop``.
+
+        Compared without a line of Python for each, which for tens of thousands of weights is what a refit on a CPU has time for; and
+        one shape after another, because a list of so many shapes would set off the garbage collector.
 
         Raises:
             RefitError: they are others.
         """
-        tensors = [tensor for _, tensor in coming]
-        if (
-            [name for name, _ in coming] != self._names[first:stop]
-            or [tensor.shape for tensor in tensors] != self._shapes[first:stop]
-            or [tensor.dtype for tensor in tensors] != self._dtypes[first:stop]
-        ):
-            raise self._other_than(first, stop, coming)
-        return tensors
+        same = (
+            names == self._names[first:stop]
+            and all(map(eq, map(_SHAPE, tensors), self._shapes[first:stop]))
+            and list(map(_DTYPE, tensors)) == self._dtypes[first:stop]
+        )
+        if not same:
+            raise self._other_than(first, stop, list(zip(names, tensors, strict=True)))
 
     def _other_than(self, first: int, stop: int, coming: Sequence[tuple[str, torch.Tensor]]) -> RefitError:
         """The first difference, in words."""

@@ -22,10 +22,20 @@ def pack(stream: Stream, manifest: Manifest, group: Group, buffer: torch.Tensor 
     """
     first = group.first
     for batch in group.batches:
-        weights = manifest.expect(first, first + batch.count, list(islice(stream, batch.count)))
+        names, weights = _taken(stream, batch.count)
+        manifest.expect(first, first + batch.count, names, weights)
         if buffer is not None:
             batch.fill(buffer, weights)
         first += batch.count
+
+
+def _taken(stream: Stream, count: int) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and weights; the pairs are not kept, tens of thousands of which would set off the garbage collector."""
+    names, weights = [], []
+    for name, weight in islice(stream, count):
+        names.append(name)
+        weights.append(weight)
+    return names, weights
 
 
 def expect_end(stream: Stream) -> None:
