@@ -445,7 +445,8 @@ def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(path)
     tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
-    settings = policy_config(path, gbs=8, mbs=2, temperature=0.7, **changes) | {"refit_buffer_size_gb": 0.0005}
+    settings = policy_config(path, gbs=8, mbs=2, **changes) | {"refit_buffer_size_gb": 0.0005}
+    settings["generation"] |= SAMPLING
     cluster = RayVirtualCluster([2 * changes.get("tp", 1)], use_gpus=False, name="mixture")
     policy = Policy(cluster, settings, None, init_reference_model=False)
     shared, other = engines(path, "mixture", colocated=True), engines(path, "mixture-apart", colocated=False)
