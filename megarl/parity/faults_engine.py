@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,19 @@ def _future_is_seen(original: Any) -> Any:
         return mixed
 
     return see
+
+
+def _forget_window(stack: contextlib.ExitStack, case: Case) -> None:
+    """No query has a window, nor in a ring of context-parallel ranks, which attends by itself."""
+
+    def forgetful(original: Any) -> Any:
+        return lambda query, key, value, scale=None, window=None, sinks=None: original(query, key, value, scale, sinks=sinks)
+
+    def forgetful_ring(original: Any) -> Any:
+        return lambda starts, context, source, window, device: original(starts, context, source, None, device)
+
+    replacing(f"{ENGINE}.attention", "causal_attention", forgetful)(stack, case)
+    replacing(f"{ENGINE}.ring_attention", "_pieces", forgetful_ring)(stack, case)
 
 
 def _drawn_otherwise(**changes: Any) -> Callable[[Any], Any]:
@@ -213,7 +227,9 @@ FAULTS: dict[str, Mutation] = {
     "vocabulary-shards-not-combined": Mutation(
         "each tensor-parallel rank normalises over its own part of the vocabulary",
         lambda case: case.tp > 1,
-        replacing(f"{ENGINE}.logprobs", "_combine", lambda original: lambda statistics, group: original(statistics, None)),
+        replacing(
+            f"{ENGINE}.logprobs", "_combine", lambda original: lambda statistics, shard: original(statistics, replace(shard, group=None))
+        ),
         "tp=2",
     ),
     "attention-leaks": Mutation(
@@ -230,11 +246,7 @@ FAULTS: dict[str, Mutation] = {
     "window-ignored": Mutation(
         "the sliding window is forgotten",
         _window_hides_something,
-        replacing(
-            f"{ENGINE}.attention",
-            "causal_attention",
-            lambda original: lambda q, k, v, scale=None, window=None, sinks=None: original(q, k, v, scale, sinks=sinks),
-        ),
+        _forget_window,
         "family=mistral",
     ),
     "targets-not-shifted": Mutation(

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from megarl.errors import ConfigError
+from megarl.models.engine.precision import dtype_of
 from megarl.parity.case import PRECISIONS, Case, idle_fields
 from megarl.parity.draw import Drawer
 from megarl.parity.lines import words_of
@@ -119,11 +121,16 @@ def _fitting(drawer: Drawer, fixed: Mapping[str, Any], fault: Mutation, seed: in
 
 def _above_noise(clean: Outcome, in_float32: Outcome) -> bool:
     """Whether what a fault does in float32 is for some quantity more than twice what 16 bit may differ by; the same fault in 16 bit then
-    leaves it out of bounds, whatever the rounding."""
+    leaves it out of bounds, whatever the rounding.
+
+    Weights are rounded once more when they are exported, which can undo a difference of up to one step of their type.
+    """
     if in_float32.error:
         return True
     effects = {found.what: found.error for found in in_float32.differences}
-    return any(effects.get(found.what, 0.0) > 2 * found.bound for found in clean.differences)
+    step = torch.finfo(dtype_of(clean.case.precision, "precision")).eps
+    steps = {found.what: step if found.kind == "weights" else 0.0 for found in clean.differences}
+    return any(effects.get(found.what, 0.0) > 2 * found.bound + steps[found.what] for found in clean.differences)
 
 
 def _given_away(outcome: Outcome) -> str:
