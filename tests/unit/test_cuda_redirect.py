@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -110,3 +113,29 @@ def test_a_failure_inside_the_literals_leaves_no_mode_behind() -> None:
     with pytest.raises(ZeroDivisionError), cuda_redirect.cuda_literals():
         raise ZeroDivisionError
     assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_without_a_device_megatron_is_imported_without_a_compiler() -> None:
+    """Its functions are what they were written as, torch's compiler is not even loaded, and torch.compile is torch's own afterwards."""
+    script = (
+        "import sys, torch; own = torch.compile; import megarl.models.megatron.backend;"
+        "from megatron.core.fusions.fused_bias_swiglu import swiglu;"
+        "print(type(swiglu).__name__, swiglu.__module__, 'torch._inductor' in sys.modules, torch.compile is own)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["function", "megatron.core.fusions.fused_bias_swiglu", "False", "True"]
+
+
+def test_options_of_a_compiled_function_are_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with cuda_redirect.without_compiler():
+        assert torch.compile(dynamic=True)(max) is max and torch.compile(max) is max
+
+
+def test_with_a_device_megatron_compiles_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    own = torch.compile
+    with cuda_redirect.without_compiler():
+        assert torch.compile is own

@@ -1,6 +1,6 @@
 """Lets Megatron-Core, which is written for CUDA, run in a process without CUDA.
 
-Everything that is redirected is listed here and nowhere else. It happens in two layers:
+Everything that is redirected is listed here and nowhere else. It happens in three layers:
 
 * *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device,
   streams and events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
@@ -10,6 +10,9 @@ Everything that is redirected is listed here and nowhere else. It happens in two
   (``python -m benchmarks run redirect.cost``), so :func:`cuda_literals` is entered only where
   Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again
   inside the model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
+* :func:`without_compiler`, around the import of Megatron-Core, which gives small functions to ``torch.compile`` (its fused activations,
+  a router's count of tokens). On a CPU they stay plain functions: torch's compiler takes seconds of every worker's start to load, then
+  runs a C++ compiler, and fuses nothing worth it there.
 
 In a process with CUDA every function here does nothing at all.
 """
@@ -34,6 +37,26 @@ _TENSOR_TYPES = {
 def needed() -> bool:
     """True in a process without CUDA."""
     return not torch.cuda.is_available()
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """Stands for ``torch.compile``, as a decorator with and without options."""
+    return _uncompiled if function is None else function
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Context in which ``torch.compile`` gives functions back as they are (in a process with CUDA: nothing)."""
+    # is_available() would initialise the driver, and processes that fork after the import could not use CUDA; this asks NVML
+    if torch.cuda.device_count():
+        yield
+        return
+    original: Any = torch.compile
+    setattr(torch, "compile", _uncompiled)  # noqa: B010, mypy knows overloads that a stand-in has not
+    try:
+        yield
+    finally:
+        setattr(torch, "compile", original)  # noqa: B010
 
 
 class _InertEvent:
