@@ -32,6 +32,9 @@ CASES = {
     "convert.m2h": Case("export of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_m2h"),
     "refit.ipc": Case("weights handed over in 300 to 30,000 tensors against one flat copy of them", "benchmarks.cases.refit_ipc"),
     "refit.bcast": Case("weights sent in 300 to 30,000 tensors against one flat broadcast of them", "benchmarks.cases.refit_bcast"),
+    "refit.export": Case(
+        "all weights of mixtures of 12 to 1,250 experts a layer, as many bytes, against one flat copy", "benchmarks.cases.refit_export"
+    ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "step.overhead": Case("a training step of each backend against a plain loop on transformers", "benchmarks.cases.step_overhead"),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),

@@ -20,33 +20,10 @@ from converters.rules import all_megatron_names, all_rules, hf_names, hf_tensors
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
 from tests.choice import newest_megatron
+from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import ALONE, save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron
-
-
-class MemorySource:
-    """Tensors of distinct values, held in memory."""
-
-    def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.int32) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        start = 1
-        for tensor in hf_tensors(architecture):
-            values = torch.arange(start, start + torch.Size(tensor.shape).numel(), dtype=torch.int32)
-            self.tensors[tensor.name] = values.reshape(tensor.shape).to(dtype)
-            start += values.numel()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        return self.tensors[name].clone() if slices is None else self.tensors[name][slices].clone()
 
 
 def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Architecture, rank: int, size: int, padded: int) -> Tensor:
@@ -99,40 +76,9 @@ def check_both_ways(architecture: Architecture, tp_size: int, padded: int, exper
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_shape_equals_the_reference_and_comes_back(data: st.DataObject) -> None:
-    groups = data.draw(st.integers(1, 4), "groups")
-    heads = groups * data.draw(st.integers(1, 4), "heads a group")
-    tp_size = data.draw(st.sampled_from([size for size in range(1, 9) if heads % size == 0]), "tp")
-    base = read_architecture(tiny_config(data.draw(st.sampled_from(sorted(ALONE)), "model")))
-    architecture = dataclasses.replace(
-        base,
-        num_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=data.draw(st.sampled_from([2, 4, 6]), "head_dim"),
-        hidden_size=7,
-        ffn_hidden_size=3 * tp_size,
-        vocab_size=data.draw(st.integers(1, 13), "vocab"),
-    )
-    expert_tp_size = data.draw(st.integers(1, 4), "expert tp")
-    if architecture.mixture is not None:
-        mixture = dataclasses.replace(
-            architecture.mixture,
-            num_experts=data.draw(st.integers(1, 4), "experts"),
-            ffn_hidden_size=5 * expert_tp_size,
-            shared_ffn_hidden_size=4 * tp_size if architecture.mixture.shared_ffn_hidden_size else 0,
-            sparse_layers=(data.draw(st.booleans(), "first layer sparse"), True),
-        )
-        architecture = dataclasses.replace(architecture, mixture=mixture)
-    if architecture.latent_attention is not None:
-        ranks = {"q_lora_rank": architecture.latent_attention.q_lora_rank and 3 * tp_size, "kv_lora_rank": 4 * tp_size}
-        latent = dataclasses.replace(architecture.latent_attention, **ranks, qk_rope_head_dim=2 * tp_size)
-        architecture = dataclasses.replace(architecture, latent_attention=latent)
-    if (heads + 2 * groups) * architecture.head_dim % tp_size:
-        architecture = dataclasses.replace(architecture, head_dim=2 * tp_size)
-    padded = padded_vocab_size(architecture.vocab_size, tp_size, data.draw(st.integers(1, 5), "divisible by"))
-    check_both_ways(architecture, tp_size, padded, expert_tp_size)
+@given(drawn=drawn_models())
+def test_any_shape_equals_the_reference_and_comes_back(drawn: DrawnModel) -> None:
+    check_both_ways(drawn.architecture, drawn.tensor_size, drawn.padded_vocab, drawn.expert_tensor_size)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -14,6 +15,9 @@ from converters.shards import load_shard
 from converters.source import HuggingFaceSource
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.parallel import ExpertGroups
+
+# a module's parameters or buffers, and a name among them
+TensorPlace = tuple[dict[str, Any], str]
 
 _LAYERS = "decoder.layers."
 _CORRECTION_BIAS = "mlp.router.expert_bias"
@@ -37,6 +41,15 @@ def global_names(model: GPTModel, experts: ExpertGroups) -> dict[str, str]:
 def _tensors_of(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CORRECTION_BIAS))
+
+
+def places_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
+    """Where the tensors of :func:`parameters_of` are kept, whichever tensors that may be later."""
+    for chunk in chunks:
+        for local, name in global_names(chunk, experts).items():
+            path, _, key = local.rpartition(".")
+            module = chunk.get_submodule(path)
+            yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
 def parameters_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,13 +1,14 @@
 """The weights of a divided model as full Hugging Face tensors, in one order whatever the layout: the stream of exports and refits.
 
-Where each parameter stands is found out once. After that no names or shapes travel: parameters that neighbour in the order and on the ranks
-are gathered together in buckets, and while one bucket is taken apart the next is on its way.
+Where each parameter stands is found out once. After that no names or shapes travel: parameters that neighbour in the order and on the
+ranks are gathered together in buckets, and while one bucket is taken apart the next is on its way. A mixture of many experts has tens of
+thousands of tensors; Python for each of them would take longer than the copies, so there is a call for each at the most.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,10 @@ from converters.experts import expert_index, is_expert, shift_expert
 from converters.joined import join
 from converters.rule import Rule
 from converters.rules import all_rules, rule_for
-from converters.shards import to_hf
 from megarl.errors import StateError
 from megarl.models.engine.groups import ParallelGroups
-from megarl.models.megatron.hf_state import parameters_of
+from megarl.models.megatron.assembly import Assembly
+from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
 
 # of full tensors that are gathered together, unless one parameter alone is larger
@@ -42,53 +43,61 @@ class _Entry:
 
 
 class _Bucket:
-    """Neighbouring parameters with the same ranks and dtype, on their way to all ranks of their pipeline stage, or of all stages.
+    """Neighbouring parameters with the same ranks and dtype.
 
     Args:
         entries: the parameters.
+        ranks: that each is cut over.
+        architecture: the model.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], ranks: int, architecture: Architecture) -> None:
+        self.first = entries[0]
+        self.ranks = ranks
+        self.of_expert = is_expert(self.first.rule.megatron_name)
+        self.names = [entry.rule.megatron_name for entry in entries]
+        self.length = sum(entry.shape.numel() for entry in entries)
+        self.assembly = Assembly([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
+
+
+class _Arrival:
+    """A bucket on its way to all ranks of its pipeline stage, or of all stages.
+
+    Args:
+        bucket: which.
         held: this rank's shards by name.
         groups, experts: the process groups.
-        device: of the shards.
         everywhere: to all stages.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
-        entries: Sequence[_Entry],
-        held: dict[str, torch.Tensor],
+        bucket: _Bucket,
+        held: Mapping[str, torch.Tensor],
         groups: ParallelGroups,
         experts: ExpertGroups,
-        device: torch.device,
         *,
         everywhere: bool,
     ) -> None:
-        self._entries = entries
-        first = entries[0]
-        of_expert = is_expert(first.rule.megatron_name)
-        cut: Any = experts if of_expert else groups
-        length = sum(entry.shape.numel() for entry in entries)
-        self._full = torch.empty(cut.tensor_size, length, dtype=first.dtype, device=device)
+        self._bucket = bucket
+        tensor_group = experts.tensor if bucket.of_expert else groups.tensor
+        device = next(iter(held.values())).device
+        self._shards = torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device=device)
         self._pending: dist.Work | None = None
-        if groups.pipeline_rank == first.stage:
-            local = self._local(held, length) if cut.tensor_size > 1 else self._local(held, length, self._full[0])
-            if of_expert and experts.model_size > 1:
-                dist.broadcast(local, src=dist.get_global_rank(experts.model, first.owner), group=experts.model)
-            if cut.tensor_size > 1:
-                self._pending = dist.all_gather_into_tensor(self._full.view(-1), local, group=cut.tensor, async_op=True)
+        if groups.pipeline_rank == bucket.first.stage:
+            # kept until it has been sent
+            self._own = self._shards[0] if bucket.ranks == 1 else torch.empty_like(self._shards[0])
+            if not bucket.of_expert or experts.model_rank == bucket.first.owner:
+                torch.cat([held[name].flatten() for name in bucket.names], out=self._own)
+            if bucket.of_expert and experts.model_size > 1:
+                dist.broadcast(self._own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
+            if bucket.ranks > 1:
+                self._pending = dist.all_gather_into_tensor(self._shards.view(-1), self._own, group=tensor_group, async_op=True)
         if everywhere and groups.pipeline_size > 1:
             self.wait()
-            source = dist.get_global_rank(groups.pipeline, first.stage)
-            self._pending = dist.broadcast(self._full, src=source, group=groups.pipeline, async_op=True)
-
-    def _local(self, held: dict[str, torch.Tensor], length: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's shards one after the other; of those that it does not have, space for them."""
-        flat = into if into is not None else torch.empty(length, dtype=self._full.dtype, device=self._full.device)
-        parts = flat.split([entry.shape.numel() for entry in self._entries])
-        names = [entry.rule.megatron_name for entry in self._entries]
-        pairs = [(part, held[name]) for part, name in zip(parts, names, strict=True) if name in held]
-        if pairs:
-            torch._foreach_copy_([part.view(shard.shape) for part, shard in pairs], [shard.detach() for _, shard in pairs])
-        return flat
+            source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
+            self._pending = dist.broadcast(self._shards, src=source, group=groups.pipeline, async_op=True)
 
     def wait(self) -> None:
         """Until the bucket is there."""
@@ -96,14 +105,10 @@ class _Bucket:
             self._pending.wait()
             self._pending = None
 
-    def tensors(self, architecture: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and full tensors."""
         self.wait()
-        position = 0
-        for entry in self._entries:
-            shards = self._full[:, position : position + entry.shape.numel()]
-            position += entry.shape.numel()
-            yield from to_hf(entry.rule, [shard.view(entry.shape) for shard in shards.unbind(0)], architecture)
+        return self._bucket.assembly.tensors(self._shards)
 
 
 class WeightStream:
@@ -120,14 +125,15 @@ class WeightStream:
         self._architecture = architecture
         self._groups = groups
         self._experts = experts
-        self._names: list[str] = []
-        self._buckets: list[list[_Entry]] | None = None
+        self._places: dict[str, TensorPlace] = {}
+        self._buckets: list[_Bucket] | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
 
-        Collective: all ranks take as many. Memory beyond the model stays below two buckets of ``BUCKET_BYTES`` (or of the largest
-        parameter) and the tensors made of one parameter; a family that stores all experts of a layer together adds those.
+        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
+        as long as one of them is kept. Memory beyond the model stays below three buckets of ``BUCKET_BYTES`` (or of the largest
+        parameter); a family that stores all experts of a layer together adds those.
         """
         return join(self._by_themselves(everywhere=True), self._architecture)
 
@@ -148,36 +154,33 @@ class WeightStream:
 
     def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
         """What a stage exports, as tensors of names and shapes alone."""
-        for entry in itertools.chain.from_iterable(self._buckets or ()):
-            if entry.stage == stage:
-                shard = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-                yield from to_hf(entry.rule, [shard] * self._cut(entry).tensor_size, self._architecture)
+        for bucket in self._buckets or ():
+            if bucket.first.stage == stage:
+                yield from bucket.assembly.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
 
-    @torch.no_grad()
     def _by_themselves(self, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, before tensors that are stored inside others are put into these."""
-        named = list(parameters_of(self._chunks, self._experts))
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
-            self._names = [rule_for(name, self._architecture).megatron_name for name, _ in named]
-        held = {name: tensor for name, (_, tensor) in zip(self._names, named, strict=True)}
+            named = places_of(self._chunks, self._experts)
+            self._places = {rule_for(name, self._architecture).megatron_name: place for name, place in named}
+        held = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
-        device = next(iter(held.values())).device
-        wanted = [entries for entries in self._buckets if everywhere or entries[0].stage == self._groups.pipeline_rank]
-        coming: _Bucket | None = None
+        wanted = [bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank]
+        coming: _Arrival | None = None
         try:
-            for entries in [*wanted, None]:
+            for bucket in [*wanted, None]:
                 present, coming = coming, None
-                if entries is not None:
-                    coming = _Bucket(entries, held, self._groups, self._experts, device, everywhere=everywhere)
+                if bucket is not None:
+                    coming = _Arrival(bucket, held, self._groups, self._experts, everywhere=everywhere)
                 if present is not None:
-                    yield from present.tensors(self._architecture)
+                    yield from present.tensors()
         finally:
             if coming is not None:
                 coming.wait()
 
-    def _plan(self, held: dict[str, torch.Tensor]) -> list[list[_Entry]]:
+    def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
         """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and shapes."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         stages: list[Any] = [listing]
@@ -195,7 +198,7 @@ class WeightStream:
                     room = max(BUCKET_BYTES, size)
                 buckets[-1].append(entry)
                 room -= size
-        return buckets
+        return [_Bucket(entries, self._cut(entries[0]).tensor_size, self._architecture) for entries in buckets]
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
         """Where a parameter stands. An expert that another rank holds has the shape of this rank's expert in its place."""

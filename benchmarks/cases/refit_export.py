@@ -1,0 +1,121 @@
+"""All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of as many bytes, against one flat copy.
+
+It is what refits and exports read. Beside it the way that takes each parameter for itself: gathered from the ranks, then put together.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.point import Metric, Point
+from tests.dist.pool import WorkerPool
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.models.policy import PolicyConfig
+
+LAYERS, HIDDEN = 8, 64
+# experts of a layer; times the width of an expert it is always about the same
+EXPERTS, QUICK_EXPERTS = (12, 125, 1250), (12, 125)
+WIDTHS = 10_920
+REPEATS, QUICK_REPEATS = 7, 2
+# tensor parallel, for experts too
+RANKS = (1, 2)
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """Ranks that share a tensor x experts of a layer."""
+    pool = WorkerPool()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            models = {count: _save_mixture(Path(directory) / str(count), count) for count in (QUICK_EXPERTS if quick else EXPERTS)}
+            for ranks in RANKS:
+                for experts, model in models.items():
+                    seconds, tensors, nbytes = pool.run(ranks, _timed, _config(model, ranks), QUICK_REPEATS if quick else REPEATS)[0]
+                    parameters = {"tensor_parallel": ranks, "experts": experts, "tensors": tensors, "mebibytes": nbytes >> 20}
+                    yield Point(parameters, _metrics(seconds, tensors, nbytes))
+    finally:
+        pool.close()
+
+
+def _save_mixture(directory: Path, experts: int) -> Path:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        moe_intermediate_size=2 * round(WIDTHS / experts / 2),
+        num_experts=experts,
+        num_experts_per_tok=2,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def _config(model: Path, ranks: int) -> PolicyConfig:
+    from benchmarks import tiny
+
+    cut = {"expert_tensor_parallel_size": ranks, "sequence_parallel": ranks > 1}
+    config: Any = tiny.policy_config(model, micro_batch=1, tensor_parallel=ranks, megatron_cfg=cut)
+    return config
+
+
+def _metrics(seconds: Mapping[str, Sequence[float]], tensors: int, nbytes: int) -> dict[str, Metric]:
+    beyond = [1e6 * (one - flat) / tensors for one, flat in zip(seconds["stream"], seconds["flat"], strict=True)]
+    return {
+        "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["stream"]]),
+        "against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["stream"]),
+        "against_each": Metric.ratio("the speed of every parameter for itself", seconds["each"], seconds["stream"]),
+        "beyond_flat": Metric.of("us a tensor", beyond),
+    }
+
+
+def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]], int, int]:
+    """On every rank: seconds of every way, tensors, bytes."""
+    import torch
+
+    from benchmarks import tiny
+    from benchmarks.timing import in_turn
+
+    worker = tiny.worker_of(config)
+    backend = worker.backend
+    exported = dict(backend.export_hf())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in _each(backend)), "the two ways give other weights"
+    flat = torch.cat([tensor.flatten() for tensor in exported.values()])
+    target, count = torch.empty_like(flat), len(exported)
+    exported.clear()
+    actions = {
+        "flat": lambda: target.copy_(flat),
+        "stream": lambda: sum(1 for _ in backend.export_hf()),
+        "each": lambda: sum(1 for _ in _each(backend)),
+    }
+    seconds = in_turn(actions, repeats=repeats, collect=True)
+    worker.shutdown()
+    return seconds, count, flat.nbytes
+
+
+def _each(backend: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+    import torch.distributed as dist
+
+    from converters.rules import rule_for
+    from converters.shards import to_hf
+
+    group = backend.groups.tensor
+    for name, parameter in backend.parameters():
+        shards = [torch.empty_like(parameter) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, parameter.detach(), group=group)
+        yield from to_hf(rule_for(name, backend.architecture), shards, backend.architecture)
