@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from converters.source import HuggingFaceSource
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.models.dtensor.shards import block_of
+from megarl.models.dtensor import weight_stream
+from megarl.models.dtensor.shards import block_of, gather
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 from tests.dist import fsdp1_jobs
 from tests.dist.worker_jobs import RecordingLoss, differences
@@ -229,3 +230,31 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
     finally:
         HuggingFaceSource.read = original
     return sum(read), sum(tensor.numel() for _, tensor in worker.backend.export_hf())
+
+
+def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
+    """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and how many gathers the second one took."""
+    worker = build(config, init_optimizer=False, init_reference_model=False)
+    gathers: list[int] = []
+    original, all_gather = weight_stream.BUCKET_BYTES, dist.all_gather_into_tensor
+
+    def counting(whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        gathers.append(whole.nbytes)
+        return all_gather(whole, *arguments, **options)
+
+    weight_stream.BUCKET_BYTES = nbytes
+    dist.all_gather_into_tensor = counting
+    try:
+        first = [(name, tensor.clone()) for name, tensor in worker.backend.export_hf()]
+        for _, parameter in worker.backend.parameters():
+            parameter.data.mul_(-0.5)
+        gathers.clear()
+        second = list(worker.backend.export_hf())
+    finally:
+        weight_stream.BUCKET_BYTES = original
+        dist.all_gather_into_tensor = all_gather
+    divided, rows, dtype = worker.backend._divided(), worker.backend._rows, worker.backend._dtype
+    wrong = [name for name, tensor in second if not torch.equal(tensor, gather(divided[name], tensor.device, rows[name]).to(dtype))]
+    wrong += [name for (name, tensor), (_, later) in zip(first, second, strict=True) if not torch.equal(tensor * -0.5, later)]
+    assert all(tensor.is_contiguous() for _, tensor in second)
+    return {"wrong": wrong, "parameters": len(second), "gathers": gathers, "left": sorted(divided.keys() - dict(second).keys())}

@@ -253,6 +253,24 @@ def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
     assert ("lm_head.weight" in names[0]) == (family == "llama")
 
 
+@pytest.mark.parametrize(("world", "changes"), [(1, {}), (3, {}), (2, {"cp": 2}), (4, {"tp": 2})], ids=["one", "dp3", "cp2", "dp2-tp2"])
+@pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("llama", "float32")])
+def test_exports_in_buckets_are_the_parameters_one_by_one(
+    pool: WorkerPool, tiny_models: dict[str, Path], family: str, precision: str, world: int, changes: dict[str, int]
+) -> None:
+    """Rows that three ranks share unevenly, a padded vocabulary, blocks that are cut both ways; in many buckets and in one."""
+    config = dtensor_config(tiny_models[family], precision=precision, gbs=12, **changes)
+    for nbytes, most in ((20_000, None), (2**26, 1)):
+        for result in pool.run(world, dtensor_jobs.export_in_buckets, config, nbytes):
+            assert result["wrong"] == result["left"] == []
+            if world == 1:
+                assert result["gathers"] == []
+            elif most is not None:
+                assert len(result["gathers"]) == most
+            else:
+                assert 2 < len(result["gathers"]) < result["parameters"]
+
+
 def test_every_rank_reads_its_own_slices_alone(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     results = pool.run(4, dtensor_jobs.bytes_read, dtensor_config(tiny_models["llama"], tp=2))
     (total,) = {whole for _, whole in results}

@@ -455,12 +455,18 @@ def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str,
 
 
 @slow
-def test_an_engine_of_two_ranks(local_ray: int, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shared", "places"), [(True, 2), (False, 4)], ids=["one-colocated", "two-apart"])
+def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, shared: bool, places: int) -> None:
     policy = policy_of("megatron-tp2", model)
-    generation = engines(model, "tp2", colocated=True, places=2, tensor_parallel=2)
-    generation.prepare_refit_info(policy.prepare_refit_info() or {})
-    refit_policy_generation(policy, generation, colocated_inference=True)
-    policy.prepare_for_lp_inference()
-    policy.export_hf(tmp_path / "out")
-    assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / "out")
+    generation = engines(model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, tensor_parallel=2)
+    refit = Refit(policy, generation, colocated=shared)
+    for step in range(2):
+        if step:
+            policy.prepare_for_training()
+            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+            refit.stale = True
+        refit.bring_up_to_date()
+        policy.prepare_for_lp_inference()
+        policy.export_hf(tmp_path / str(step))
+        assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
     assert generation.shutdown() and policy.shutdown()

@@ -18,7 +18,8 @@ from converters.experts import is_expert
 from converters.rule import Rule
 from converters.rules import all_rules
 from converters.shards import load_shard, to_hf
-from megarl.models.megatron.assembly import Assembly, Copy, merged
+from megarl.models.engine.assembly import Copy, merged
+from megarl.models.megatron.assembly import assembly_of
 from tests.choice import newest_megatron
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import tiny_config
@@ -30,7 +31,7 @@ def assembled(rules: Sequence[Rule], shards: Sequence[Sequence[Tensor]], archite
     """As a stream has them: the shards of all parameters behind one another, a row a rank."""
     ranks = len(shards[0])
     rows = torch.stack([torch.cat([of_rule[rank].flatten() for of_rule in shards]) for rank in range(ranks)])
-    return Assembly(rules, [of_rule[0].shape for of_rule in shards], ranks, architecture).tensors(rows)
+    return assembly_of(rules, [of_rule[0].shape for of_rule in shards], ranks, architecture).tensors(rows)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -86,7 +87,7 @@ def test_many_experts_need_no_more_copies_than_few(ranks: int) -> None:
         assert len(rules) == 2 * experts
         source = MemorySource(architecture)
         shapes = [load_shard(rule, source, architecture, 0, ranks).shape for rule in rules]
-        counts.append(len(Assembly(rules, shapes, ranks, architecture)._copies))
+        counts.append(len(assembly_of(rules, shapes, ranks, architecture)._copies))
     # with one rank everything lies in its shards as it should; with two, gate, up and down are one each
     assert counts[0] == counts[1] <= 3 * (ranks - 1)
 
@@ -96,11 +97,11 @@ def test_heads_of_all_groups_and_ranks_are_one_copy_a_projection() -> None:
     rule = next(rule for rule in all_rules(architecture) if rule.megatron_name.endswith("linear_qkv.weight"))
     source = MemorySource(architecture)
     shape = load_shard(rule, source, architecture, 0, 2).shape
-    assert len(Assembly([rule], [shape], 2, architecture)._copies) <= 3
+    assert len(assembly_of([rule], [shape], 2, architecture)._copies) <= 3
 
 
 def test_a_shard_of_another_shape_is_named() -> None:
     architecture = read_architecture(tiny_config("llama"))
     rule = all_rules(architecture)[1]
     with pytest.raises(ConversionError, match=rf"{rule.megatron_name}: the shard of rank 0 is \[1000\], expected"):
-        Assembly([rule], [(1000,)], 1, architecture)
+        assembly_of([rule], [(1000,)], 1, architecture)

@@ -28,8 +28,9 @@ from megarl.models.dtensor.optimizer_check import refuse_optimizer_without_steps
 from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reshard, shard_fully
 from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
 from megarl.models.dtensor.plans import choose_plan, is_plan_ours
-from megarl.models.dtensor.shards import gather, gather_part, read_block
+from megarl.models.dtensor.shards import gather_part, read_block
 from megarl.models.dtensor.state import EvenState
+from megarl.models.dtensor.weight_stream import WeightStream
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
@@ -92,6 +93,7 @@ class DTensorBackend:
             self.groups.tensor if tensor > 1 else None,
         )
         self.model = self._build(source)
+        self._weights = WeightStream(in_sending_order(self._divided(), self.hf_config), self._rows, self._dtype, runtime.device)
         self.loss_scale = LossScale.for_float16() if self._dtype is torch.float16 else LossScale()
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
@@ -201,9 +203,7 @@ class DTensorBackend:
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and full tensors in ``policy.precision``, which is what the model computes with."""
-        divided = self._divided()
-        for name in in_sending_order(divided, self.hf_config):
-            yield name, gather(divided[name], self.runtime.device, self._rows[name]).to(self._dtype)
+        return self._weights.of(self._divided())
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of it: there is one stage."""

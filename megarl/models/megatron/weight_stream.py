@@ -22,8 +22,9 @@ from converters.joined import join
 from converters.rule import Rule
 from converters.rules import all_rules, rule_for
 from megarl.errors import StateError
+from megarl.models.engine.assembly import one_ahead
 from megarl.models.engine.groups import ParallelGroups
-from megarl.models.megatron.assembly import Assembly
+from megarl.models.megatron.assembly import assembly_of
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
 
@@ -57,7 +58,7 @@ class _Bucket:
         self.of_expert = is_expert(self.first.rule.megatron_name)
         self.names = [entry.rule.megatron_name for entry in entries]
         self.length = sum(entry.shape.numel() for entry in entries)
-        self.assembly = Assembly([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
+        self.assembly = assembly_of([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
 
 
 class _Arrival:
@@ -132,7 +133,7 @@ class WeightStream:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
 
         Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
-        as long as one of them is kept. Memory beyond the model stays below three buckets of ``BUCKET_BYTES`` (or of the largest
+        as long as one of them is kept. Memory beyond the model stays below four buckets of ``BUCKET_BYTES`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
         return join(self._by_themselves(everywhere=True), self._architecture)
@@ -167,18 +168,8 @@ class WeightStream:
         held = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
-        wanted = [bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank]
-        coming: _Arrival | None = None
-        try:
-            for bucket in [*wanted, None]:
-                present, coming = coming, None
-                if bucket is not None:
-                    coming = _Arrival(bucket, held, self._groups, self._experts, everywhere=everywhere)
-                if present is not None:
-                    yield from present.tensors()
-        finally:
-            if coming is not None:
-                coming.wait()
+        buckets = (bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank)
+        yield from one_ahead(_Arrival(bucket, held, self._groups, self._experts, everywhere=everywhere) for bucket in buckets)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
         """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and shapes."""
