@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,9 @@ def collected(directory: Path, source: str, *options: str) -> subprocess.Complet
     (directory / "conftest.py").write_text(Path(choice.__file__).with_name("conftest.py").read_text())
     (directory / "test_marked.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "--collect-only", "-q", *options, "."]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    # options that the user gives to every pytest would change what this one prints
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    return subprocess.run(command, cwd=directory, env=surroundings, capture_output=True, text=True, check=False)
 
 
 def test_the_second_run_takes_what_is_marked(tmp_path: Path) -> None:
