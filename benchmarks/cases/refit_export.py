@@ -1,4 +1,4 @@
-"""All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of as many bytes, against one flat copy.
+"""All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of about as many bytes, against one flat copy.
 
 It is what refits and exports read. Beside it the way that takes each parameter for itself: gathered from the ranks, then put together.
 """
@@ -93,7 +93,10 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     worker = tiny.worker_of(config)
     backend = worker.backend
     exported = dict(backend.export_hf())
-    assert all(torch.equal(exported[name], tensor) for name, tensor in _each(backend)), "the two ways give other weights"
+    one_by_one = dict(_each(backend))
+    same = exported.keys() == one_by_one.keys() and all(torch.equal(exported[name], tensor) for name, tensor in one_by_one.items())
+    assert same, "the two ways give other weights"
+    one_by_one.clear()
     flat = torch.cat([tensor.flatten() for tensor in exported.values()])
     target, count = torch.empty_like(flat), len(exported)
     exported.clear()

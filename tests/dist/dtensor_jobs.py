@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from converters.source import HuggingFaceSource
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.models.dtensor import weight_stream
 from megarl.models.dtensor.shards import block_of, gather
+from megarl.models.engine import assembly
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 from tests.dist import fsdp1_jobs
 from tests.dist.worker_jobs import RecordingLoss, differences
@@ -233,28 +234,24 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
-    """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and how many gathers the second one took."""
+    """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and what the second one gathered."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
     gathers: list[int] = []
-    original, all_gather = weight_stream.BUCKET_BYTES, dist.all_gather_into_tensor
+    all_gather = dist.all_gather_into_tensor
 
     def counting(whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         gathers.append(whole.nbytes)
         return all_gather(whole, *arguments, **options)
 
-    weight_stream.BUCKET_BYTES = nbytes
-    dist.all_gather_into_tensor = counting
-    try:
+    with mock.patch.object(assembly, "BUCKET_BYTES", nbytes), mock.patch.object(dist, "all_gather_into_tensor", counting):
         first = [(name, tensor.clone()) for name, tensor in worker.backend.export_hf()]
         for _, parameter in worker.backend.parameters():
             parameter.data.mul_(-0.5)
         gathers.clear()
         second = list(worker.backend.export_hf())
-    finally:
-        weight_stream.BUCKET_BYTES = original
-        dist.all_gather_into_tensor = all_gather
     divided, rows, dtype = worker.backend._divided(), worker.backend._rows, worker.backend._dtype
     wrong = [name for name, tensor in second if not torch.equal(tensor, gather(divided[name], tensor.device, rows[name]).to(dtype))]
     wrong += [name for (name, tensor), (_, later) in zip(first, second, strict=True) if not torch.equal(tensor * -0.5, later)]
     assert all(tensor.is_contiguous() for _, tensor in second)
-    return {"wrong": wrong, "parameters": len(second), "gathers": gathers, "left": sorted(divided.keys() - dict(second).keys())}
+    left = sorted(divided.keys() - dict(second).keys())
+    return {"wrong": wrong, "left": left, "gathers": gathers, "parameters": len(second), "bytes": sum(t.nbytes for _, t in second)}

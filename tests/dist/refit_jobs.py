@@ -6,7 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
 from megarl.errors import RefitError
+from megarl.models.engine import assembly
+from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.checksum import checksum
@@ -66,6 +68,26 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
     receiver.close()
     worker.backend.close()
     return {"refits": seen}
+
+
+def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """For each size of a bucket, in bytes: how many buckets this rank went through, and what came out."""
+    worker = build(config)
+    exported = []
+    for nbytes in sizes:
+        arrivals: list[Any] = []
+
+        def noting(*arguments: Any, arrivals: list[Any] = arrivals, **options: Any) -> Any:
+            arrivals.append(arguments)
+            return arrival(*arguments, **options)
+
+        worker.backend._weights._buckets = None
+        arrival = weight_stream._Arrival
+        with mock.patch.object(assembly, "BUCKET_BYTES", nbytes), mock.patch.object(weight_stream, "_Arrival", noting):
+            weights = dict(_copies(worker))
+        exported.append((len(arrivals), weights))
+    worker.backend.close()
+    return exported
 
 
 def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:

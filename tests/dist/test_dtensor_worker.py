@@ -253,7 +253,16 @@ def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
     assert ("lm_head.weight" in names[0]) == (family == "llama")
 
 
-@pytest.mark.parametrize(("world", "changes"), [(1, {}), (3, {}), (2, {"cp": 2}), (4, {"tp": 2})], ids=["one", "dp3", "cp2", "dp2-tp2"])
+EXPORTED: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "dp3": (3, {}),
+    "tp2": (2, {"tp": 2}),
+    "dp2-tp2": (4, {"tp": 2}),
+    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
+}
+
+
+@pytest.mark.parametrize(("world", "changes"), EXPORTED.values(), ids=EXPORTED)
 @pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("llama", "float32")])
 def test_exports_in_buckets_are_the_parameters_one_by_one(
     pool: WorkerPool, tiny_models: dict[str, Path], family: str, precision: str, world: int, changes: dict[str, int]
@@ -263,6 +272,8 @@ def test_exports_in_buckets_are_the_parameters_one_by_one(
     for nbytes, most in ((20_000, None), (2**26, 1)):
         for result in pool.run(world, dtensor_jobs.export_in_buckets, config, nbytes):
             assert result["wrong"] == result["left"] == []
+            # what tensor-parallel ranks all have is not sent by all of them; up to a fifth are ends of uneven rows
+            assert sum(result["gathers"]) < 1.2 * result["bytes"]
             if world == 1:
                 assert result["gathers"] == []
             elif most is not None:

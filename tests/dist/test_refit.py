@@ -74,6 +74,18 @@ def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_
     check(pool.run(world, refit_jobs.refits, configured("megatron", model, changes), BUDGET), stored(model))
 
 
+@pytest.mark.parametrize("layout", ["ep2", "etp2-tp2", pytest.param("ep2-tp2-pp2", marks=slow)])
+def test_how_many_parameters_are_gathered_at_once_changes_no_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    world, changes = SPARSE[layout]
+    model = make_tiny(tmp_path / "model", "qwen3_moe_mixed", tied=False, seed=5, layers=4)
+    weights = stored(model)
+    for exported in pool.run(world, refit_jobs.exports_in_buckets, configured("megatron", model, changes), [2**26, 10_000, 1]):
+        counts = [count for count, _ in exported]
+        assert counts == sorted(counts) and counts[0] < counts[1] < counts[2]
+        for _, found in exported:
+            assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 @pytest.mark.parametrize(
     "layout", ["megatron-tp2-pp2", "megatron-pp2-vpp2", pytest.param("megatron-pp2", marks=slow), "dtensor-dp2", "fsdp1-dp3"]
 )

@@ -47,10 +47,13 @@ def test_a_fault_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megarl.parity.patching.setattr", note, raising=False)
     case = Case(backend=mutation(name).backends[0])
     with applied(name, case):
-        owner, attribute, original, value = touched[0]
-        assert vars(owner)[attribute] is value is not original
-        takes_what_the_other_takes(value, original)
-    assert vars(owner)[attribute] is original
+        put_in = list(touched)
+        assert put_in
+        for owner, attribute, original, value in put_in:
+            assert vars(owner)[attribute] is value is not original
+            takes_what_the_other_takes(value, original)
+    for owner, attribute, original, _ in put_in:
+        assert vars(owner)[attribute] is original
 
 
 def takes_what_the_other_takes(stand_in: Any, original: Any) -> None:

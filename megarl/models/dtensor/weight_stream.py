@@ -15,10 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
-from megarl.models.engine.assembly import Assembly, Copy, Whole, one_ahead
-
-# of the blocks of all ranks that are gathered together, unless those of one parameter alone are larger
-BUCKET_BYTES = 64 * 2**20
+from megarl.models.engine.assembly import Assembly, Copy, Whole, in_buckets, one_ahead, strides_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class _Bucket:
 
     Attributes:
         names: of the parameters.
-        spaces: elements that each takes in a rank's row: those of the largest block.
+        spaces: elements that each takes in a rank's row: as many as one rank sends at the most.
         assembly: of the rows of all ranks.
     """
 
@@ -51,20 +48,21 @@ class _Arrival:
         self._assembly = bucket.assembly
         row = torch.empty(sum(bucket.spaces), dtype=dtype, device=device)
         for name, space in zip(bucket.names, row.split(bucket.spaces), strict=True):
-            local = divided[name].to_local()
-            space[: local.numel()].view(local.shape).copy_(local)
+            piece = divided[name].to_local().flatten()[_sent(block_of(divided[name]))]
+            space[: len(piece)].copy_(piece)
         self._rows = row[None]
         self._pending: dist.Work | None = None
+        self._sent: torch.Tensor | None = None
         if dist.get_world_size() > 1:
             self._rows = torch.empty(dist.get_world_size(), len(row), dtype=dtype, device=device)
             self._pending = dist.all_gather_into_tensor(self._rows.view(-1), row, async_op=True)
-            self._row = row  # kept until it has been sent
+            self._sent = row
 
     def wait(self) -> None:
         """Until the bucket is there."""
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None
+        self._pending = self._sent = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and whole tensors."""
@@ -102,20 +100,12 @@ class WeightStream:
         yield from one_ahead(_Arrival(bucket, divided, self._dtype, self._device) for bucket in self._buckets)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
-        spaces = {
-            name: math.prod((block.run, *block.part[1:])) for name, block in ((name, block_of(divided[name])) for name in self._order)
-        }
-        taken: list[str] = []
-        room = 0
-        for name in [*self._order, None]:
-            size = 0 if name is None else spaces[name] * self._dtype.itemsize * dist.get_world_size()
-            if taken and (name is None or size > room):
-                lengths = tuple(spaces[each] for each in taken)
-                yield _Bucket(tuple(taken), lengths, Assembly(self._wholes(taken, lengths, divided)))
-                taken = []
-            if name is not None:
-                room = (room if taken else max(BUCKET_BYTES, size)) - size
-                taken.append(name)
+        def of_all_ranks(name: str) -> int:
+            return _space(block_of(divided[name])) * self._dtype.itemsize * dist.get_world_size()
+
+        for names in in_buckets(self._order, of_all_ranks):
+            spaces = tuple(_space(block_of(divided[name])) for name in names)
+            yield _Bucket(tuple(names), spaces, Assembly(self._wholes(names, spaces, divided)))
 
     def _wholes(self, names: Sequence[str], spaces: Sequence[int], divided: Mapping[str, DTensor]) -> Iterator[Whole]:
         position = 0
@@ -126,28 +116,42 @@ class WeightStream:
             position += space
 
 
+def _space(block: Block) -> int:
+    """Elements of a parameter that one rank sends at the most."""
+    largest = block.run * math.prod(block.part[1:])
+    return largest if block.tensor_dimension is not None else -(-largest // block.tensor_size)
+
+
+def _sent(block: Block) -> slice:
+    """The elements of its block that a rank sends: all, or a share where tensor-parallel ranks have the same one."""
+    first, last = block.rows
+    count = (last - first) * math.prod(block.part[1:])
+    if block.tensor_dimension is not None:
+        return slice(0, count)
+    begin = min(block.tensor_rank * _space(block), count)
+    return slice(begin, min(begin + _space(block), count))
+
+
 def _blocks(parameter: DTensor) -> Iterator[tuple[int, Block]]:
-    """Ranks and their blocks, which make up a parameter; of ranks that have the same one only the first."""
+    """All ranks and their blocks."""
     own, mesh = block_of(parameter), parameter.device_mesh.mesh
-    for sharding_rank in range(own.sharding_size):
-        for tensor_rank in range(1 if own.tensor_dimension is None else own.tensor_size):
-            rank = mesh[sharding_rank, tensor_rank] if mesh.ndim == 2 else mesh[sharding_rank]
-            yield int(rank), replace(own, sharding_rank=sharding_rank, tensor_rank=tensor_rank)
+    for sharding_rank, ranks in enumerate(mesh.view(own.sharding_size, own.tensor_size).tolist()):
+        for tensor_rank, rank in enumerate(ranks):
+            yield rank, replace(own, sharding_rank=sharding_rank, tensor_rank=tensor_rank)
 
 
 def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
-    """A block that begins at ``begin``, into a whole tensor of ``shape``, which may have fewer rows; None where it has none of them."""
+    """What a rank sends of its block, found at ``begin``, into a whole tensor of ``shape``, which may have fewer rows; None for nothing."""
+    strides = strides_of(shape)
+    target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
+    if block.tensor_dimension is None:  # whole rows: one run of elements
+        sent = _sent(block)
+        count = min(target + sent.stop, math.prod(shape)) - (target + sent.start)
+        return Copy(begin, target + sent.start, (count,), (1,), (1,)) if count > 0 else None
     rows, *others = block.slices
-    count = min(rows.stop, shape[0]) - rows.start
-    sizes = (count, *(place.stop - place.start for place in others))
+    sizes = (min(rows.stop, shape[0]) - rows.start, *(place.stop - place.start for place in others))
     if min(sizes) <= 0:
         return None
-    strides = _strides(shape)
-    target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
     if sizes[1:] == tuple(shape[1:]):
         return Copy(begin, target, (math.prod(sizes),), (1,), (1,))
-    return Copy(begin, target, sizes, _strides(sizes), strides)
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
+    return Copy(begin, target, sizes, strides_of(sizes), strides)

@@ -7,11 +7,16 @@ heads, the ranks, the experts of a layer) become a single one with one more dime
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+
+Item = TypeVar("Item")
+
+# of all shards that are gathered together, unless those of one parameter alone are larger
+BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,9 @@ class Assembly:
     def _add(self, tensor: Whole) -> Iterator[Copy]:
         """The copies that it needs."""
         count = math.prod(tensor.shape)
-        strides = torch.empty(tensor.shape, device="meta").stride()
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
         begin = tensor.copies[0].source if in_shards else self._length
-        self._places.append(_Place(tensor.name, tensor.shape, strides, begin, in_shards))
+        self._places.append(_Place(tensor.name, tensor.shape, strides_of(tensor.shape), begin, in_shards))
         if not in_shards:
             for copy in tensor.copies:
                 yield Copy(copy.source, copy.target + self._length, *copy.form)
@@ -136,11 +140,31 @@ class Assembly:
         ]
 
 
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Neighbours that take at most ``BUCKET_BYTES`` together, or one that alone takes more; ``size_of`` gives bytes."""
+    bucket: list[Item] = []
+    taken = 0
+    for item in items:
+        size = size_of(item)
+        if bucket and taken + size > BUCKET_BYTES:
+            yield bucket
+            bucket, taken = [], 0
+        bucket.append(item)
+        taken += size
+    if bucket:
+        yield bucket
+
+
 class Arrival(Protocol):
     """Tensors on their way to this rank."""
 
     def wait(self) -> None:
-        """Until they are there."""
+        """Until they are there; what was only kept to be sent is let go of."""
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Wait for them; names and tensors."""
@@ -157,7 +181,11 @@ def one_ahead(arrivals: Iterable[Arrival]) -> Iterator[tuple[str, torch.Tensor]]
     try:
         while coming is not None:
             present, coming = coming, next(setting_out, None)
-            yield from present.tensors()
+            tensors = present.tensors()
+            # neither the shards nor, at the end, the tensors are kept until the next but one sets out
+            del present
+            yield from tensors
+            del tensors
     finally:
         if coming is not None:
             coming.wait()

@@ -39,14 +39,17 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
-def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     """Stands for ``torch.compile``, as a decorator with and without options."""
-    return _uncompiled if function is None else function
+    return _uncompiled if model is None else model
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Context in which ``torch.compile`` gives functions back as they are (in a process with CUDA: nothing)."""
+    """Context in which ``torch.compile`` gives functions back as they are (in a process with CUDA: nothing).
+
+    Megatron-Core takes hold of ``torch.compile`` once, when it is first imported: if that is here, none of its functions is ever compiled.
+    """
     # is_available() would initialise the driver, and processes that fork after the import could not use CUDA; this asks NVML
     if torch.cuda.device_count():
         yield

@@ -22,14 +22,11 @@ from converters.joined import join
 from converters.rule import Rule
 from converters.rules import all_rules, rule_for
 from megarl.errors import StateError
-from megarl.models.engine.assembly import one_ahead
+from megarl.models.engine.assembly import in_buckets, one_ahead
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.assembly import assembly_of
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
-
-# of full tensors that are gathered together, unless one parameter alone is larger
-BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +83,20 @@ class _Arrival:
         device = next(iter(held.values())).device
         self._shards = torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device=device)
         self._pending: dist.Work | None = None
+        self._sent: torch.Tensor | None = None
         if groups.pipeline_rank == bucket.first.stage:
-            # kept until it has been sent
-            self._own = self._shards[0] if bucket.ranks == 1 else torch.empty_like(self._shards[0])
+            own = self._shards[0] if bucket.ranks == 1 else torch.empty_like(self._shards[0])
             if not bucket.of_expert or experts.model_rank == bucket.first.owner:
-                torch.cat([held[name].flatten() for name in bucket.names], out=self._own)
+                torch.cat([held[name].flatten() for name in bucket.names], out=own)
+                if len(own) != bucket.length:  # torch.cat resizes what it writes to
+                    raise StateError(
+                        f"{bucket.names[0]} or one of the {len(bucket.names)} behind it has changed its shape: make a new policy"
+                    )
             if bucket.of_expert and experts.model_size > 1:
-                dist.broadcast(self._own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
+                dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
             if bucket.ranks > 1:
-                self._pending = dist.all_gather_into_tensor(self._shards.view(-1), self._own, group=tensor_group, async_op=True)
+                self._pending = dist.all_gather_into_tensor(self._shards.view(-1), own, group=tensor_group, async_op=True)
+                self._sent = own
         if everywhere and groups.pipeline_size > 1:
             self.wait()
             source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
@@ -104,7 +106,7 @@ class _Arrival:
         """Until the bucket is there."""
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None
+        self._pending = self._sent = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and full tensors."""
@@ -133,7 +135,7 @@ class WeightStream:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
 
         Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
-        as long as one of them is kept. Memory beyond the model stays below four buckets of ``BUCKET_BYTES`` (or of the largest
+        as long as one of them is kept. Memory beyond the model stays below five buckets of ``BUCKET_BYTES`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
         return join(self._by_themselves(everywhere=True), self._architecture)
@@ -179,17 +181,13 @@ class WeightStream:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
         entries = [self._entry(rule, stages) for rule in all_rules(self._architecture)]
-        buckets: list[list[_Entry]] = []
-        for _, neighbours in itertools.groupby(entries, key=self._ranks_of):
-            room = 0
-            for entry in neighbours:
-                size = entry.shape.numel() * entry.dtype.itemsize * self._cut(entry).tensor_size
-                if not room or size > room:
-                    buckets.append([])
-                    room = max(BUCKET_BYTES, size)
-                buckets[-1].append(entry)
-                room -= size
+        alike = (list(neighbours) for _, neighbours in itertools.groupby(entries, key=self._ranks_of))
+        buckets = itertools.chain.from_iterable(in_buckets(neighbours, self._bytes_of_all_ranks) for neighbours in alike)
         return [_Bucket(entries, self._cut(entries[0]).tensor_size, self._architecture) for entries in buckets]
+
+    def _bytes_of_all_ranks(self, entry: _Entry) -> int:
+        size: int = entry.shape.numel() * entry.dtype.itemsize * self._cut(entry).tensor_size
+        return size
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
         """Where a parameter stands. An expert that another rank holds has the shape of this rank's expert in its place."""
