@@ -17,6 +17,7 @@ from megarl.models.dtensor.shards import block_of, gather
 from megarl.models.engine import assembly
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 from tests.dist import fsdp1_jobs
+from tests.dist.jobs import new_memory_is_undefined
 from tests.dist.worker_jobs import RecordingLoss, differences
 
 
@@ -240,10 +241,14 @@ def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     all_gather = dist.all_gather_into_tensor
 
     def counting(whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        gathers.append(whole.nbytes)
+        gathers.append(whole.numel())
         return all_gather(whole, *arguments, **options)
 
-    with mock.patch.object(assembly, "BUCKET_BYTES", nbytes), mock.patch.object(dist, "all_gather_into_tensor", counting):
+    with (
+        mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
+        mock.patch.object(dist, "all_gather_into_tensor", counting),
+        new_memory_is_undefined(),
+    ):
         first = [(name, tensor.clone()) for name, tensor in worker.backend.export_hf()]
         for _, parameter in worker.backend.parameters():
             parameter.data.mul_(-0.5)
@@ -254,4 +259,4 @@ def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     wrong += [name for (name, tensor), (_, later) in zip(first, second, strict=True) if not torch.equal(tensor * -0.5, later)]
     assert all(tensor.is_contiguous() for _, tensor in second)
     left = sorted(divided.keys() - dict(second).keys())
-    return {"wrong": wrong, "left": left, "gathers": gathers, "parameters": len(second), "bytes": sum(t.nbytes for _, t in second)}
+    return {"wrong": wrong, "left": left, "gathers": gathers, "parameters": len(second), "elements": sum(t.numel() for _, t in second)}

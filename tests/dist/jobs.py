@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,16 @@ import torch.distributed as dist
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+
+@contextlib.contextmanager
+def new_memory_is_undefined() -> Iterator[None]:
+    """Inside, new tensors are full of NaN until something is written to them, where otherwise what an earlier tensor left may be right."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def build(config: Mapping[str, Any], **options: Any) -> MegatronPolicyWorker:

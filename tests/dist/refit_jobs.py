@@ -83,7 +83,11 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
 
         worker.backend._weights._buckets = None
         arrival = weight_stream._Arrival
-        with mock.patch.object(assembly, "BUCKET_BYTES", nbytes), mock.patch.object(weight_stream, "_Arrival", noting):
+        with (
+            mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
+            mock.patch.object(weight_stream, "_Arrival", noting),
+            jobs.new_memory_is_undefined(),
+        ):
             weights = dict(_copies(worker))
         exported.append((len(arrivals), weights))
     worker.backend.close()

@@ -272,8 +272,8 @@ def test_exports_in_buckets_are_the_parameters_one_by_one(
     for nbytes, most in ((20_000, None), (2**26, 1)):
         for result in pool.run(world, dtensor_jobs.export_in_buckets, config, nbytes):
             assert result["wrong"] == result["left"] == []
-            # what tensor-parallel ranks all have is not sent by all of them; up to a fifth are ends of uneven rows
-            assert sum(result["gathers"]) < 1.2 * result["bytes"]
+            # rows of the padded vocabulary and ends of uneven runs; were norms sent by all who have them, it would be more
+            assert sum(result["gathers"]) - result["elements"] < (800 if world == 3 else 250)
             if world == 1:
                 assert result["gathers"] == []
             elif most is not None:

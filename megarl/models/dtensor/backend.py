@@ -93,7 +93,14 @@ class DTensorBackend:
             self.groups.tensor if tensor > 1 else None,
         )
         self.model = self._build(source)
-        self._weights = WeightStream(in_sending_order(self._divided(), self.hf_config), self._rows, self._dtype, runtime.device)
+        self._weights = WeightStream(
+            in_sending_order(self._divided(), self.hf_config),
+            self._rows,
+            self._dtype,
+            runtime.device,
+            tensor_rank=self.groups.tensor_rank,
+            tensor_size=tensor,
+        )
         self.loss_scale = LossScale.for_float16() if self._dtype is torch.float16 else LossScale()
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None

@@ -25,11 +25,13 @@ class _Bucket:
     Attributes:
         names: of the parameters.
         spaces: elements that each takes in a rank's row: as many as one rank sends at the most.
+        sent: the elements of its pieces that this rank sends.
         assembly: of the rows of all ranks.
     """
 
     names: tuple[str, ...]
     spaces: tuple[int, ...]
+    sent: tuple[slice, ...]
     assembly: Assembly
 
 
@@ -47,8 +49,8 @@ class _Arrival:
     def __init__(self, bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device) -> None:
         self._assembly = bucket.assembly
         row = torch.empty(sum(bucket.spaces), dtype=dtype, device=device)
-        for name, space in zip(bucket.names, row.split(bucket.spaces), strict=True):
-            piece = divided[name].to_local().flatten()[_sent(block_of(divided[name]))]
+        for name, space, sent in zip(bucket.names, row.split(bucket.spaces), bucket.sent, strict=True):
+            piece = divided[name].to_local().flatten()[sent]
             space[: len(piece)].copy_(piece)
         self._rows = row[None]
         self._pending: dist.Work | None = None
@@ -78,10 +80,21 @@ class WeightStream:
         rows: true rows of every parameter, without what pads the vocabulary.
         dtype: of the tensors that come out.
         device: where collectives work.
+        tensor_rank, tensor_size: of the tensor-parallel group. They have the fastest place in the order of all ranks.
     """
 
-    def __init__(self, order: Sequence[str], rows: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        order: Sequence[str],
+        rows: Mapping[str, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tensor_rank: int,
+        tensor_size: int,
+    ) -> None:
         self._order = order
+        self._tensor_rank, self._tensor_size = tensor_rank, tensor_size
         self._true_rows = rows
         self._dtype = dtype
         self._device = device
@@ -100,18 +113,23 @@ class WeightStream:
         yield from one_ahead(_Arrival(bucket, divided, self._dtype, self._device) for bucket in self._buckets)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
+        # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them
+        rank, size = self._tensor_rank, self._tensor_size
+        blocks = {name: replace(block_of(divided[name]), tensor_rank=rank, tensor_size=size) for name in self._order}
+
         def of_all_ranks(name: str) -> int:
-            return _space(block_of(divided[name])) * self._dtype.itemsize * dist.get_world_size()
+            return _space(blocks[name]) * self._dtype.itemsize * dist.get_world_size()
 
         for names in in_buckets(self._order, of_all_ranks):
-            spaces = tuple(_space(block_of(divided[name])) for name in names)
-            yield _Bucket(tuple(names), spaces, Assembly(self._wholes(names, spaces, divided)))
+            spaces = tuple(_space(blocks[name]) for name in names)
+            sent = tuple(_sent(blocks[name]) for name in names)
+            yield _Bucket(tuple(names), spaces, sent, Assembly(self._wholes([blocks[name] for name in names], names, spaces)))
 
-    def _wholes(self, names: Sequence[str], spaces: Sequence[int], divided: Mapping[str, DTensor]) -> Iterator[Whole]:
+    def _wholes(self, blocks: Sequence[Block], names: Sequence[str], spaces: Sequence[int]) -> Iterator[Whole]:
         position = 0
-        for name, space in zip(names, spaces, strict=True):
-            shape = (self._true_rows[name], *divided[name].shape[1:])
-            copies = (_copy(block, shape, rank * sum(spaces) + position) for rank, block in _blocks(divided[name]))
+        for block, name, space in zip(blocks, names, spaces, strict=True):
+            shape = (self._true_rows[name], *block.shape[1:])
+            copies = (_copy(other, shape, rank * sum(spaces) + position) for rank, other in enumerate(_of_all_ranks(block)))
             yield Whole(name, shape, tuple(copy for copy in copies if copy is not None))
             position += space
 
@@ -132,12 +150,11 @@ def _sent(block: Block) -> slice:
     return slice(begin, min(begin + _space(block), count))
 
 
-def _blocks(parameter: DTensor) -> Iterator[tuple[int, Block]]:
-    """All ranks and their blocks."""
-    own, mesh = block_of(parameter), parameter.device_mesh.mesh
-    for sharding_rank, ranks in enumerate(mesh.view(own.sharding_size, own.tensor_size).tolist()):
-        for tensor_rank, rank in enumerate(ranks):
-            yield rank, replace(own, sharding_rank=sharding_rank, tensor_rank=tensor_rank)
+def _of_all_ranks(block: Block) -> Iterator[Block]:
+    """The blocks of all ranks, in their order."""
+    for sharding_rank in range(block.sharding_size):
+        for tensor_rank in range(block.tensor_size):
+            yield replace(block, sharding_rank=sharding_rank, tensor_rank=tensor_rank)
 
 
 def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
