@@ -48,23 +48,20 @@ class _Arrival:
     @torch.no_grad()
     def __init__(self, bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device) -> None:
         self._assembly = bucket.assembly
-        row = torch.empty(sum(bucket.spaces), dtype=dtype, device=device)
-        for name, space, sent in zip(bucket.names, row.split(bucket.spaces), bucket.sent, strict=True):
+        self._rows = torch.empty(dist.get_world_size(), sum(bucket.spaces), dtype=dtype, device=device)
+        own = self._rows[dist.get_rank()]
+        for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
             piece = divided[name].to_local().flatten()[sent]
             space[: len(piece)].copy_(piece)
-        self._rows = row[None]
         self._pending: dist.Work | None = None
-        self._sent: torch.Tensor | None = None
         if dist.get_world_size() > 1:
-            self._rows = torch.empty(dist.get_world_size(), len(row), dtype=dtype, device=device)
-            self._pending = dist.all_gather_into_tensor(self._rows.view(-1), row, async_op=True)
-            self._sent = row
+            self._pending = dist.all_gather_into_tensor(self._rows.view(-1), own, async_op=True)
 
     def wait(self) -> None:
         """Until the bucket is there."""
         if self._pending is not None:
             self._pending.wait()
-        self._pending = self._sent = None
+            self._pending = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and whole tensors."""

@@ -164,7 +164,7 @@ class Arrival(Protocol):
     """Tensors on their way to this rank."""
 
     def wait(self) -> None:
-        """Until they are there; what was only kept to be sent is let go of."""
+        """Until they are there."""
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Wait for them; names and tensors."""

@@ -83,9 +83,8 @@ class _Arrival:
         device = next(iter(held.values())).device
         self._shards = torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device=device)
         self._pending: dist.Work | None = None
-        self._sent: torch.Tensor | None = None
         if groups.pipeline_rank == bucket.first.stage:
-            own = self._shards[0] if bucket.ranks == 1 else torch.empty_like(self._shards[0])
+            own = self._shards[dist.get_rank(tensor_group)]
             if not bucket.of_expert or experts.model_rank == bucket.first.owner:
                 torch.cat([held[name].flatten() for name in bucket.names], out=own)
                 if len(own) != bucket.length:  # torch.cat resizes what it writes to
@@ -96,7 +95,6 @@ class _Arrival:
                 dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
             if bucket.ranks > 1:
                 self._pending = dist.all_gather_into_tensor(self._shards.view(-1), own, group=tensor_group, async_op=True)
-                self._sent = own
         if everywhere and groups.pipeline_size > 1:
             self.wait()
             source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
@@ -106,7 +104,7 @@ class _Arrival:
         """Until the bucket is there."""
         if self._pending is not None:
             self._pending.wait()
-        self._pending = self._sent = None
+            self._pending = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and full tensors."""
@@ -135,7 +133,7 @@ class WeightStream:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
 
         Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
-        as long as one of them is kept. Memory beyond the model stays below five buckets of ``BUCKET_BYTES`` (or of the largest
+        as long as one of them is kept. Memory beyond the model stays below four buckets of ``BUCKET_BYTES`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
         return join(self._by_themselves(everywhere=True), self._architecture)
