@@ -79,13 +79,13 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
 
         def noting(*arguments: Any, arrivals: list[Any] = arrivals, **options: Any) -> Any:
             arrivals.append(arguments)
-            return arrival(*arguments, **options)
+            return set_out(*arguments, **options)
 
         worker.backend._weights._buckets = None
-        arrival = weight_stream._Arrival
+        set_out = weight_stream._set_out
         with (
             mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
-            mock.patch.object(weight_stream, "_Arrival", noting),
+            mock.patch.object(weight_stream, "_set_out", noting),
             jobs.new_memory_is_undefined(),
         ):
             weights = dict(_copies(worker))

@@ -19,7 +19,7 @@ from converters.rule import Rule
 from converters.rules import all_rules
 from converters.shards import load_shard, to_hf
 from megarl.models.engine import assembly
-from megarl.models.engine.assembly import Copy, in_buckets, merged, one_ahead
+from megarl.models.engine.assembly import Arrival, Copy, in_buckets, merged, one_ahead
 from megarl.models.megatron.assembly import assembly_of
 from tests.choice import newest_megatron
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
@@ -108,8 +108,8 @@ def test_a_shard_of_another_shape_is_named() -> None:
         assembly_of([rule], [(1000,)], 1, architecture)
 
 
-class Noted:
-    """An arrival that writes down what becomes of it."""
+class Noted(Arrival):
+    """One that writes down what becomes of it."""
 
     def __init__(self, number: int, notes: list[str]) -> None:
         self._number, self._notes = number, notes

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
-from megarl.models.engine.assembly import Assembly, Copy, Whole, in_buckets, one_ahead, strides_of
+from megarl.models.engine.assembly import Arrival, Assembly, Copy, Whole, in_buckets, one_ahead, strides_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class _Bucket:
     assembly: Assembly
 
 
-class _Arrival:
-    """A bucket on its way to all ranks.
+@torch.no_grad()
+def _set_out(bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device) -> Arrival:
+    """Send a bucket to all ranks.
 
     Args:
         bucket: which.
@@ -44,29 +45,13 @@ class _Arrival:
         dtype: to send them in.
         device: where collectives work.
     """
-
-    @torch.no_grad()
-    def __init__(self, bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._assembly = bucket.assembly
-        self._rows = torch.empty(dist.get_world_size(), sum(bucket.spaces), dtype=dtype, device=device)
-        own = self._rows[dist.get_rank()]
-        for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
-            piece = divided[name].to_local().flatten()[sent]
-            space[: len(piece)].copy_(piece)
-        self._pending: dist.Work | None = None
-        if dist.get_world_size() > 1:
-            self._pending = dist.all_gather_into_tensor(self._rows.view(-1), own, async_op=True)
-
-    def wait(self) -> None:
-        """Until the bucket is there."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors."""
-        self.wait()
-        return self._assembly.tensors(self._rows)
+    rows = torch.empty(dist.get_world_size(), sum(bucket.spaces), dtype=dtype, device=device)
+    own = rows[dist.get_rank()]
+    for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
+        piece = divided[name].to_local().flatten()[sent]
+        space[: len(piece)].copy_(piece)
+    pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
+    return Arrival(bucket.assembly, rows, pending)
 
 
 class WeightStream:
@@ -107,7 +92,7 @@ class WeightStream:
         """
         if self._buckets is None:
             self._buckets = list(self._plan(divided))
-        yield from one_ahead(_Arrival(bucket, divided, self._dtype, self._device) for bucket in self._buckets)
+        yield from one_ahead(_set_out(bucket, divided, self._dtype, self._device) for bucket in self._buckets)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
         # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them

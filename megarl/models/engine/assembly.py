@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 Item = TypeVar("Item")
 
@@ -160,14 +161,30 @@ def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterato
         yield bucket
 
 
-class Arrival(Protocol):
-    """Tensors on their way to this rank."""
+class Arrival:
+    """Whole tensors whose shards are on their way to this rank.
+
+    Args:
+        assembly: of the tensors.
+        shards: [ranks, elements of a rank's shards], see :meth:`Assembly.tensors`.
+        pending: the collective that brings them; None where they are there.
+    """
+
+    def __init__(self, assembly: Assembly, shards: torch.Tensor, pending: dist.Work | None) -> None:
+        self._assembly = assembly
+        self._shards = shards
+        self._pending = pending
 
     def wait(self) -> None:
         """Until they are there."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Wait for them; names and tensors."""
+        self.wait()
+        return self._assembly.tensors(self._shards)
 
 
 def one_ahead(arrivals: Iterable[Arrival]) -> Iterator[tuple[str, torch.Tensor]]:

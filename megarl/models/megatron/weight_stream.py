@@ -22,7 +22,7 @@ from converters.joined import join
 from converters.rule import Rule
 from converters.rules import all_rules, rule_for
 from megarl.errors import StateError
-from megarl.models.engine.assembly import in_buckets, one_ahead
+from megarl.models.engine.assembly import Arrival, in_buckets, one_ahead
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.assembly import assembly_of
 from megarl.models.megatron.hf_state import TensorPlace, places_of
@@ -58,8 +58,11 @@ class _Bucket:
         self.assembly = assembly_of([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
 
 
-class _Arrival:
-    """A bucket on its way to all ranks of its pipeline stage, or of all stages.
+@torch.no_grad()
+def _set_out(
+    bucket: _Bucket, held: Mapping[str, torch.Tensor], groups: ParallelGroups, experts: ExpertGroups, *, everywhere: bool
+) -> Arrival:
+    """Send a bucket to all ranks of its pipeline stage, or of all stages.
 
     Args:
         bucket: which.
@@ -67,49 +70,28 @@ class _Arrival:
         groups, experts: the process groups.
         everywhere: to all stages.
     """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        bucket: _Bucket,
-        held: Mapping[str, torch.Tensor],
-        groups: ParallelGroups,
-        experts: ExpertGroups,
-        *,
-        everywhere: bool,
-    ) -> None:
-        self._bucket = bucket
-        tensor_group = experts.tensor if bucket.of_expert else groups.tensor
-        device = next(iter(held.values())).device
-        self._shards = torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device=device)
-        self._pending: dist.Work | None = None
-        if groups.pipeline_rank == bucket.first.stage:
-            own = self._shards[dist.get_rank(tensor_group)]
-            if not bucket.of_expert or experts.model_rank == bucket.first.owner:
-                torch.cat([held[name].flatten() for name in bucket.names], out=own)
-                if len(own) != bucket.length:  # torch.cat resizes what it writes to
-                    raise StateError(
-                        f"{bucket.names[0]} or one of the {len(bucket.names)} behind it has changed its shape: make a new policy"
-                    )
-            if bucket.of_expert and experts.model_size > 1:
-                dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
-            if bucket.ranks > 1:
-                self._pending = dist.all_gather_into_tensor(self._shards.view(-1), own, group=tensor_group, async_op=True)
-        if everywhere and groups.pipeline_size > 1:
-            self.wait()
-            source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
-            self._pending = dist.broadcast(self._shards, src=source, group=groups.pipeline, async_op=True)
-
-    def wait(self) -> None:
-        """Until the bucket is there."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and full tensors."""
-        self.wait()
-        return self._bucket.assembly.tensors(self._shards)
+    tensor_group = experts.tensor if bucket.of_expert else groups.tensor
+    device = next(iter(held.values())).device
+    shards = torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device=device)
+    pending: dist.Work | None = None
+    if groups.pipeline_rank == bucket.first.stage:
+        own = shards[dist.get_rank(tensor_group)]
+        if not bucket.of_expert or experts.model_rank == bucket.first.owner:
+            torch.cat([held[name].flatten() for name in bucket.names], out=own)
+            if len(own) != bucket.length:  # torch.cat resizes what it writes to
+                raise StateError(
+                    f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has changed its shape: make a new policy"
+                )
+        if bucket.of_expert and experts.model_size > 1:
+            dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
+        if bucket.ranks > 1:
+            pending = dist.all_gather_into_tensor(shards.view(-1), own, group=tensor_group, async_op=True)
+    if everywhere and groups.pipeline_size > 1:
+        if pending is not None:
+            pending.wait()
+        source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
+        pending = dist.broadcast(shards, src=source, group=groups.pipeline, async_op=True)
+    return Arrival(bucket.assembly, shards, pending)
 
 
 class WeightStream:
@@ -169,7 +151,7 @@ class WeightStream:
         if self._buckets is None:
             self._buckets = self._plan(held)
         buckets = (bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank)
-        yield from one_ahead(_Arrival(bucket, held, self._groups, self._experts, everywhere=everywhere) for bucket in buckets)
+        yield from one_ahead(_set_out(bucket, held, self._groups, self._experts, everywhere=everywhere) for bucket in buckets)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
         """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and shapes."""
