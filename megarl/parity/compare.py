@@ -2,7 +2,8 @@
 
 Bounds are relative: one number in float32, in 16 bit those that :mod:`megarl.parity.noise` measures. What a number is relative to: a
 log-probability to itself or 1; a loss or a metric to what its rows contribute, because terms that cancel leave no better sum, or to what
-such an error of the log-probabilities makes of it (``Expected.scales``); a weight to the norm of its tensor; a gradient norm to itself.
+such an error of the log-probabilities makes of it (``Expected.scales``); a weight to the norm of its tensor; a gradient norm to itself,
+or to the size of terms that cancel in it (``Expected.norm_scales``).
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
     first = answers[0]
     reduced = step_metrics({"loss": first["global_loss"], "grad_norm": first["grad_norm"], "all_mb_metrics": metrics}, loss_fn)
     raw = reduce_metrics(metrics, loss_fn.metric_reductions)
-    wanted, scales, norms = expected.metrics[call], expected.scales[call], expected.norms[call]
+    wanted, scales = expected.metrics[call], expected.scales[call]
+    norms, norm_scales = expected.norms[call], expected.norm_scales[call]
 
     def one(name: str, kind: str, value: float, target: float, scale: float = 0.0, like: str | None = None) -> Difference:
         bound = bounds.of(f"call {call} {like or name}")
@@ -156,9 +158,9 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
         one(f"loss {index}", "loss", loss, target, scales["loss"])
         for index, (loss, target) in enumerate(zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan))
     ]
-    found += [one("grad_norm", "grad_norm", reduced.pop("grad_norm"), norms[-1])]
+    found += [one("grad_norm", "grad_norm", reduced.pop("grad_norm"), norms[-1], norm_scales[-1])]
     for index, norm in enumerate(_per_batch(metrics, norms)):
-        found.append(one(f"grad_norm of global batch {index}", "grad_norm", norm, norms[index]))
+        found.append(one(f"grad_norm of global batch {index}", "grad_norm", norm, norms[index], norm_scales[index]))
     found += [one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")]
     for name in sorted({*reduced, *wanted} - {"grad_norm"}):
         found.append(one(name, "metric", reduced.get(name, math.nan), wanted.get(name, math.nan), scales.get(name, 0.0)))

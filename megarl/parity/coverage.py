@@ -87,8 +87,9 @@ def features(case: Case) -> list[str]:
         "expert tensor parallel": case.etp > 1,
         "expert dispatch: alltoall": case.experts > 0 and case.dispatcher == "alltoall",
         "expert dispatch: allgather": case.dispatcher == "allgather",
-        "load balancing: global batch": case.balance == "aux",
-        "load balancing: sequence": case.balance == "seq",
+        # where a token goes to all experts, all are in balance whatever the routers do
+        "load balancing: global batch": case.balance == "aux" and case.topk < case.experts,
+        "load balancing: sequence": case.balance == "seq" and case.topk < case.experts,
         "router z-loss": case.zloss,
         "frozen routers": case.freeze,
         "routers in float32 or float64": case.router != "model",

@@ -137,13 +137,14 @@ def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.T
     by_token = token_errors(found[rows], logprobs[rows])
     errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[logprobs[rows] != 0])}
     for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):
-        what, losses, norms = f"call {call} ", member.losses[call], member.norms[call]
+        what, losses = f"call {call} ", member.losses[call]
         for name, value in metrics.items():
             errors[what + name] = relative_error(member.metrics[call][name], value, scales.get(name, 0.0))
-        for index, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        for index, loss in enumerate(losses):
             errors[f"{what}loss {index}"] = relative_error(loss, expected.losses[call][index], scales["loss"])
-            errors[f"{what}grad_norm of global batch {index}"] = relative_error(norm, expected.norms[call][index])
-        errors[what + "grad_norm"] = relative_error(norms[-1], expected.norms[call][-1])
+        for index, norms in enumerate(zip(member.norms[call], expected.norms[call], expected.norm_scales[call], strict=True)):
+            # the last batch's is the call's
+            errors[f"{what}grad_norm of global batch {index}"] = errors[what + "grad_norm"] = relative_error(*norms)
     for name, weight in expected.weights.items():
         errors[WEIGHT + name] = tensor_error(member.weights[name], weight)
     return errors

@@ -77,6 +77,7 @@ class Expected:
     Attributes:
         losses: one a global batch.
         norms: gradient norms before clipping, one a global batch.
+        norm_scales: for each of them, the size of the terms it is made of.
         metrics: reduced over the call's global batches.
         scales: for each metric, the size of its terms, or of their change with the log-probabilities if that is more; the metric itself
             may be much smaller, when they cancel.
@@ -85,6 +86,7 @@ class Expected:
 
     losses: list[list[float]] = field(default_factory=list)
     norms: list[list[float]] = field(default_factory=list)
+    norm_scales: list[list[float]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     scales: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class _Step:
 
     loss: float
     norm: float
+    norm_scale: float
     metrics: dict[str, float]
     scales: dict[str, float]
 
@@ -133,6 +136,7 @@ class ReferenceTrainer:
         steps = [self._step(batch, rate, decay) for batch in batches]
         expected.losses.append([step.loss for step in steps])
         expected.norms.append([step.norm for step in steps])
+        expected.norm_scales.append([step.norm_scale for step in steps])
         expected.metrics.append(self._over_batches([step.metrics for step in steps]))
         expected.scales.append(self._over_batches([step.scales for step in steps]))
 
@@ -143,8 +147,9 @@ class ReferenceTrainer:
         self._routers.forget()
         logprobs = next_token_logprobs(self.model, data, self._sampling)
         loss, metrics = self._loss_fn(data, sequences, tokens, next_token_logprobs=logprobs)
-        balance, routing = self._routers.judged(data)
-        ((loss if balance is None else loss + balance) * self._loss_scale).backward()
+        routing = self._routers.judged(data)
+        balancing = self._size_of_gradients(routing.by_expert)
+        ((loss if routing.loss is None else loss + routing.loss) * self._loss_scale).backward()
         norm = self._update(rate, decay)
         known = {
             "global_valid_seqs": float(sequences),
@@ -153,10 +158,22 @@ class ReferenceTrainer:
             "wd": decay,
             "grad_norm": norm,
             "skipped_steps": 0.0,
-            **routing,
+            **routing.metrics,
         }
         values = {name: float(value) for name, value in metrics.items()}
-        return _Step(float(loss.detach()), norm, {**values, **known}, {**self._scales(data, sequences, tokens, logprobs.detach()), **known})
+        scales = self._scales(data, sequences, tokens, logprobs.detach())
+        return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known})
+
+    def _size_of_gradients(self, terms: torch.Tensor | None) -> float:
+        """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as they cancel."""
+        if terms is None:
+            return 0.0
+        size = 0.0
+        for term in terms:
+            gradients = torch.autograd.grad(term * self._loss_scale, self._parameters, retain_graph=True, allow_unused=True)
+            found = [gradient.float() / self._loss_scale for gradient in gradients if gradient is not None]
+            size += float(torch.nn.utils.get_total_norm(found))
+        return size
 
     def _update(self, rate: float, decay: float) -> float:
         for master, parameter in zip(self._master, self._parameters, strict=True):

@@ -9,7 +9,7 @@ equation 5). Each layer's are added to the loss. Padding and masked samples do n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,22 @@ class Balancing:
     z: bool = False
     frozen: bool = False
     weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the routers did in one forward pass.
+
+    Attributes:
+        loss: what they add to the loss; None in a dense model.
+        by_expert: the terms of the load-balancing loss, [E], differentiable; their gradients may cancel, and do where all experts get
+            the same number of tokens. None where that loss is not added.
+        metrics: by name.
+    """
+
+    loss: torch.Tensor | None = None
+    by_expert: torch.Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -63,10 +79,10 @@ class Routers:
         """Begin anew."""
         self._heard.clear()
 
-    def judged(self, data: Mapping[str, Any]) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """The loss to add, and metrics, of the one forward pass over ``data`` since :meth:`forget`. None and nothing for a dense model."""
+    def judged(self, data: Mapping[str, Any]) -> Judged:
+        """The one forward pass over ``data`` since :meth:`forget`."""
         if not self._heard:
-            return None, {}
+            return Judged()
         rows, width = data["input_ids"].shape
         real = (torch.arange(width)[None] < data["input_lengths"][:, None]) & (data["sample_mask"] != 0)[:, None]
         balance, loads, z_losses = [], [], []
@@ -76,29 +92,30 @@ class Routers:
             probabilities = by_row.softmax(-1) * real[..., None]
             loads.append(_relative_load(went_to))
             whole = _balance(probabilities.flatten(0, 1), went_to.flatten(0, 1))
-            rows_alone = torch.stack([_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]).sum() / max(
+            rows_alone = torch.stack([_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]).sum(0) / max(
                 float((data["sample_mask"] != 0).sum()), 1.0
             )
             balance.append(rows_alone if self._balancing.kind == "seq" else whole)
             z_losses.append((by_row.logsumexp(-1).square() * real).sum() / real.sum().clamp(min=1))
         metrics = {
-            "moe_aux_loss": float(torch.stack(balance).detach().mean()),
+            "moe_aux_loss": float(torch.stack(balance).detach().sum(1).mean()),
             "moe_expert_load_max": float(torch.stack(loads).max()),
             "moe_expert_load_min": float(torch.stack(loads).min()),
         }
-        loss = COEFFICIENT * torch.stack(balance).sum() if self._balancing.kind != "none" else torch.zeros(())
+        by_expert = self._balancing.weight * COEFFICIENT * torch.stack(balance).sum(0) if self._balancing.kind != "none" else None
+        loss = torch.zeros(()) if by_expert is None else by_expert.sum()
         if self._balancing.z:
             metrics["moe_z_loss"] = float(torch.stack(z_losses).detach().mean())
-            loss = loss + Z_COEFFICIENT * torch.stack(z_losses).sum()
-        return self._balancing.weight * loss, metrics
+            loss = loss + self._balancing.weight * Z_COEFFICIENT * torch.stack(z_losses).sum()
+        return Judged(loss, by_expert, metrics)
 
 
 def _balance(probabilities: torch.Tensor, went_to: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss of some tokens: [t, E] and [t, E], zero where a token does not count."""
+    """The load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a token does not count."""
     assignments = went_to.sum().clamp(min=1)
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments
-    balance: torch.Tensor = went_to.shape[1] * (share * probabilities.sum(0) / tokens).sum()
+    balance: torch.Tensor = went_to.shape[1] * share * probabilities.sum(0) / tokens
     return balance
 
 

@@ -39,6 +39,8 @@ FIXED = (
     "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
     "loss=pg+is+seq together=1 evaluate=1",
     "masked=all dp=2 mbs=2 length=6 loss=pg+kl distopt=1",
+    # all gradients of a step cancel but for rounding: no pair counts, and every token goes to all experts
+    "seed=186207 family=mixtral group=2 experts=3 topk=3 balance=aux mbs=2 length=9 masked=some loss=dpo",
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 cp=2 batching=packed mbs=2 micro=2 room=15 length=13 loss=pg+kl+is "
     "temperature=1.5 keep=7 nucleus=0.8 clip=0.05 reference=1",
     "backend=dtensor family=llama layers=1 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 mbs=2 length=9 loss=pg nucleus=0.4",

@@ -40,7 +40,7 @@ def measured(**changes: Any) -> Share:
 
 
 def expected() -> Expected:
-    return Expected([[2.0], [2.0]], [[3.0], [3.0]], [METRICS, METRICS], [dict(METRICS), dict(METRICS)], WEIGHTS)
+    return Expected([[2.0], [2.0]], [[3.0], [3.0]], [[3.0], [3.0]], [METRICS, METRICS], [dict(METRICS), dict(METRICS)], WEIGHTS)
 
 
 def wrong(share: Share, case: Case = CASE, bounds: Bounds | None = None) -> list[Difference]:
@@ -72,6 +72,14 @@ def test_noise_loosens_the_bound_of_its_own_quantity_alone() -> None:
     everything = Bounds({"call 1 loss 0": 0.02, "call 1 loss": 0.02, "call 1 grad_norm": 0.02})
     assert {found.kind for found in wrong(late, bounds=everything)} <= {"loss"}  # ranks among themselves
     assert len(wrong(late, bounds=everything)) < len(wrong(late))
+
+
+def test_a_gradient_norm_is_relative_to_the_terms_that_cancel_in_it() -> None:
+    share = changed_call(grad_norm=torch.tensor(3.001))
+    assert {found.kind for found in wrong(share)} == {"grad_norm"}
+    wide = expected()
+    wide.norm_scales[1] = [1000.0]
+    assert all(found.passes for found in compare(CASE, CONFIG, BATCH, [share], LOGPROBS, wide, Bounds()))
 
 
 def test_every_quantity_is_looked_at() -> None:

@@ -16,7 +16,7 @@ from megarl.parity.losses import make_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.reference import Expected, load_model, token_logprobs
 from megarl.parity.reference import trained as train_reference
-from megarl.parity.routers import Balancing, Routers
+from megarl.parity.routers import Balancing, Judged, Routers
 from megarl.parity.settings import DECAY_CALLS, WEIGHT_DECAY, hyperparameters
 
 CASE = Case(seed=3, layers=2, kv=2, group=2, width=5, mbs=2, micro=2, length=9, loss="pg+kl+is")
@@ -85,6 +85,23 @@ def test_scales_are_no_smaller_than_the_metric_and_see_through_cancellation(tmp_
     assert any(scales["loss"] > 1.5 * abs(metrics["loss"]) for metrics, scales in zip(expected.metrics, expected.scales, strict=True))
 
 
+def test_the_scale_of_a_gradient_norm_sees_through_experts_in_balance(tmp_path: Path) -> None:
+    sparse = replace(CASE, family="mixtral", loss="dpo", masked="all", batching="fixed", experts=3, topk=3, balance="aux")
+    uneven = replace(sparse, masked="none", topk=2)
+    model = ModelShelf(tmp_path).complete(sparse)
+    expected = trained(model, sparse)
+    assert expected.norm_scales[0] == expected.norms[0] == [0.0], "nothing counts in the first step"
+    # every token goes to all experts: what the balancing loss adds to the gradient is rounding
+    alone = trained(model, replace(sparse, masked="some", steps=4))
+    rounding = [(norm, scale) for (norm,), (scale,) in zip(alone.norms, alone.norm_scales, strict=True) if norm < 1e-6]
+    assert rounding and all(scale > 1e-3 for _, scale in rounding), (alone.norms, alone.norm_scales)
+    for case in (uneven, replace(uneven, balance="seq"), replace(uneven, balance="none"), CASE):
+        expected = trained(ModelShelf(tmp_path).complete(case), case)
+        for norms, scales in zip(expected.norms, expected.norm_scales, strict=True):
+            assert all(norm <= scale < 20 * norm for norm, scale in zip(norms, scales, strict=True)), case
+            assert norms == scales or case.balance != "none"
+
+
 def test_a_batch_without_valid_tokens_gives_zeros(tmp_path: Path) -> None:
     expected = trained(ModelShelf(tmp_path).complete(CASE), replace(CASE, masked="all"))
     assert expected.losses[0] == [0.0] and expected.norms[0] == [0.0]
@@ -122,7 +139,8 @@ def test_router_figures_of_a_batch_by_hand() -> None:
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [9.0, 0.0], [1.0, 0.0]])  # rows (2, 2): the third token is padding
     model.mlp.gate(logits)
     data = {"input_ids": torch.zeros(2, 2), "input_lengths": torch.tensor([2, 0]), "sample_mask": torch.ones(2)}
-    loss, metrics = routers.judged(data)
+    judged = routers.judged(data)
+    loss, metrics = judged.loss, judged.metrics
     probabilities = logits[:2].softmax(-1)
     balance = 2 * (0.5 * probabilities[:, 0].mean() + 0.5 * probabilities[:, 1].mean())
     assert metrics["moe_aux_loss"] == pytest.approx(float(balance))
@@ -130,4 +148,4 @@ def test_router_figures_of_a_batch_by_hand() -> None:
     assert metrics["moe_z_loss"] == pytest.approx(float(logits[:2].logsumexp(-1).square().mean()))
     assert loss is not None and float(loss) == pytest.approx(0.3 * float(balance) + 0.02 * metrics["moe_z_loss"])
     routers.forget()
-    assert routers.judged(data) == (None, {})
+    assert routers.judged(data) == Judged()
