@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
+import os
 import warnings
 
 from megarl import env
@@ -27,6 +29,10 @@ for _module in MODULES:
     # what cannot be imported fails again, with its traceback, where it is used
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
+
+# Triton, where it is installed, lists its own leaks on the console when a process that imported it ends; the server ends when the command
+# has ended and its answer stands there. Workers never come here.
+atexit.register(os._exit, 0)
 
 # workers collect garbage after every job; what was imported is none, and need not be looked through
 gc.freeze()
