@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
-from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, metrics_of, random_weights
+from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, RandomWeights, metrics_of
 from megarl.distributed.device import DeviceRuntime
 from megarl.weight_sync.manifest import Manifest, groups_within
 from megarl.weight_sync.receiver import WeightReceiver
@@ -41,39 +41,43 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
-    flat, weights = random_weights(nbytes, count)
-    target = torch.empty_like(flat)
-    sender = WeightSender(lambda: iter(weights.items()), DeviceRuntime(CPU, "gloo"), buffer_gib=BUFFER_GIB)
+    weights = RandomWeights(nbytes, count)
+    target = torch.empty_like(weights.flat)
+    streams = {"refit": weights.delivery, "singly": weights.singly}
+    senders = {way: WeightSender(stream, DeviceRuntime(CPU, "gloo"), buffer_gib=BUFFER_GIB) for way, stream in streams.items()}
     context = multiprocessing.get_context("spawn")
     connection, there = context.Pipe()
-    engine = context.Process(target=_engine, args=(there, sender.manifest.description()), daemon=True)
+    engine = context.Process(target=_engine, args=(there, senders["refit"].manifest.description()), daemon=True)
     engine.start()
     connection.recv()
     actions = {
-        "flat": lambda: target.copy_(flat),
-        "refit": lambda: _refit(sender, connection),
-        "each": lambda: _one_handle_each(weights, connection),
+        "flat": lambda: target.copy_(weights.flat),
+        "refit": lambda: _refit("refit", senders, connection),
+        "singly": lambda: _refit("singly", senders, connection),
+        "each": lambda: _one_handle_each(weights.named, connection),
     }
     try:
         # the first one alone takes memory
-        memory = peak_of(lambda: _refit(sender, connection))
+        memory = peak_of(actions["refit"])
         seconds = in_turn(actions, repeats=repeats, collect=True)
     finally:
         connection.send(None)
         engine.join()
-        sender.close()
+        for sender in senders.values():
+            sender.close()
     return metrics_of(nbytes, seconds, memory)
 
 
-def _refit(sender: WeightSender, connection: Connection) -> None:
+def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -> None:
     """All groups, each acknowledged before the one after the next is written, as the driver does it."""
+    sender = senders[way]
     sizes, room = sender.prepare(1)
     waiting = 0
     for keys in groups_within(sizes, int(room)):
         [payload] = sender.send(keys).values()
         if waiting:
             _expect(connection, "read")
-        connection.send(("group", payload))
+        connection.send((way, payload))
         waiting = 1
     _expect(connection, "read")
 
@@ -93,14 +97,15 @@ def _expect(connection: Connection, answer: str) -> None:
 def _engine(connection: Connection, description: dict[str, Any]) -> None:
     """Takes every weight as a tensor that it could load; it copies none, which is the engine's own business."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    receiver = WeightReceiver(Manifest.from_description(description), CPU)
+    receivers = {way: WeightReceiver(Manifest.from_description(description), CPU) for way in ("refit", "singly")}
     connection.send("ready")
     while (message := connection.recv()) is not None:
-        kind, content = message
-        if kind == "group":
-            with receiver.group(content) as tensors:
+        way, content = message
+        if way in receivers:
+            with receivers[way].group(content) as tensors:
                 found = len(tensors)
         else:
             found = len(ForkingPickler.loads(content))
         connection.send("read" if found else "nothing")
-    receiver.close()
+    for receiver in receivers.values():
+        receiver.close()

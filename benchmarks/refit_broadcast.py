@@ -16,7 +16,7 @@ import torch
 from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
-from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, metrics_of, random_weights
+from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, RandomWeights, metrics_of
 from megarl.distributed.ports import free_port
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
@@ -35,8 +35,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
-    flat, weights = random_weights(nbytes, count)
-    manifest = Manifest.of(iter(weights.items()))
+    weights = RandomWeights(nbytes, count)
+    manifest = Manifest.of(weights.singly())
     port = free_port(HOST)
     context = multiprocessing.get_context("spawn")
     orders, there = context.Pipe()
@@ -47,14 +47,15 @@ def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
 
     def first() -> None:
         made.append(WeightBroadcaster(group, manifest))
-        _ordered(orders, "refit", lambda: made[0].send(iter(weights.items()), 0))
+        _ordered(orders, "refit", lambda: made[0].send(weights.delivery(), 0))
 
     # the first one alone takes memory
     memory = peak_of(first)
     actions = {
-        "flat": lambda: _ordered(orders, "flat", lambda: group.broadcast(flat).wait()),
-        "refit": lambda: _ordered(orders, "refit", lambda: made[0].send(iter(weights.items()), 0)),
-        "each": lambda: _ordered(orders, "each", lambda: _one_broadcast_each(group, weights, orders)),
+        "flat": lambda: _ordered(orders, "flat", lambda: group.broadcast(weights.flat).wait()),
+        "refit": lambda: _ordered(orders, "refit", lambda: made[0].send(weights.delivery(), 0)),
+        "singly": lambda: _ordered(orders, "refit", lambda: made[0].send(weights.singly(), 0)),
+        "each": lambda: _ordered(orders, "each", lambda: _one_broadcast_each(group, weights.named, orders)),
     }
     try:
         seconds = in_turn(actions, repeats=repeats)

@@ -1,6 +1,7 @@
 """All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of about as many bytes, against one flat copy.
 
-It is what refits and exports read. Beside it the way that takes each parameter for itself: gathered from the ranks, then put together.
+It is what refits and exports read: exports as tensors one by one, refits laid into a buffer at once. Beside it the way that takes each
+parameter for itself: gathered from the ranks, then put together.
 """
 
 from __future__ import annotations
@@ -74,12 +75,16 @@ def _config(model: Path, ranks: int) -> PolicyConfig:
 
 
 def _metrics(seconds: Mapping[str, Sequence[float]], tensors: int, nbytes: int) -> dict[str, Metric]:
-    beyond = [1e6 * (one - flat) / tensors for one, flat in zip(seconds["stream"], seconds["flat"], strict=True)]
+    beyond, laid = (
+        [1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)] for way in ("stream", "laid")
+    )
     return {
         "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["stream"]]),
         "against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["stream"]),
         "against_each": Metric.ratio("the speed of every parameter for itself", seconds["each"], seconds["stream"]),
         "beyond_flat": Metric.of("us a tensor", beyond),
+        "laid_against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["laid"]),
+        "laid_beyond_flat": Metric.of("us a tensor", laid),
     }
 
 
@@ -89,6 +94,8 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
 
     from benchmarks import tiny
     from benchmarks.timing import in_turn
+    from megarl.weight_sync.manifest import Manifest
+    from megarl.weight_sync.packing import pack
 
     worker = tiny.worker_of(config)
     backend = worker.backend
@@ -99,10 +106,14 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     one_by_one.clear()
     flat = torch.cat([tensor.flatten() for tensor in exported.values()])
     target, count = torch.empty_like(flat), len(exported)
+    manifest = Manifest.of(exported.items())
+    group = manifest.group(0, count)
+    buffer = torch.zeros(group.nbytes, dtype=torch.uint8)
     exported.clear()
     actions = {
         "flat": lambda: target.copy_(flat),
         "stream": lambda: sum(1 for _ in backend.export_hf()),
+        "laid": lambda: pack(backend.export_hf(), manifest, group, buffer),
         "each": lambda: sum(1 for _ in _each(backend)),
     }
     seconds = in_turn(actions, repeats=repeats, collect=True)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain
 from operator import itemgetter
 
 import torch
 
+from megarl.weight_sync.copies import Copy, merged
+from megarl.weight_sync.parcels import Laying
 from megarl.weight_sync.tensor_info import ALIGNMENT, TensorInfo, padded_bytes
 
 # weights are taken in batches of this many bytes, so that gathered ones are not kept for long; they lie together in the buffer
@@ -39,7 +42,7 @@ class Run:
         self._pick = _pick(places)
         self._dtype = infos[0].dtype
         self._begin = begin
-        self.end = begin + sum(padded_bytes(info.nbytes) for info in infos)
+        *self.begins, self.end = accumulate((padded_bytes(info.nbytes) for info in infos), initial=begin)
 
     def _place(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[self._begin : self.end].view(self._dtype)
@@ -47,6 +50,9 @@ class Run:
     def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
         """Copy the weights of this run out of those of the batch, and zeros between them."""
         raise NotImplementedError
+
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zeros between the weights, and nothing else."""
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         """The weights where they lie."""
@@ -107,6 +113,17 @@ class Padded(Run):
         parts[::2], parts[1::2] = flat, [zeros[form.zeros] for form in self._forms]
         torch.cat(parts, out=self._place(buffer))
 
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        place = self._place(buffer)
+        for gap in self._gaps:
+            place.as_strided(gap.sizes, gap.target_strides, place.storage_offset() + gap.target).zero_()
+
+    @cached_property
+    def _gaps(self) -> list[Copy]:
+        """What lies between the weights, in few pieces."""
+        ends = accumulate(form.length for form in self._forms)
+        return merged([Copy.run_of(form.zeros, end - form.zeros, end - form.zeros) for form, end in zip(self._forms, ends, strict=True)])
+
     def views(self, buffer: torch.Tensor) -> Tensors:
         place = self._place(buffer)
         begin, views = place.storage_offset(), []
@@ -136,6 +153,8 @@ class Batch:
             begin = run.end
         there = list(chain.from_iterable(alike.values()))
         self._in_order = _pick(sorted(range(len(there)), key=there.__getitem__))
+        begins = dict(zip(there, chain.from_iterable(run.begins for run in self._runs), strict=True))
+        self.begins = [begins[place] for place in range(len(infos))]
 
     @torch.no_grad()
     def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
@@ -152,6 +171,11 @@ class Batch:
         for run in self._runs:
             run.fill(buffer, weights)
 
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zeros between the weights, and nothing else."""
+        for run in self._runs:
+            run.clear_gaps(buffer)
+
     def views(self, buffer: torch.Tensor) -> Tensors:
         """The weights where they lie in a buffer, in the order of sending."""
         return self._in_order([*chain.from_iterable(run.views(buffer) for run in self._runs)])
@@ -166,12 +190,14 @@ class Group:
         count: of the weights.
         nbytes: of the buffer, padding included.
         batches: in which they come.
+        layings: how parcels of them are laid into a buffer, by the index of a parcel's first one; worked out when they come.
     """
 
     first: int
     count: int
     nbytes: int
     batches: tuple[Batch, ...]
+    layings: dict[int, Laying] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, first: int, infos: Sequence[TensorInfo]) -> Group:
@@ -183,6 +209,16 @@ class Group:
     def stop(self) -> int:
         """Index after the last weight."""
         return self.first + self.count
+
+    @property
+    def begins(self) -> list[int]:
+        """Where each weight begins in a buffer, in bytes."""
+        return [*chain.from_iterable(batch.begins for batch in self.batches)]
+
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zeros between the weights, and nothing else."""
+        for batch in self.batches:
+            batch.clear_gaps(buffer)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The weights where they lie in a buffer, in the order of sending; the buffer is uint8, at least as long as the group."""

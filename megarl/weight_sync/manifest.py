@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from operator import attrgetter, eq, itemgetter
 from typing import Any
 
@@ -100,17 +101,20 @@ class Manifest:
             and list(map(_DTYPE, tensors)) == self._dtypes[first:stop]
         )
         if not same:
-            raise self._other_than(first, stop, list(zip(names, tensors, strict=True)))
+            self.expect_infos(first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)])
 
-    def _other_than(self, first: int, stop: int, coming: Sequence[tuple[str, torch.Tensor]]) -> RefitError:
-        """The first difference, in words."""
-        for announced, weight in zip_longest(self.tensors[first:stop], coming):
-            found = TensorInfo.of(*weight) if weight is not None else "nothing"
+    def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
+        """The same by what announces the weights that come.
+
+        Raises:
+            RefitError: they are others than those that were announced.
+        """
+        for announced, found in zip_longest(self.tensors[first:stop], coming):
             if found != announced:
-                return RefitError(
-                    f"the policy gives {found} where {announced} was announced: make a new policy and engine after changing a model"
+                raise RefitError(
+                    f"the policy gives {found or 'nothing'} where {announced} was announced: make a new policy and engine after changing a "
+                    "model"
                 )
-        raise AssertionError("what differs as lists differs somewhere")
 
     @cached_property
     def padded_sizes(self) -> list[tuple[str, int]]:
@@ -167,16 +171,15 @@ def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[st
     Raises:
         RefitError: a weight alone is larger.
     """
+    names, ends = [name for name, _ in sizes], [0, *accumulate(nbytes for _, nbytes in sizes)]
     groups: list[list[str]] = []
-    room = 0
-    for name, nbytes in sizes:
-        if nbytes > budget:
-            raise too_large(name, nbytes, budget)
-        if not groups or nbytes > room:
-            groups.append([])
-            room = budget
-        groups[-1].append(name)
-        room -= nbytes
+    first = 0
+    while first < len(names):
+        stop = bisect_right(ends, ends[first] + budget) - 1
+        if stop == first:
+            raise too_large(*sizes[first], budget)
+        groups.append(names[first:stop])
+        first = stop
     return groups
 
 

@@ -10,6 +10,7 @@ import torch
 from megarl.errors import RefitError
 from megarl.weight_sync.layout import Group
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.parcels import Laying, ParcelStream
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 
@@ -20,6 +21,9 @@ def pack(stream: Stream, manifest: Manifest, group: Group, buffer: torch.Tensor 
     Raises:
         RefitError: other weights come than were announced.
     """
+    if isinstance(stream, ParcelStream):
+        _lay(stream, manifest, group, buffer)
+        return
     first = group.first
     for batch in group.batches:
         names, weights = _taken(stream, batch.count)
@@ -36,6 +40,27 @@ def _taken(stream: Stream, count: int) -> tuple[list[str], list[torch.Tensor]]:
         names.append(name)
         weights.append(weight)
     return names, weights
+
+
+def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
+    """The same with nothing done for a weight, but for the first time that it comes."""
+    if buffer is not None:
+        buffer = buffer[: group.nbytes]
+        group.clear_gaps(buffer)
+    first = group.first
+    while first < group.stop:
+        parcel = stream.take(group.stop - first)
+        if parcel is None:
+            manifest.expect_infos(first, group.stop, ())
+            return
+        laying = group.layings.get(first)
+        if laying is None or not laying.serves(parcel):
+            stop = first + parcel.count
+            manifest.expect_infos(first, stop, parcel.infos())
+            laying = group.layings[first] = Laying(parcel, group.begins[first - group.first : stop - group.first])
+        if buffer is not None:
+            laying.run(parcel, buffer)
+        first += parcel.count
 
 
 def expect_end(stream: Stream) -> None:

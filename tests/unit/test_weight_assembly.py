@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ from converters.rule import Rule
 from converters.rules import all_rules
 from converters.shards import load_shard, to_hf
 from megarl.models.engine import assembly
-from megarl.models.engine.assembly import Arrival, Copy, in_buckets, merged, one_ahead
+from megarl.models.engine.assembly import in_buckets
 from megarl.models.megatron.assembly import assembly_of
+from megarl.weight_sync.copies import Copy, merged
 from tests.choice import newest_megatron
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import tiny_config
@@ -106,50 +107,6 @@ def test_a_shard_of_another_shape_is_named() -> None:
     rule = all_rules(architecture)[1]
     with pytest.raises(ConversionError, match=rf"{rule.megatron_name}: the shard of rank 0 is \[1000\], expected"):
         assembly_of([rule], [(1000,)], 1, architecture)
-
-
-class Noted(Arrival):
-    """One that writes down what becomes of it."""
-
-    def __init__(self, number: int, notes: list[str]) -> None:
-        self._number, self._notes = number, notes
-        notes.append(f"out {number}")
-
-    def wait(self) -> None:
-        self._notes.append(f"wait {self._number}")
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        self.wait()
-        return [(f"{self._number}{letter}", torch.zeros(1)) for letter in "ab"]
-
-
-def test_the_next_arrival_sets_out_before_the_present_one_is_taken() -> None:
-    notes: list[str] = []
-    for name, _ in one_ahead(Noted(number, notes) for number in range(3)):
-        notes.append(name)
-    assert notes == ["out 0", "out 1", "wait 0", "0a", "0b", "out 2", "wait 1", "1a", "1b", "wait 2", "2a", "2b"]
-    assert list(one_ahead([])) == []
-
-
-def test_what_is_under_way_is_waited_for_when_nobody_takes_it() -> None:
-    notes: list[str] = []
-    stream = one_ahead(Noted(number, notes) for number in range(3))
-    assert next(stream)[0] == "0a"
-    stream.close()
-    assert notes == ["out 0", "out 1", "wait 0", "wait 1"]
-
-
-def test_what_is_under_way_is_waited_for_when_the_next_cannot_set_out() -> None:
-    notes: list[str] = []
-
-    def arrivals() -> Iterator[Noted]:
-        yield Noted(0, notes)
-        yield Noted(1, notes)
-        raise OSError("out of sockets")
-
-    with pytest.raises(OSError, match="out of sockets"):
-        list(one_ahead(arrivals()))
-    assert notes == ["out 0", "out 1", "wait 0", "wait 1"]
 
 
 def test_buckets_are_filled_in_order_and_a_large_one_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:

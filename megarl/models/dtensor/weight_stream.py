@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
-from megarl.models.engine.assembly import Arrival, Assembly, Copy, Whole, in_buckets, one_ahead, strides_of
+from megarl.models.engine.assembly import Assembly, Whole, in_buckets, strides_of
+from megarl.models.engine.delivery import Arrival, Delivery
+from megarl.weight_sync.copies import Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,19 @@ class WeightStream:
         self._device = device
         self._buckets: list[_Bucket] | None = None
 
-    def of(self, divided: Mapping[str, DTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def of(self, divided: Mapping[str, DTensor]) -> Delivery:
         """Names and whole tensors on this rank's device. A collective: all ranks take as many.
-
-        Tensors are contiguous and nobody else's; but many lie in one storage, which is there for as long as one of them is kept.
 
         Args:
             divided: the present parameters by name, divided as they were the first time.
         """
+        return Delivery(self._arrivals(divided))
+
+    def _arrivals(self, divided: Mapping[str, DTensor]) -> Iterator[Arrival]:
         if self._buckets is None:
             self._buckets = list(self._plan(divided))
-        yield from one_ahead(_set_out(bucket, divided, self._dtype, self._device) for bucket in self._buckets)
+        for bucket in self._buckets:
+            yield _set_out(bucket, divided, self._dtype, self._device)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
         # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them
@@ -146,11 +150,11 @@ def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
     if block.tensor_dimension is None:  # whole rows: one run of elements
         sent = _sent(block)
         count = min(target + sent.stop, math.prod(shape)) - (target + sent.start)
-        return Copy(begin, target + sent.start, (count,), (1,), (1,)) if count > 0 else None
+        return Copy.run_of(count, begin, target + sent.start) if count > 0 else None
     rows, *others = block.slices
     sizes = (min(rows.stop, shape[0]) - rows.start, *(place.stop - place.start for place in others))
     if min(sizes) <= 0:
         return None
     if sizes[1:] == tuple(shape[1:]):
-        return Copy(begin, target, (math.prod(sizes),), (1,), (1,))
+        return Copy.run_of(math.prod(sizes), begin, target)
     return Copy(begin, target, sizes, strides_of(sizes), strides)

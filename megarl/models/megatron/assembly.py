@@ -12,7 +12,8 @@ from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.layouts import ShardLayout, shard_layout
 from converters.rule import Kind, Rule
-from megarl.models.engine.assembly import Assembly, Copy, Whole
+from megarl.models.engine.assembly import Assembly, Whole
+from megarl.weight_sync.copies import Copy
 
 
 def assembly_of(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> Assembly:
@@ -66,7 +67,7 @@ def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int) 
         if span.part == number and span.length:
             if layout.axis == 0 or span.length == layout.shape[1] == whole[1]:
                 inner = math.prod(whole[1:]) if layout.axis == 0 else whole[0]
-                yield Copy(begin + position * inner, span.start * inner, (span.length * inner,), (1,), (1,))
+                yield Copy.run_of(span.length * inner, begin + position * inner, span.start * inner)
             else:
                 sizes = (layout.shape[0], span.length)
                 yield Copy(begin + position, span.start, sizes, (layout.shape[1], 1), (whole[1], 1))

@@ -20,9 +20,10 @@ from converters.architecture import Architecture
 from converters.experts import expert_index, is_expert, shift_expert
 from converters.joined import join
 from converters.rule import Rule
-from converters.rules import all_rules, rule_for
+from converters.rules import all_rules, hf_tensors, rule_for
 from megarl.errors import StateError
-from megarl.models.engine.assembly import Arrival, in_buckets, one_ahead
+from megarl.models.engine.assembly import in_buckets
+from megarl.models.engine.delivery import Arrival, Delivery
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.assembly import assembly_of
 from megarl.models.megatron.hf_state import TensorPlace, places_of
@@ -110,6 +111,7 @@ class WeightStream:
         self._experts = experts
         self._places: dict[str, TensorPlace] = {}
         self._buckets: list[_Bucket] | None = None
+        self._all_alone = all(part.alone for part in hf_tensors(architecture))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
@@ -118,12 +120,16 @@ class WeightStream:
         as long as one of them is kept. Memory beyond the model stays below four buckets of ``BUCKET_BYTES`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
-        return join(self._by_themselves(everywhere=True), self._architecture)
+        return self._joined(Delivery(self._arrivals(everywhere=True)))
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
         for the first time, when all ranks have to come."""
-        return join(self._by_themselves(everywhere=False), self._architecture)
+        return self._joined(Delivery(self._arrivals(everywhere=False)))
+
+    def _joined(self, delivery: Delivery) -> Iterator[tuple[str, torch.Tensor]]:
+        """With tensors that are stored inside others put into these, where a family does that."""
+        return delivery if self._all_alone else join(delivery, self._architecture)
 
     def names_by_stage(self) -> list[list[str]]:
         """The names that :meth:`of_stage` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
@@ -141,8 +147,8 @@ class WeightStream:
             if bucket.first.stage == stage:
                 yield from bucket.assembly.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
 
-    def _by_themselves(self, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, before tensors that are stored inside others are put into these."""
+    def _arrivals(self, *, everywhere: bool) -> Iterator[Arrival]:
+        """The buckets one after another, each set out when it is asked for."""
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
             named = places_of(self._chunks, self._experts)
@@ -151,7 +157,8 @@ class WeightStream:
         if self._buckets is None:
             self._buckets = self._plan(held)
         buckets = (bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank)
-        yield from one_ahead(_set_out(bucket, held, self._groups, self._experts, everywhere=everywhere) for bucket in buckets)
+        for bucket in buckets:
+            yield _set_out(bucket, held, self._groups, self._experts, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
         """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and shapes."""
