@@ -220,6 +220,17 @@ def test_one_by_one_and_at_once_take_turns(takes: Sequence[int], singly: Sequenc
     assert delivery.take(1) is None
 
 
+def test_they_take_turns_within_one_arrival_too() -> None:
+    wholes = [Whole(str(index), (1,), (Copy.run_of(1, index, 0),)) for index in range(6)]
+    delivery = Delivery([Arrival(Assembly(wholes), torch.arange(6.0), None)])
+    found = [next(delivery)[1].item()]
+    for _ in range(2):
+        parcel = delivery.take(1)
+        assert parcel is not None
+        found += [parcel.chosen()[0].of(parcel.flats).item(), next(delivery)[1].item()]
+    assert [*found, *(tensor.item() for _, tensor in delivery)] == [0, 1, 2, 3, 4, 5]
+
+
 def test_an_arrival_without_tensors_is_passed_over() -> None:
     def arrivals() -> Iterator[Arrival]:
         for tensors in ((), (Whole("w", (1,), (Copy.run_of(1, 1, 0),)),), ()):
