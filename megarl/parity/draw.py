@@ -154,10 +154,11 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
     sizes = [size for size in range(1, 9) if ranks % (size * etp) == 0] or [1]
     ep = generator.choice([*sizes, *sizes[1:]])
     experts = ep * generator.choice((1, 2, 3))
-    experts = experts if experts > 1 else 3
+    experts = experts if experts > 2 else ep * generator.choice((2, 3, 4))
     return {
         "experts": experts,
-        "topk": generator.randint(2, min(experts, 3)),
+        # seldom all experts, because there is nothing to be balanced then
+        "topk": min(experts, generator.choice((2, 2, 2, 3))),
         "dispatcher": generator.choice(DISPATCHERS),
         "balance": generator.choice(BALANCES),
         "zloss": generator.random() < 0.3,

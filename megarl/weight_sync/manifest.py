@@ -171,7 +171,8 @@ def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[st
     Raises:
         RefitError: a weight alone is larger.
     """
-    names, ends = [name for name, _ in sizes], [0, *accumulate(nbytes for _, nbytes in sizes)]
+    # no line of Python for each name, of which there may be tens of thousands at every refit
+    names, ends = list(map(itemgetter(0), sizes)), [0, *accumulate(map(itemgetter(1), sizes))]
     groups: list[list[str]] = []
     first = 0
     while first < len(names):

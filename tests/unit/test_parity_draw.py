@@ -55,6 +55,9 @@ def test_mixtures_and_16_bit_have_their_shares(drawn: list[Case]) -> None:
     for together in ("ep", "etp", "freeze"):
         assert sum(getattr(case, together) > getattr(Case(), together) for case in mixtures) >= 3, together
     assert any(case.ep > 1 and case.cp > 1 for case in mixtures)
+    balanced = [case for case in mixtures if case.balance != "none"]
+    assert sum(case.topk < case.experts for case in balanced) > 0.7 * len(balanced), "nothing is to be balanced among all experts"
+    assert any(case.topk == case.experts for case in mixtures)
     assert 0.15 < sum(case.half for case in drawn) / len(drawn) < 0.4
     assert all(case.lr > 0.002 for case in drawn if case.half)
 
