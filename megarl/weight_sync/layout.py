@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ STAGED_BYTES = 32 * 2**20
 
 # what torch.cat takes
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
-Pick = Callable[[Tensors], Tensors]
+Pick = Callable[[Sequence[Any]], Any]
 
 
 class Run:
@@ -42,7 +43,7 @@ class Run:
         self._pick = _pick(places)
         self._dtype = infos[0].dtype
         self._begin = begin
-        *self.begins, self.end = accumulate((padded_bytes(info.nbytes) for info in infos), initial=begin)
+        self.end = begin + sum(padded_bytes(info.nbytes) for info in infos)
 
     def _place(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[self._begin : self.end].view(self._dtype)
@@ -58,6 +59,15 @@ class Run:
         """The weights where they lie."""
         raise NotImplementedError
 
+    def begins(self) -> list[int]:
+        """Where each weight begins in the group's buffer, in bytes."""
+        *begins, _ = accumulate(self._lengths(), initial=0)
+        return [self._begin + begin * self._dtype.itemsize for begin in begins]
+
+    def _lengths(self) -> Iterable[int]:
+        """Elements from the beginning of a weight to that of the next one."""
+        raise NotImplementedError
+
 
 class Rows(Run):
     """Weights that need no padding, with the same sizes but for the first: rows of one tensor."""
@@ -65,13 +75,16 @@ class Rows(Run):
     def __init__(self, places: Sequence[int], infos: Sequence[TensorInfo], begin: int) -> None:
         super().__init__(places, infos, begin)
         self._row = infos[0].shape[1:]
-        self._lengths = [info.shape[0] for info in infos]
+        self._counts = [info.shape[0] for info in infos]
 
     def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
         torch.cat(self._pick(weights), out=self._rows(buffer))
 
     def views(self, buffer: torch.Tensor) -> Tensors:
-        return self._rows(buffer).split(self._lengths)
+        return self._rows(buffer).split(self._counts)
+
+    def _lengths(self) -> Iterable[int]:
+        return (count * math.prod(self._row) for count in self._counts)
 
     def _rows(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._place(buffer).view(-1, *self._row)
@@ -118,10 +131,13 @@ class Padded(Run):
         for gap in self._gaps:
             place.as_strided(gap.sizes, gap.target_strides, place.storage_offset() + gap.target).zero_()
 
+    def _lengths(self) -> Iterable[int]:
+        return (form.length for form in self._forms)
+
     @cached_property
     def _gaps(self) -> list[Copy]:
         """What lies between the weights, in few pieces."""
-        ends = accumulate(form.length for form in self._forms)
+        ends = accumulate(self._lengths())
         return merged([Copy.run_of(form.zeros, end - form.zeros, end - form.zeros) for form, end in zip(self._forms, ends, strict=True)])
 
     def views(self, buffer: torch.Tensor) -> Tensors:
@@ -153,8 +169,6 @@ class Batch:
             begin = run.end
         there = list(chain.from_iterable(alike.values()))
         self._in_order = _pick(sorted(range(len(there)), key=there.__getitem__))
-        begins = dict(zip(there, chain.from_iterable(run.begins for run in self._runs), strict=True))
-        self.begins = [begins[place] for place in range(len(infos))]
 
     @torch.no_grad()
     def fill(self, buffer: torch.Tensor, weights: Tensors) -> None:
@@ -175,6 +189,11 @@ class Batch:
         """Zeros between the weights, and nothing else."""
         for run in self._runs:
             run.clear_gaps(buffer)
+
+    def begins(self) -> Sequence[int]:
+        """Where each weight begins in the group's buffer, in bytes, in the order of sending."""
+        begins: Sequence[int] = self._in_order([*chain.from_iterable(run.begins() for run in self._runs)])
+        return begins
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         """The weights where they lie in a buffer, in the order of sending."""
@@ -210,10 +229,9 @@ class Group:
         """Index after the last weight."""
         return self.first + self.count
 
-    @property
     def begins(self) -> list[int]:
-        """Where each weight begins in a buffer, in bytes."""
-        return [*chain.from_iterable(batch.begins for batch in self.batches)]
+        """Where each weight begins in a buffer, in bytes, in the order of sending."""
+        return [*chain.from_iterable(batch.begins() for batch in self.batches)]
 
     def clear_gaps(self, buffer: torch.Tensor) -> None:
         """Zeros between the weights, and nothing else."""

@@ -57,7 +57,7 @@ def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.T
         if laying is None or not laying.serves(parcel):
             stop = first + parcel.count
             manifest.expect_infos(first, stop, parcel.infos())
-            laying = group.layings[first] = Laying(parcel, group.begins[first - group.first : stop - group.first])
+            laying = group.layings[first] = Laying(parcel, group.begins()[first - group.first : stop - group.first])
         if buffer is not None:
             laying.run(parcel, buffer)
         first += parcel.count

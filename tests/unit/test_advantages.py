@@ -31,7 +31,7 @@ rows_strategy = st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5, width=32)
 
 
 @given(rows=rows_strategy, leave_one_out=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_baseline_equals_the_loop(rows: list[tuple[int, float, bool]], leave_one_out: bool) -> None:
     groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
     prompts = torch.tensor([[7, group, 9] for group in groups])
@@ -44,7 +44,7 @@ def test_baseline_equals_the_loop(rows: list[tuple[int, float, bool]], leave_one
 
 
 @given(rows=rows_strategy)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_leave_one_out_advantages_sum_to_zero_in_each_group(rows: list[tuple[int, float, bool]]) -> None:
     groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
     prompts = torch.tensor([[group] for group in groups])

@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[BatchedDataDict[Any], int, int, int]:
     return batch_of(lengths, width), shards, shards * share, width
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases())
 def test_plain_shards_take_their_part_of_every_chunk(case: tuple[BatchedDataDict[Any], int, int, int]) -> None:
     batch, shards, chunk, _ = case
@@ -78,7 +78,7 @@ def test_plain_shards_take_their_part_of_every_chunk(case: tuple[BatchedDataDict
         assert_same(BatchedDataDict.from_batches(gathered), part)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(0, 17), shards=st.integers(1, 6))
 def test_uneven_shards_have_ceil_size(rows: int, shards: int) -> None:
     batch = batch_of([1] * rows, 2)
@@ -89,7 +89,7 @@ def test_uneven_shards_have_ceil_size(rows: int, shards: int) -> None:
     assert [part.size for part in parts] == [max(0, min(share, rows - shard * share)) for shard in range(shards)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=cases(), multiple=st.integers(1, 5), slack=st.integers(0, 40))
 def test_dynamic_batching(case: tuple[BatchedDataDict[Any], int, int, int], multiple: int, slack: int) -> None:
     batch, shards, chunk, width = case
@@ -121,7 +121,7 @@ def check_dynamic_global_batch(batch: SlicedDataDict, budget: int, multiple: int
 
 
 @pytest.mark.parametrize("algorithm", [None, *(member.value for member in PackingAlgorithm)])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(case=cases(), multiple=st.integers(1, 5), slack=st.integers(0, 40))
 def test_sequence_packing(algorithm: str | None, case: tuple[BatchedDataDict[Any], int, int, int], multiple: int, slack: int) -> None:
     batch, shards, chunk, _ = case

@@ -13,7 +13,7 @@ from megarl.config.layout import Coordinates, Layout, layers_per_stage
 SIZES = st.integers(1, 5)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(pipeline=SIZES, data=SIZES, context=SIZES, tensor=SIZES, per_node=st.integers(1, 9))
 def test_coordinates_are_those_of_the_rank_array(pipeline: int, data: int, context: int, tensor: int, per_node: int) -> None:
     layout = Layout(pipeline, data, context, tensor, per_node)
@@ -63,7 +63,7 @@ def test_layers_that_do_not_divide(arguments: tuple[int, ...], message: str) -> 
         layers_per_stage(*arguments)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(ranks=SIZES, micro=SIZES, micro_batches=SIZES, global_batches=SIZES, generations=SIZES, length=st.integers(1, 99))
 def test_batches_of_a_step_by_counting(
     ranks: int, micro: int, micro_batches: int, global_batches: int, generations: int, length: int

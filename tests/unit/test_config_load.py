@@ -209,7 +209,7 @@ def merged_by_hand(lower: Any, upper: Any) -> Any:
     return result
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(trees=st.lists(st.dictionaries(KEYS, TREES, min_size=1, max_size=4), min_size=1, max_size=4))
 def test_inheritance_is_a_merge_in_order(trees: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("configs")

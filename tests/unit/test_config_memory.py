@@ -71,7 +71,7 @@ def test_ranks_and_stages_hold_each_parameter_once(name: str, stages: list[int],
     assert sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages))) == expected
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     stages=st.integers(1, 6),
     micro_batches=st.integers(1, 9),

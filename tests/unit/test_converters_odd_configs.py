@@ -35,7 +35,7 @@ ALSO = [
 FULL = {config.model_type: json.loads(json.dumps(config.to_dict())) for config in map(tiny_config, CONFIGS)}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("family", sorted(FULL))
 def test_odd_values_never_end_in_anything_else(family: str, data: st.DataObject) -> None:

@@ -75,7 +75,7 @@ def check_both_ways(architecture: Architecture, tp_size: int, padded: int, exper
     assert all(torch.equal(seen[name], source.tensors[name]) for name in seen)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(drawn=drawn_models())
 def test_any_shape_equals_the_reference_and_comes_back(drawn: DrawnModel) -> None:
     check_both_ways(drawn.architecture, drawn.tensor_size, drawn.padded_vocab, drawn.expert_tensor_size)
@@ -216,7 +216,7 @@ def test_impossible_cuts_and_wrong_shards_are_refused() -> None:
 
 
 @given(vocab=st.integers(1, 1000), tp_size=st.integers(1, 9), divisible_by=st.integers(1, 130))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_padded_vocabulary_is_the_smallest_that_fits(vocab: int, tp_size: int, divisible_by: int) -> None:
     padded = padded_vocab_size(vocab, tp_size, divisible_by)
     assert padded == next(size for size in range(vocab, vocab + tp_size * divisible_by) if size % (tp_size * divisible_by) == 0)

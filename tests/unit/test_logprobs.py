@@ -28,7 +28,7 @@ def random_targets(*shape: int, size: int, seed: int) -> torch.Tensor:
     return torch.randint(size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 4),
     columns=st.integers(1, 9),
@@ -52,7 +52,7 @@ def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: in
     assert logits.grad[..., columns:].eq(0).all()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     columns=st.integers(1, 9),
     padding=st.integers(0, 3),

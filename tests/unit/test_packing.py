@@ -75,7 +75,7 @@ def check_solution(bins: Sequence[Sequence[int]], lengths: Sequence[int], capaci
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_sequence_once_within_capacity_with_the_wanted_number_of_bins(algorithm: PackingAlgorithm, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 40))
@@ -94,7 +94,7 @@ def test_every_sequence_once_within_capacity_with_the_wanted_number_of_bins(algo
     assert packer.pack(lengths) == bins
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=st.lists(st.integers(0, 17), max_size=25))
 def test_fits_equal_a_scan_over_all_bins(lengths: list[int]) -> None:
     capacity, given_order = 17, list(range(len(lengths)))
@@ -104,7 +104,7 @@ def test_fits_equal_a_scan_over_all_bins(lengths: list[int]) -> None:
     assert BestFitDecreasingPacker(capacity).pack(lengths) == reference_fit(lengths, falling, capacity, best=True)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(capacity=st.integers(1, 14), data=st.data())
 def test_lower_bound_never_exceeds_the_optimum_nor_falls_below_the_plain_sum(capacity: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, capacity), max_size=6))
@@ -124,7 +124,7 @@ def reference_lower_bound(lengths: Sequence[int], capacity: int) -> int:
     return best
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(capacity=st.integers(1, 30), data=st.data())
 def test_lower_bound_equals_its_definition(capacity: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, capacity), max_size=20))
@@ -252,7 +252,7 @@ def test_get_packer_by_name() -> None:
         get_packer("tetris", 7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shards=st.integers(1, 5), rounds=st.integers(0, 6), data=st.data())
 def test_dealing_is_a_permutation_with_no_shard_more_than_one_bin_ahead(shards: int, rounds: int, data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 1000), min_size=shards * rounds, max_size=shards * rounds))

@@ -60,7 +60,7 @@ def boxes(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[tuple[int, int], ..
     return st.tuples(*(st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda pair: (min(pair), max(pair))) for size in shape))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_box_of_blocks_is_the_formula(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=3), "shape"))
@@ -86,7 +86,7 @@ def test_blocks_as_transformers_reads_them() -> None:
     assert torch.equal(found, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_box_of_groups_is_what_transformers_reads(data: st.DataObject) -> None:
     experts, columns, groups = (data.draw(st.integers(1, 6), name) for name in ("experts", "columns", "groups"))

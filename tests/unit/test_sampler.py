@@ -13,7 +13,7 @@ from megarl.errors import CheckpointError, DataError
 
 
 @given(size=st.integers(1, 41), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_epoch_is_a_permutation_that_depends_on_its_arguments_only(size: int, seed: int, epoch: int) -> None:
     order = epoch_order(size, seed, epoch)
     assert sorted(order) == list(range(size))
@@ -55,7 +55,7 @@ def test_resume_at_every_step_goes_on_exactly(size: int, count: int, shuffle: bo
 
 
 @given(size=st.integers(1, 13), counts=st.lists(st.integers(0, 9), max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_record_once_an_epoch(size: int, counts: list[int]) -> None:
     sampler = ResumableSampler(size, 3)
     taken = [index for count in counts for index in sampler.take(count)]

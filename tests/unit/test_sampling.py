@@ -64,7 +64,7 @@ def draw(logits: torch.Tensor, uniform: float, **options: object) -> int:
     return int(tokens)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     logits=st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=9),
     uniform=st.floats(0, 1, exclude_max=True),
@@ -79,7 +79,7 @@ def test_equals_the_slow_loop(logits: list[float], uniform: float, top_k: int | 
     assert measured == expected or (distance < 1e-6 and measured in kept)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**31), top_k=st.one_of(st.none(), st.integers(1, 30)), top_p=st.floats(0.01, 1.0))
 def test_a_token_that_was_left_out_is_never_drawn(seed: int, top_k: int | None, top_p: float) -> None:
     logits = torch.randn(23, generator=torch.Generator().manual_seed(seed)) * 4

@@ -36,7 +36,7 @@ def assembled(rules: Sequence[Rule], shards: Sequence[Sequence[Tensor]], archite
     return assembly_of(rules, [of_rule[0].shape for of_rule in shards], ranks, architecture).tensors(rows)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(drawn=drawn_models())
 def test_the_tensors_are_those_of_one_parameter_at_a_time(drawn: DrawnModel) -> None:
     architecture, source = drawn.architecture, MemorySource(drawn.architecture)
@@ -52,7 +52,7 @@ def test_the_tensors_are_those_of_one_parameter_at_a_time(drawn: DrawnModel) -> 
             assert tensor.is_contiguous() and tensor.shape == right.shape and torch.equal(tensor, right), name
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     forms=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=3),
     picks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=30),

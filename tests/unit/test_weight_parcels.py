@@ -124,7 +124,7 @@ def test_many_experts_are_laid_with_as_few_copies_as_few() -> None:
         group = Manifest.of(Shelves([shelf])).group(0, 3 * experts)
         parcel = Shelves([shelf]).take(3 * experts)
         assert parcel is not None
-        counts.append(Laying(parcel, group.begins).count)
+        counts.append(Laying(parcel, group.begins()).count)
     # gate and up of all experts, and down of all
     assert counts == [2, 2]
 

@@ -34,7 +34,6 @@ def leaves(options: dict[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[st
 
 
 @given(OPTIONS, OPTIONS)
-@settings(deadline=None)
 def test_merge_keeps_every_extra_leaf_and_every_default_leaf_that_nothing_replaces(default: dict, extra: dict) -> None:
     before = copy.deepcopy((default, extra))
     merged = recursive_merge_options(default, extra)
@@ -101,7 +100,7 @@ AXES = ["pp", "dp", "tp"]
     dummy=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_sharded_calls_follow_the_rule_worker_by_worker(
     sizes: tuple[int, ...], roles: tuple[str, ...], answers: set[str], dummy: bool, seed: int
 ) -> None:
