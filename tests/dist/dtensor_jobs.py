@@ -17,7 +17,7 @@ from megarl.models.dtensor.shards import block_of, gather
 from megarl.models.engine import assembly
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 from tests.dist import fsdp1_jobs
-from tests.dist.jobs import new_memory_is_undefined
+from tests.dist.jobs import gathers_in_their_rows, new_memory_is_undefined
 from tests.dist.worker_jobs import RecordingLoss, differences
 
 
@@ -237,16 +237,9 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
 def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and what the second one gathered."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
-    gathers: list[int] = []
-    all_gather = dist.all_gather_into_tensor
-
-    def counting(whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        gathers.append(whole.numel())
-        return all_gather(whole, *arguments, **options)
-
     with (
         mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
-        mock.patch.object(dist, "all_gather_into_tensor", counting),
+        gathers_in_their_rows() as gathers,
         new_memory_is_undefined(),
     ):
         first = [(name, tensor.clone()) for name, tensor in worker.backend.export_hf()]

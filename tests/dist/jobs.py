@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,24 @@ def new_memory_is_undefined() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def gathers_in_their_rows() -> Iterator[list[int]]:
+    """Inside, what a rank gives to a gather lies in its own row of what it gets. In another row gloo gathers it all the same, where NCCL
+    would overwrite it on the way. Notes the elements of what every gather brings."""
+    all_gather = dist.all_gather_into_tensor
+    gathers: list[int] = []
+
+    def checked(whole: torch.Tensor, own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        row = whole.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+        if (row.data_ptr(), row.numel(), row.dtype) != (own.data_ptr(), own.numel(), own.dtype):
+            raise AssertionError(f"rank {dist.get_rank(group)} sends from another place than its row")
+        gathers.append(whole.numel())
+        return all_gather(whole, own, group=group, **options)
+
+    with mock.patch.object(dist, "all_gather_into_tensor", checked):
+        yield gathers
 
 
 def build(config: Mapping[str, Any], **options: Any) -> MegatronPolicyWorker:

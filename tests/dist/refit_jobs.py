@@ -87,6 +87,7 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
             mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
             mock.patch.object(weight_stream, "_set_out", noting),
             jobs.new_memory_is_undefined(),
+            jobs.gathers_in_their_rows(),
         ):
             weights = dict(_copies(worker))
         exported.append((len(arrivals), weights))
