@@ -41,7 +41,8 @@ class RandomWeights:
         self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
 
     def delivery(self) -> Delivery:
-        """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight lies."""
+        """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight lies. Here none of them has to
+        be put together from shards first; ``refit.export`` measures that."""
         return Delivery(Arrival(assembly, shards, None) for assembly, shards in self._buckets)
 
     def singly(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -104,11 +104,14 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     same = exported.keys() == one_by_one.keys() and all(torch.equal(exported[name], tensor) for name, tensor in one_by_one.items())
     assert same, "the two ways give other weights"
     one_by_one.clear()
+    manifest = Manifest.of(exported.items())
+    group = manifest.group(0, len(exported))
+    buffer = torch.zeros(group.nbytes, dtype=torch.uint8)
+    pack(backend.export_hf(), manifest, group, buffer)
+    same = all(torch.equal(exported[name], tensor) for name, tensor in manifest.named_views(group, buffer))
+    assert same, "other weights are laid down"
     flat = torch.cat([tensor.flatten() for tensor in exported.values()])
     target, count = torch.empty_like(flat), len(exported)
-    manifest = Manifest.of(exported.items())
-    group = manifest.group(0, count)
-    buffer = torch.zeros(group.nbytes, dtype=torch.uint8)
     exported.clear()
     actions = {
         "flat": lambda: target.copy_(flat),

@@ -16,7 +16,7 @@ from megarl.weight_sync.channel import BUFFERS, Channel
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.delta_channel import DeltaChannel
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.packing import Stream, expect_end, pack
+from megarl.weight_sync.packing import Stream, drain, expect_end, pack
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
 CONFIRM_SECONDS = 120.0
@@ -66,7 +66,7 @@ class WeightBroadcaster:
         for slot in range(BUFFERS):
             sending = sending or _failure_of(channel.wait, slot)
         if packing is not None:
-            _take_the_rest(stream)
+            drain(stream)
         refusals: list[str] = []
         if sending is None:
             try:
@@ -188,9 +188,3 @@ def _failure_of(action: Callable[..., object], *arguments: Any) -> Exception | N
     except Exception as failure:
         return failure
     return None
-
-
-def _take_the_rest(stream: Stream) -> None:
-    """The weights that are left; they are gathered by all ranks of the policy, so that every rank has to go through them."""
-    for _ in stream:
-        pass

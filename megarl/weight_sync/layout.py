@@ -1,8 +1,9 @@
 """Where the weights of a group lie in a buffer: so that one call of torch copies many of them in, and one gives many of them back.
 
 A refit on a CPU has no time for a call a weight when there are tens of thousands. Weights of one dtype whose shapes differ in their first
-size alone lie one after another, as the rows of one tensor: ``torch.cat`` fills it, on a GPU with a kernel for a hundred of them, and
-``split`` makes all of their views. The side that fills keeps nothing for a weight between two refits but its place.
+size alone lie one after another, as the rows of one tensor. ``torch.cat`` fills it with those that come one by one, on a GPU with a kernel
+for a hundred of them, and a few strided copies with those of which it is known where they lie (:mod:`.parcels`). ``split`` makes all of
+their views.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from megarl.weight_sync.copies import Copy, merged
 from megarl.weight_sync.parcels import Laying
-from megarl.weight_sync.tensor_info import ALIGNMENT, TensorInfo, padded_bytes
+from megarl.weight_sync.tensor_info import ALIGNMENT, TensorInfo, padded_bytes, strides_of
 
 # weights are taken in batches of this many bytes, so that gathered ones are not kept for long; they lie together in the buffer
 STAGED_BYTES = 32 * 2**20
@@ -104,7 +105,7 @@ class _Form:
 def _form(shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
     count = math.prod(shape)
     length = padded_bytes(count * dtype.itemsize) // dtype.itemsize
-    return _Form(shape, torch.empty(shape, device="meta").stride(), length, length - count)
+    return _Form(shape, strides_of(shape), length, length - count)
 
 
 class Padded(Run):
@@ -136,9 +137,9 @@ class Padded(Run):
 
     @cached_property
     def _gaps(self) -> list[Copy]:
-        """What lies between the weights, in few pieces."""
-        ends = accumulate(self._lengths())
-        return merged([Copy.run_of(form.zeros, end - form.zeros, end - form.zeros) for form, end in zip(self._forms, ends, strict=True)])
+        """What lies between the weights, in few pieces; their targets alone count."""
+        ends = zip(self._forms, accumulate(self._lengths()), strict=True)
+        return merged([Copy.run_of(form.zeros, end - form.zeros, end - form.zeros) for form, end in ends if form.zeros])
 
     def views(self, buffer: torch.Tensor) -> Tensors:
         place = self._place(buffer)
@@ -209,7 +210,7 @@ class Group:
         count: of the weights.
         nbytes: of the buffer, padding included.
         batches: in which they come.
-        layings: how parcels of them are laid into a buffer, by the index of a parcel's first one; worked out when they come.
+        layings: how parcels of them are laid into a buffer, by the manifest's index of a parcel's first weight; worked out when they come.
     """
 
     first: int

@@ -102,6 +102,7 @@ class Manifest:
         )
         if not same:
             self.expect_infos(first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)])
+            raise AssertionError("what differs as lists differs somewhere")
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
         """The same by what announces the weights that come.
@@ -177,7 +178,7 @@ def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[st
     first = 0
     while first < len(names):
         stop = bisect_right(ends, ends[first] + budget) - 1
-        if stop == first:
+        if stop <= first:
             raise too_large(*sizes[first], budget)
         groups.append(names[first:stop])
         first = stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import islice
 
@@ -52,7 +53,9 @@ def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.T
         parcel = stream.take(group.stop - first)
         if parcel is None:
             manifest.expect_infos(first, group.stop, ())
-            return
+            raise AssertionError("a group that is not full lacks something")
+        if not 0 < parcel.count <= group.stop - first:
+            raise AssertionError(f"{type(stream).__name__} gave {parcel.count} weights where 1 to {group.stop - first} were asked for")
         laying = group.layings.get(first)
         if laying is None or not laying.serves(parcel):
             stop = first + parcel.count
@@ -61,6 +64,18 @@ def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.T
         if buffer is not None:
             laying.run(parcel, buffer)
         first += parcel.count
+        # not kept while what comes next is made
+        del parcel
+
+
+def drain(stream: Stream) -> None:
+    """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever became of its own part."""
+    if isinstance(stream, ParcelStream):
+        while stream.take(sys.maxsize) is not None:
+            pass
+    else:
+        for _ in stream:
+            pass
 
 
 def expect_end(stream: Stream) -> None:

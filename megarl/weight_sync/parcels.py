@@ -8,30 +8,33 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megarl.weight_sync.copies import Copy, merged
-from megarl.weight_sync.tensor_info import TensorInfo
+from megarl.weight_sync.tensor_info import TensorInfo, strides_of
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a weight lies, without gaps.
+    """Where a weight lies, contiguous.
 
     Attributes:
         name, shape: of the weight.
-        strides: of the weight, elements.
         flat: which of the flat tensors.
         begin: its first element there.
+        strides: of the weight, elements.
     """
 
     name: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
     flat: int
     begin: int
+    strides: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strides", strides_of(self.shape))
 
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
         """The weight, in the memory of the flat tensors."""
@@ -73,11 +76,11 @@ class ParcelStream(Iterator[tuple[str, torch.Tensor]]):
 
     @abstractmethod
     def take(self, most: int) -> Parcel | None:
-        """Weights that come next, ``most`` of them or fewer; None after the last one."""
+        """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for use until the next call."""
 
 
 class Laying:
-    """The copies that lay the weights of a parcel into a transfer buffer.
+    """The copies that lay the weights of a parcel into a transfer buffer; few where their sizes are few, which may come in any order.
 
     Args:
         parcel: of these weights; another one like it will do.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,11 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor: elements from one index to the next, a dimension each."""
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def padded_bytes(nbytes: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.errors import RefitError
-from megarl.models.engine.assembly import Assembly, Whole, strides_of
+from megarl.models.engine.assembly import Assembly, Whole
 from megarl.models.engine.delivery import Arrival, Delivery
 from megarl.weight_sync import layout
 from megarl.weight_sync.copies import Copy
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.packing import expect_end, pack
+from megarl.weight_sync.packing import drain, expect_end, pack
 from megarl.weight_sync.parcels import Laying, Parcel, ParcelStream, Place
 
 SHAPES = [(), (0,), (3, 0), (1,), (33,), (5, 7), (2, 3, 5), (256,), (512,), (1, 256), (3, 256), (3, 4, 64)]
@@ -39,7 +41,7 @@ class Shelf:
         places: dict[int, Place] = {}
         for index in draw.sample(range(len(names)), len(names)):
             flat = draw.randint(0, 1)
-            places[index] = Place(names[index], shapes[index], strides_of(shapes[index]), flat, ends[flat])
+            places[index] = Place(names[index], shapes[index], flat, ends[flat])
             ends[flat] += torch.Size(shapes[index]).numel() + draw.choice([0, 0, 1, 5])
         self.places = [places[index] for index in range(len(names))]
         self.flats = tuple(_filled(end, dtype, seed + number) for number, end in enumerate(ends))
@@ -112,7 +114,7 @@ def _experts(count: int) -> Shelf:
     shapes = [(6, 64), (6, 64), (64, 6)] * count
     shelf = Shelf([str(index) for index in range(len(shapes))], shapes, torch.bfloat16, 0)
     for index, shape in enumerate(shapes):
-        shelf.places[index] = Place(str(index), shape, strides_of(shape), 0, 384 * index)
+        shelf.places[index] = Place(str(index), shape, 0, 384 * index)
     shelf.flats = (_filled(384 * len(shapes), torch.bfloat16, 1), _filled(0, torch.bfloat16, 1))
     return shelf
 
@@ -267,20 +269,56 @@ def test_what_is_under_way_is_waited_for_when_the_next_cannot_set_out() -> None:
     assert notes == ["out 0", "out 1", "wait 0", "wait 1"]
 
 
-def test_present_tensors_are_not_kept_while_others_set_out() -> None:
-    import weakref
-
+@pytest.mark.parametrize("way", ["one by one", "laid", "passed over", "drained"])
+def test_present_tensors_are_not_kept_while_others_set_out(way: str) -> None:
+    """Of five buckets the shards, which hold the tensors too."""
     kept: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
 
     def arrivals() -> Iterator[Arrival]:
-        for _ in range(4):
-            alive = [reference for reference in kept if reference() is not None]
-            assert len(alive) <= 1, "the shards of the present arrival alone"
+        for number in range(5):
+            alive.append(sum(reference() is not None for reference in kept))
             shards = torch.arange(2.0)
             kept.append(weakref.ref(shards))
-            yield Arrival(Assembly([Whole("w", (1,), (Copy.run_of(1, 1, 0),))]), shards, None)
+            yield Arrival(Assembly([Whole(str(number), (1,), (Copy.run_of(1, 1, 0),))]), shards, None)
             del shards
 
     delivery = Delivery(arrivals())
-    while (parcel := delivery.take(1)) is not None:
-        del parcel
+    if way == "one by one":
+        for _, tensor in delivery:
+            del tensor
+    elif way == "drained":
+        drain(delivery)
+    else:
+        manifest = Manifest.of((str(number), torch.zeros(1)) for number in range(5))
+        group = manifest.group(0, 5)
+        pack(delivery, manifest, group, torch.zeros(group.nbytes, dtype=torch.uint8) if way == "laid" else None)
+    # the one that comes next, once the first has been taken
+    assert alive == [0, 1, 1, 1, 1]
+
+
+def test_a_refit_begun_anew_and_the_parts_of_other_stages_are_laid_where_they_belong() -> None:
+    """One manifest of three shelves, of which a stream has the first and the last, in groups that do not end where a shelf does."""
+    shelves = [Shelf([f"{number}.{index}" for index in range(4)], [(3, 256), (5, 7)] * 2, torch.bfloat16, number) for number in range(3)]
+    manifest = Manifest.of(Shelves(shelves))
+    singly = dict(Shelves(shelves))
+    groups = [manifest.group(0, 3), manifest.group(3, 1), manifest.group(8, 2), manifest.group(10, 2)]
+    for taken in (1, 3, 4, 4):  # twice given up on the way
+        stream = Shelves([shelves[0], shelves[2]])
+        for group in groups[:taken]:
+            buffer = torch.full((group.nbytes,), 255, dtype=torch.uint8)
+            pack(stream, manifest, group, buffer)
+            for name, view in manifest.named_views(group, buffer):
+                assert torch.equal(view.view(torch.int16), singly[name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_stream_that_gives_other_than_it_was_asked_for_is_stopped(count: int) -> None:
+    class Wrong(Shelves):
+        def take(self, most: int) -> Parcel | None:
+            parcel = super().take(most)
+            return parcel and replace(parcel, count=count)
+
+    manifest = Manifest.of(Shelves([_experts(4)]))
+    with pytest.raises(AssertionError, match=f"Wrong gave {count} weights where 1 to 6 were asked for"):
+        pack(Wrong([_experts(4)]), manifest, manifest.group(0, 6), None)

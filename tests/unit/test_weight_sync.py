@@ -340,6 +340,12 @@ def test_groups_hold_as_much_as_fits_and_lose_nothing(sizes: list[int], budget: 
     assert all(total + size[following[0]] > budget for total, following in zip(totals, groups[1:], strict=False))
 
 
+@pytest.mark.parametrize("budget", [-1, 0, 255])
+def test_a_group_smaller_than_any_weight_is_refused(budget: int) -> None:
+    with pytest.raises(RefitError, match=f"b takes 256 bytes, more than the {budget} bytes of a transfer buffer"):
+        groups_within([("b", 256), ("c", 512)], budget)
+
+
 def test_the_digest_changes_with_everything_that_both_sides_must_agree_on() -> None:
     base = weights()
     changed = [

@@ -58,7 +58,7 @@ class Assembly:
         count = math.prod(tensor.shape)
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
         flat, begin = (_SHARDS, tensor.copies[0].source) if in_shards else (_COPIED, self._length)
-        self.places.append(Place(tensor.name, tensor.shape, strides_of(tensor.shape), flat, begin))
+        self.places.append(Place(tensor.name, tensor.shape, flat, begin))
         if not in_shards:
             for copy in tensor.copies:
                 yield Copy(copy.source, copy.target + self._length, *copy.form)
@@ -84,11 +84,6 @@ class Assembly:
     def tensors_from(self, first: int, flats: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Names and whole tensors from index ``first`` on, where they lie in what :meth:`flats` gave."""
         return [(place.name, place.of(flats)) for place in self.places[first:]]
-
-
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:

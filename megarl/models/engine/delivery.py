@@ -77,7 +77,7 @@ class Delivery(ParcelStream):
         return next(self._pairs)
 
     def take(self, most: int) -> Parcel | None:
-        """Tensors of the present arrival that come next, ``most`` of them or fewer; None after the last one."""
+        """Tensors of the present arrival that come next, from one up to ``most``; None after the last one."""
         if self._is_at_end():
             return None
         assert self._assembly is not None

@@ -30,6 +30,7 @@ from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.meeting import Meeting
+from megarl.weight_sync.packing import drain
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.stages import ONE_STAGE, Stages
 from megarl.weight_sync.transfer_group import TransferGroup
@@ -335,8 +336,7 @@ class EngineWorker:
             stream = self.backend.export_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
-            for _ in stream:
-                pass
+            drain(stream)
 
     # checkpoints
 
@@ -382,8 +382,7 @@ class EngineWorker:
                 if first:
                     write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
             finally:
-                for _ in stream:  # every tensor is a collective: all ranks go through all of them, whatever happened to rank 0
-                    pass
+                drain(stream)
 
     @property
     def hf_config(self) -> Any:
