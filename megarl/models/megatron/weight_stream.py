@@ -117,7 +117,7 @@ class WeightStream:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
 
         Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
-        as long as one of them is kept. Memory beyond the model stays below four buckets of ``BUCKET_BYTES`` (or of the largest
+        as long as one of them is kept. Memory beyond the model is at most four buckets of ``BUCKET_BYTES`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
         return self._joined(Delivery(self._arrivals(everywhere=True)))
