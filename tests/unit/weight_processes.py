@@ -7,7 +7,6 @@ import gc
 import hashlib
 import multiprocessing
 import os
-import re
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,12 +67,10 @@ def open_files() -> int:
 
 
 def shared_files(processes: list[int]) -> list[str]:
-    """Files of shared memory that carry the number of one of the processes in their name, or ours; other runs share the directory."""
-    return [
-        path.name
-        for path in Path("/dev/shm").iterdir()
-        if "megarl" in path.name or set(re.findall(r"\d+", path.name)) & set(map(str, processes))
-    ]
+    """Files of shared memory that carry the number of one of the processes in their name, as torch's do. Other runs share the directory,
+    with names of random digits too."""
+    numbers = set(map(str, processes))
+    return [path.name for path in Path("/dev/shm").iterdir() if numbers & set(path.name.split("_"))]
 
 
 class Actor:
