@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_UP, Decimal
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from operator import attrgetter, eq, itemgetter
@@ -20,6 +22,10 @@ import torch
 from megarl.errors import RefitError
 from megarl.weight_sync.layout import Group
 from megarl.weight_sync.tensor_info import TensorInfo, padded_bytes
+
+# what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while groups are laid out for the
+# first time the copy that lays it there
+LIST_BYTES = 128
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -117,20 +123,41 @@ class Manifest:
                     "model"
                 )
 
-    @cached_property
+    @property
     def padded_sizes(self) -> list[tuple[str, int]]:
         """Names with the bytes that they take in a buffer, in the order of sending."""
-        return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
+        return list(zip(self._names, self._padded, strict=True))
+
+    @cached_property
+    def _padded(self) -> array[int]:
+        """The bytes alone: eight each, where a number of Python's takes four times that."""
+        return array("q", (padded_bytes(tensor.nbytes) for tensor in self.tensors))
 
     @cached_property
     def total_bytes(self) -> int:
         """Bytes that all weights take in a buffer."""
-        return sum(nbytes for _, nbytes in self.padded_sizes)
+        return sum(self._padded)
 
     @cached_property
     def largest(self) -> tuple[str, int]:
         """Name of the weight that takes most bytes in a buffer, and how many."""
-        return max(self.padded_sizes, key=itemgetter(1), default=("no weight", 0))
+        most = max(self._padded, default=0)
+        return (self._names[self._padded.index(most)] if most else "no weight"), most
+
+    def names_within(self, budget: int) -> list[list[str]]:
+        """All names in groups of at most ``budget`` bytes each; see :func:`groups_within`.
+
+        Asked for at every refit, they are worked out once for a budget, and their lists are the same ones each time, not to be changed: to
+        go through tens of thousands of names, which lie anywhere in memory, takes as long as to copy the weights.
+        """
+        if budget not in self._named_groups:
+            self._named_groups.clear()
+            self._named_groups[budget] = list(_grouped(self._names, self._padded, budget))
+        return list(self._named_groups[budget])
+
+    @cached_property
+    def _named_groups(self) -> dict[int, list[list[str]]]:
+        return {}
 
     def group(self, first: int, count: int) -> Group:
         """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out once."""
@@ -153,13 +180,20 @@ class Manifest:
             RefitError: they are not neighbours in the order of sending.
         """
         first = self._index.get(names[0], -1) if names else -1
-        expected = self._names[first : first + len(names)] if first >= 0 else []
+        stop = first + len(names)
+        if first >= 0 and self._is_given(names) and self._names[stop - 1 : stop] == names[-1:]:
+            return self.group(first, len(names))
+        expected = self._names[first:stop] if first >= 0 else []
         if not names or list(names) != expected:
             wrong = next((name for name, right in zip(names, [*expected, *[None] * len(names)], strict=False) if name != right), "no name")
             raise RefitError(
                 f"{wrong} does not stand there in the order of sending: ask for whole groups of prepare_weights_for_ipc(), in their order"
             )
         return self.group(first, len(names))
+
+    def _is_given(self, names: Sequence[str]) -> bool:
+        """Whether it is a list of :meth:`names_within`, by which nobody has to look at each name."""
+        return any(names is own for groups in self._named_groups.values() for own in groups)
 
 
 def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
@@ -172,22 +206,33 @@ def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[st
     Raises:
         RefitError: a weight alone is larger.
     """
-    # no line of Python for each name, of which there may be tens of thousands at every refit
-    names, ends = list(map(itemgetter(0), sizes)), [0, *accumulate(map(itemgetter(1), sizes))]
-    groups: list[list[str]] = []
+    return list(_grouped(list(map(itemgetter(0), sizes)), array("q", map(itemgetter(1), sizes)), budget))
+
+
+def _grouped(names: list[str], nbytes: Sequence[int], budget: int) -> Iterator[list[str]]:
+    """With no line of Python for each name, of which there may be tens of thousands."""
+    ends = array("q", accumulate(nbytes, initial=0))
     first = 0
     while first < len(names):
         stop = bisect_right(ends, ends[first] + budget) - 1
         if stop <= first:
-            raise too_large(*sizes[first], budget)
-        groups.append(names[first:stop])
+            raise too_large(names[first], nbytes[first], budget, len(names))
+        yield names[first:stop]
         first = stop
-    return groups
 
 
-def too_large(name: str, nbytes: int, budget: int) -> RefitError:
-    """For a weight that takes more bytes than a buffer has."""
+def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
+    """For a weight that takes more bytes than a buffer has.
+
+    Args:
+        name, nbytes: of the weight, padding included.
+        budget: bytes of a buffer.
+        weights: number of all weights.
+    """
+    # rounded up: what is said has to do
+    needed = Decimal(2 * nbytes + LIST_BYTES * weights) / 2**30
+    least = needed.quantize(Decimal(1).scaleb(needed.adjusted() - 2), rounding=ROUND_UP)
     return RefitError(
-        f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at "
-        f"least {2 * nbytes / 2**30:.3g}, of which half is one buffer, or to null"
+        f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at least "
+        f"{least:g}, which is for two buffers and the lists of what lies in them, or to null"
     )

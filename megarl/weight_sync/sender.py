@@ -13,7 +13,7 @@ from megarl.errors import RefitError, StateError
 from megarl.weight_sync.arena import SLOTS, Arena
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.layout import Group
-from megarl.weight_sync.manifest import Manifest, too_large
+from megarl.weight_sync.manifest import LIST_BYTES, Manifest, too_large
 from megarl.weight_sync.packing import Stream, expect_end, pack
 from megarl.weight_sync.shared_memory import host_identity
 
@@ -32,7 +32,8 @@ class WeightSender:
     Args:
         stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
         runtime: device of this process.
-        buffer_gib: GiB of the arena, both slots; None takes half a GiB a slot, and as much more as the largest weight needs.
+        buffer_gib: GiB of the arena, both slots, and on a CPU of the lists of what lies in them; None takes half a GiB a slot, and as much
+            more as the largest weight needs.
         with_checksum: send a checksum with every group.
     """
 
@@ -79,31 +80,31 @@ class WeightSender:
             self._manifest = manifest
         return self._manifest
 
-    def prepare(self, version: int) -> tuple[list[tuple[str, int]], float]:
+    def begin(self, version: int) -> int:
         """Begin a refit; an unfinished one is given up.
 
         Args:
             version: of the present weights.
 
         Returns:
-            Names with their bytes in the buffer, in the order of sending, and the bytes that a group may have.
+            The bytes that a group may have.
         """
-        sizes = self.manifest.padded_sizes
         budget = self.slot_bytes()
         if self._buffer_gib is not None and self.manifest.largest[1] > budget:
-            raise too_large(*self.manifest.largest, budget)
+            raise too_large(*self.manifest.largest, budget, len(self.manifest.tensors))
         self.give_up()
         self._round += 1
         self._version = version
         self._open, self._next, self._groups_sent = self._stream(), 0, 0
-        return sizes, float(budget)
+        return budget
 
     def slot_bytes(self) -> int:
         """Bytes that a transfer buffer holds."""
         if self._arena is not None:
             return self._arena.slot_bytes
         if self._buffer_gib is not None:
-            return int(self._buffer_gib * GIB) // SLOTS
+            lists = 0 if self._runtime.is_cuda else LIST_BYTES * len(self.manifest.tensors)
+            return max(int(self._buffer_gib * GIB) - lists, 0) // SLOTS
         total, largest = self.manifest.total_bytes, self.manifest.largest[1]
         wanted = DEFAULT_SLOT_BYTES
         if self._runtime.is_cuda:
@@ -111,7 +112,21 @@ class WeightSender:
         return max(min(wanted, total), largest)
 
     def send(self, names: Sequence[str]) -> dict[str, Any]:
+        """The next group by its names; see :meth:`send_part`.
+
+        Raises:
+            RefitError: they are not neighbours in the order of sending.
+        """
+        self._require_open()
+        group = self.manifest.group_named(names)
+        return self.send_part(group.first, group.count)
+
+    def send_part(self, first: int, count: int) -> dict[str, Any]:
         """Gather the next group of weights and publish it.
+
+        Args:
+            first: index of its first weight in the order of sending.
+            count: of its weights.
 
         Returns:
             ``{device: payload}`` of plain types; empty on a rank that publishes nothing.
@@ -120,12 +135,11 @@ class WeightSender:
             StateError: no refit was begun, or these weights are not the next ones.
             RefitError: the weights are not what the manifest says, there is no memory, or what was in the buffer was not acknowledged.
         """
-        if self._open is None:
-            raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
-        group = self.manifest.group_named(names)
-        if group.first != self._next:
+        self._require_open()
+        group = self.manifest.group(first, count)
+        if first != self._next:
             raise StateError(
-                f"{names[0]} is weight {group.first} of the order of sending, but weight {self._next} is next: "
+                f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight {self._next} is next: "
                 "take the groups of prepare_weights_for_ipc() in their order, each once"
             )
         slot = self._groups_sent % SLOTS
@@ -157,10 +171,14 @@ class WeightSender:
             "round": self._round,
             "slot": slot,
             "first": group.first,
-            "count": len(names),
+            "count": count,
             "checksum": number,
         }
         return {self._runtime.identity(): payload}
+
+    def _require_open(self) -> None:
+        if self._open is None:
+            raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
 
     def _claim(self, slot: int, group: Group) -> torch.Tensor:
         if self._arena is None or group.nbytes > self._arena.slot_bytes:

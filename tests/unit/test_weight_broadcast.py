@@ -16,6 +16,7 @@ from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.meeting import Meeting
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.unit.test_weight_sync import assert_same, weights
 
@@ -88,7 +89,9 @@ def test_a_rank_that_comes_twice_is_refused_on_all_sides() -> None:
 
 def test_a_missing_rank_is_named_and_one_too_many_is_refused() -> None:
     port = free_port(HOST)
-    outcomes = together(joining(port, 0, handshake_s=1.0), joining(port, 1))
+    # open before anybody looks for it: who comes too early tries again only after a second
+    meeting = Meeting(HOST, port, keeps=True, seconds=1.0)
+    outcomes = together(joining(port, 0, handshake_s=1.0, meeting=meeting), joining(port, 1))
     assert all("ranks [2] of 3 did not come within 1 s" in str(outcome) for outcome in outcomes), outcomes
     port = free_port(HOST)
     made = together(*(joining(port, rank) for rank in range(3)))

@@ -203,7 +203,9 @@ def test_who_is_wrong_is_refused_on_all_sides_though_others_are_missing(wrong: d
 
 def test_a_stage_that_does_not_come_is_named() -> None:
     port = free_port(HOST)
-    outcomes = together(joining_one(port, 0, handshake_s=1.0), joining_one(port, 0, 1), joining_one(port, 2))
+    # open before anybody looks for it: who comes too early tries again only after a second
+    meeting = Meeting(HOST, port, keeps=True, seconds=1.0)
+    outcomes = together(joining_one(port, 0, handshake_s=1.0, meeting=meeting), joining_one(port, 0, 1), joining_one(port, 2))
     message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 1 s"
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 

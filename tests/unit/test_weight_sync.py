@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from megarl.errors import RefitError, StateError
 from megarl.weight_sync import layout, packing
 from megarl.weight_sync.arena import SLOTS, Arena, ArenaReader
 from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.shared_memory import SharedBlock
@@ -84,8 +86,8 @@ def receiver(sender: WeightSender) -> Iterator[WeightReceiver]:
 
 
 def payloads(sender: WeightSender, version: int, budget: int | None = None) -> Iterator[Any]:
-    sizes, room = sender.prepare(version)
-    for keys in groups_within(sizes, budget or int(room)):
+    room = sender.begin(version)
+    for keys in sender.manifest.names_within(budget or room):
         yield payload_for(sender.send(keys), "CPU-engine")
 
 
@@ -165,7 +167,7 @@ def other(sender: WeightSender) -> Iterator[tuple[Any, Any]]:
 def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightSender, model: Model, other: tuple[Any, Any]) -> None:
     process, connection = other
     names = [[name] for name in model.state]
-    sender.prepare(1)
+    sender.begin(1)
     connection.send(payload_for(sender.send(names[0]), "CPU-x"))
     assert connection.recv() == ("inside", pytest.approx(float(model.state["embed"].double().sum()), abs=1e-6))
     sender.send(names[1])
@@ -173,7 +175,7 @@ def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightS
         sender.send(names[2])
     with pytest.raises(StateError, match=r"prepare_weights_for_ipc\(\) first"):
         sender.send(names[2])
-    sender.prepare(1)
+    sender.begin(1)
     connection.send(None)
     sender.send(names[0])
     os.kill(process.pid, signal.SIGKILL)
@@ -243,12 +245,12 @@ def test_a_failure_while_loading_gives_the_refit_up(sender: WeightSender, receiv
 
 
 def test_other_weights_than_announced_are_refused(sender: WeightSender, model: Model) -> None:
-    sender.prepare(0)
+    sender.begin(0)
     model.state["layer.q"] = torch.zeros(7, 4, dtype=torch.bfloat16)
     with pytest.raises(RefitError, match=r"layer\.q \[7, 4\] bfloat16 where layer\.q \[7, 3\] bfloat16 was announced"):
         sender.send(list(model.state))
     model.state = weights()
-    sender.prepare(0)
+    sender.begin(0)
     model.state["more"] = torch.zeros(1)
     with pytest.raises(RefitError, match="gives more after the last weight"):
         sender.send([name for name in model.state if name != "more"])
@@ -295,7 +297,7 @@ def test_keys_that_are_not_the_next_ones_are_refused(sender: WeightSender, model
     names = list(model.state)
     with pytest.raises(StateError, match="no refit is under way"):
         sender.send(names)
-    sender.prepare(0)
+    sender.begin(0)
     with pytest.raises(StateError, match=r"layer\.q is weight 1 .* weight 0 is next"):
         sender.send(names[1:])
     for wrong in (["nobody"], [], names[:1] + names[2:]):
@@ -304,9 +306,15 @@ def test_keys_that_are_not_the_next_ones_are_refused(sender: WeightSender, model
 
 
 def test_a_weight_larger_than_the_buffer_is_refused_with_the_size_that_would_do(model: Model) -> None:
-    sender = WeightSender(model.stream, DeviceRuntime(CPU, "gloo"), buffer_gib=40_000 / 2**30)
-    with pytest.raises(RefitError, match=r"embed takes 25344 bytes, more than the 20000 .*refit_buffer_size_gb to at least 4\.72e-05"):
-        sender.prepare(0)
+    lists = LIST_BYTES * len(model.state)
+    sender = WeightSender(model.stream, DeviceRuntime(CPU, "gloo"), buffer_gib=(40_000 + lists) / 2**30)
+    with pytest.raises(RefitError, match=r"embed takes 25344 bytes, more than the 20000 .*refit_buffer_size_gb to at least ") as caught:
+        sender.begin(0)
+    said = re.search(r"at least ([\d.e-]+),", str(caught.value))
+    assert said is not None
+    least = float(said[1])
+    assert 2 * 25_344 + lists <= least * 2**30 < 1.01 * (2 * 25_344 + lists)
+    WeightSender(model.stream, DeviceRuntime(CPU, "gloo"), buffer_gib=least).begin(0)
 
 
 def test_a_dead_policy_s_memory_and_another_host_s_are_refused() -> None:
@@ -338,6 +346,24 @@ def test_groups_hold_as_much_as_fits_and_lose_nothing(sizes: list[int], budget: 
     totals = [sum(size[name] for name in group) for group in groups]
     assert max(totals) <= budget
     assert all(total + size[following[0]] > budget for total, following in zip(totals, groups[1:], strict=False))
+
+
+def test_names_in_groups_follow_the_budget_and_name_their_groups() -> None:
+    manifest = Manifest.from_description(dict.fromkeys("abcde", ((64,), torch.float32)))
+    groups = manifest.names_within(600)
+    assert groups == groups_within(manifest.padded_sizes, 600) == [["a", "b"], ["c", "d"], ["e"]]
+    assert [(manifest.group_named(names).first, manifest.group_named(names).count) for names in groups] == [(0, 2), (2, 2), (4, 1)]
+    # others with the same names, too; and those that were given are looked through where they are others by now
+    assert manifest.group_named(["c", "d"]) == manifest.group_named(groups[1]) == manifest.group(2, 2)
+    for changed in (["d"], ["e"], ["c"], ["a", "b"], ["b", "a"], ["c", "d", "e", "e"], []):
+        groups[1][:] = ["c", *changed]
+        right = groups[1] in (["c"], ["c", "d"])
+        with contextlib.nullcontext() if right else pytest.raises(RefitError, match="does not stand there in the order of sending"):
+            assert manifest.group_named(groups[1]) == manifest.group(2, len(groups[1]))
+    assert manifest.names_within(1024) == [["a", "b", "c", "d"], ["e"]]
+    assert manifest.largest == ("a", 256) and manifest.total_bytes == 1280
+    with pytest.raises(RefitError, match="a takes 256 bytes, more than the 255 bytes of a transfer buffer"):
+        manifest.names_within(255)
 
 
 @pytest.mark.parametrize("budget", [-1, 0, 255])

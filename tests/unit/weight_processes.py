@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import MegarlError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.stages import ONE_STAGE, Stages
@@ -142,8 +142,8 @@ class Policy:
     def groups(self, step: int) -> list[list[str]]:
         """Begin a refit through shared memory."""
         self._step = step
-        sizes, _ = self._sender.prepare(step)
-        return groups_within(sizes, BUDGET)
+        self._sender.begin(step)
+        return self._sender.manifest.names_within(BUDGET)
 
     def group(self, names: list[str]) -> Any:
         return payload_for(self._sender.send(names), "engine")

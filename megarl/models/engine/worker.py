@@ -261,15 +261,26 @@ class EngineWorker:
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Begin a refit; names with their bytes in the transfer buffer, in the order of sending, and the bytes that a group may have."""
+        budget = self.begin_refit()
+        return self._sender.manifest.padded_sizes, float(budget)
+
+    def begin_refit(self) -> int:
+        """The same for who knows the names already: at a refit none travels."""
         self._refuse_reference("prepare_weights_for_ipc")
         self._require("prepare_weights_for_ipc")
-        return self._sender.prepare(self._weights_version)
+        return self._sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer return ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send(list(keys))
+
+    def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
+        """The same by the index of the group's first weight in the order of sending, and how many it has."""
+        self._refuse_reference("get_weights_ipc_handles")
+        self._require("get_weights_ipc_handles")
+        return self._sender.send_part(first, count)
 
     # refit of an engine elsewhere
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
-from megarl.weight_sync.manifest import groups_within
+from megarl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
     import ray
@@ -325,18 +326,24 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         Raises:
             RefitError: a weight is larger than a group may be.
         """
-        answers = self._results("prepare_weights_for_ipc")
-        budget = min(int(room) for _, room in answers)
+        budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, int(_refit_buffer_size_gb * 2**30))
-        return groups_within(answers[0][0], budget)
+        return self._manifest.names_within(budget)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """Handles of the weights ``keys`` by device; what they point to stands until the group after the next is asked for."""
+        # to tens or hundreds of workers two numbers travel in place of tens of thousands of names
+        group = self._manifest.group_named(keys)
         merged: dict[str, Any] = {}
-        for handles in self._results("get_weights_ipc_handles", keys=keys):
+        for handles in self._results("get_part_ipc_handles", first=group.first, count=group.count):
             merged.update(handles)
         return merged
+
+    @functools.cached_property
+    def _manifest(self) -> Manifest:
+        """What a refit sends, as the workers said it once."""
+        return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
         """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be called beside it.
