@@ -171,3 +171,12 @@ def describe() -> dict[str, Any]:
     """What a report says of the device."""
     here = runtime()
     return {"device": str(here.device), "name": here.device_name, "backend": here.backend, "torch": torch.__version__}
+
+
+# what allocators without an error class of their own say: torch's on a CPU, and C++'s where it comes through torch
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that there was no memory, on a CPU or on a GPU, in this process or as another one's text."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error).lower() for sign in _NO_MEMORY)

@@ -88,7 +88,14 @@ class SharedBlock:
         if os.fstat(descriptor).st_size != handle["nbytes"] + _TOKEN_BYTES:
             os.close(descriptor)
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
-        block = cls(descriptor, handle["nbytes"])
+        try:
+            block = cls(descriptor, handle["nbytes"])
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            raise RefitError(
+                f"no room for {handle['nbytes']} bytes of the policy's shared memory in this process: {error}; "
+                "leave it more, or set a smaller policy.refit_buffer_size_gb"
+            ) from error
         if bytes(block._token.tolist()).hex() != handle["token"]:
             block.close()
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")

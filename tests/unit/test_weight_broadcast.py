@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.meeting import Meeting
 from megarl.weight_sync.transfer_group import TransferGroup
+from tests.memory_limit import no_more_memory_than
 from tests.unit.test_weight_sync import assert_same, weights
 
 CPU = torch.device("cpu")
@@ -196,3 +198,20 @@ def test_what_one_engine_cannot_load_no_engine_serves(groups: list[TransferGroup
     kept: dict[str, torch.Tensor] = {}
     outcomes = together(lambda: policy.send(iter(weights(4).items()), 4), *(lambda one=one: one.receive(kept.update) for one in listeners))
     assert outcomes == [None, 4, 4]
+
+
+def test_an_engine_without_memory_for_its_buffers_is_refused_at_once_and_no_one_waits_for_it() -> None:
+    port = free_port(HOST)
+    first, second, third = together(*(joining(port, rank, buffer_bytes=2**26, collective_s=7200.0) for rank in range(3)))
+    policy, other = WeightBroadcaster(first, MANIFEST), listening(third)
+    with (
+        no_more_memory_than(2**24, [os.getpid()]),
+        pytest.raises(RefitError, match=r"no memory for 2 buffers of 67109120 bytes, .* set a smaller policy\.refit_buffer_size_gb"),
+    ):
+        WeightListener(second, MANIFEST)
+    outcomes = together(lambda: policy.send(iter(weights(0).items()), 0), other)
+    assert all(isinstance(outcome, RefitError) for outcome in outcomes), outcomes
+    port = free_port(HOST)
+    first, second, third = together(*(joining(port, rank) for rank in range(3)))
+    sent = weights(1)
+    refit(WeightBroadcaster(first, MANIFEST), [listening(second), listening(third)], sent, 1)

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.shared_memory import SharedBlock
+from tests.memory_limit import no_more_memory_than
 
 CPU = torch.device("cpu")
 SPAWN = multiprocessing.get_context("spawn")
@@ -327,6 +329,23 @@ def test_a_dead_policy_s_memory_and_another_host_s_are_refused() -> None:
     arena.close()
     with pytest.raises(RefitError, match=r"gone|is not the policy's shared memory"):
         ArenaReader(handle, CPU)
+
+
+def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> None:
+    arena = Arena(2**27, CPU)
+    handle = arena.handle()
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        no_more_memory_than(2**24, [os.getpid()], resource.RLIMIT_AS),
+        pytest.raises(
+            RefitError, match=f"no room for {2**28 + 4096} bytes of the policy's shared memory in this process: .*Cannot allocate"
+        ),
+    ):
+        ArenaReader(handle, CPU)
+    assert len(os.listdir("/proc/self/fd")) == before
+    reader = ArenaReader(handle, CPU)
+    reader.close()
+    arena.close()
 
 
 def test_no_payload_for_a_device_without_policy() -> None:

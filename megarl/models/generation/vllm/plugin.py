@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MODULE = "megarl.models.generation.vllm.weight_engines"
-EXTENSION = "megarl.models.generation.vllm.worker_extension.WeightsVersion"
+EXTENSION = "megarl.models.generation.vllm.worker_extension.WeightCalls"
 COLOCATED, APART = "megarl_shared_memory", "megarl_broadcast"
 
 

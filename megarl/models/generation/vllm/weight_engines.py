@@ -6,13 +6,17 @@ so every weight is copied once out of the transfer buffer.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megarl.distributed.device import DeviceRuntime, is_out_of_memory
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.manifest import Manifest
@@ -49,8 +53,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     supports_draft_weight_update = False
 
     def start_weight_update(self) -> None:
-        """Begin a reload; one that was given up is cleared away first, so that nothing of it is counted."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Begin a reload; of one that was given up nothing is left."""
+        self._abandon()
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         if self.device.type == "cpu":
@@ -59,13 +63,18 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before its finish."""
-        if update_info.get("given_up"):
-            raise RefitError("the refit was given up")
-        super().update_weights(update_info)
+        try:
+            if update_info.get("given_up"):
+                raise RefitError("the refit was given up")
+            super().update_weights(update_info)
+        except BaseException:
+            self._abandon()
+            raise
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand weights to vLLM's model."""
-        self._loaded |= set(self.model.load_weights([(name, tensor.clone()) for name, tensor in weights]) or ())
+        """Hand weights to vLLM's model, one after another: it keeps copies until their layer is whole, and no more than that."""
+        with _taking_memory(self.model):
+            self._loaded |= set(self.model.load_weights((name, tensor.clone()) for name, tensor in weights) or ())
 
     def finish_weight_update(self) -> None:
         """End a reload.
@@ -75,14 +84,33 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         """
         missing = sorted(self._expected - self._loaded)
         version = self.version()
-        finalize_layerwise_reload(self.model, self.model_config)
-        _repack_shared_weights(self.model)
+        try:
+            with _taking_memory(self.model):
+                finalize_layerwise_reload(self.model, self.model_config)
+                _repack_shared_weights(self.model)
+        except BaseException:
+            self._abandon()
+            raise
         if version is None:
             raise RefitError("the refit ended before all weights had come: refit anew")
         if missing:
             raise RefitError(
                 f"no weight of the policy fills {missing[0]} and {len(missing) - 1} more of vLLM's parameters: give both one model"
             )
+
+    def _abandon(self) -> None:
+        """Give the model the tensors back that it had before the reload, some with new values, and let go of the weights that wait.
+
+        The reload's own end would take a layer for done in which it broke off, for lack of memory say: it would leave the unpacked weights
+        there, which the next reload cannot fill, and which a CUDA graph does not look at. A layer into which nothing was loaded gets its
+        tensors back.
+        """
+        for layer in self.model.modules():
+            reload = get_layerwise_info(layer)
+            if reload.can_load():
+                reload.load_numel = 0
+                reload.loaded_weights.clear()
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def version(self) -> int | None:
         """Of the weights that are whole."""
@@ -92,6 +120,41 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     def manifest(connection: Connection) -> Manifest:
         """What the policy sends."""
         return Manifest.from_description({name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights})
+
+
+@contextlib.contextmanager
+def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
+    """Where there is none, that is what is said.
+
+    Raises:
+        RefitError: there was no memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        unpacked = None if is_out_of_memory(error) else _unpacked_layer(model)
+        if unpacked is None and not is_out_of_memory(error):
+            raise
+        what = error if unpacked is None else f"the weights of {unpacked} could not be packed for vLLM's kernel on a CPU"
+        raise RefitError(
+            f"the engine is out of memory: {what}. Fix: leave it more for weights that it gets, of which it keeps a layer's until they are "
+            "in place: less for policy.generation.vllm_cfg.kv_cache_gb or gpu_memory_utilization, or a larger tensor_parallel_size; then "
+            "refit anew"
+        ) from error
+
+
+def _unpacked_layer(model: torch.nn.Module) -> str | None:
+    """Name of a layer in which a reload broke off over weights that are not packed, where they were packed before.
+
+    Where there is no memory for it vLLM goes on with plain weights, and then fails over sizes that differ.
+    """
+    for name, layer in model.named_modules():
+        reload = get_layerwise_info(layer)
+        if reload.can_load() and reload.kernel_tensors is not None:
+            before, now = reload.kernel_tensors[0].get("weight"), layer._parameters.get("weight")
+            if before is not None and now is not None and not before.numel() and now.numel() and not now.is_meta:
+                return name
+    return None
 
 
 def _repack_shared_weights(model: torch.nn.Module) -> None:
@@ -141,8 +204,6 @@ class SharedMemoryEngine(_Reloading):
             self.load(weights)
 
     def _identity(self) -> str:
-        from megarl.distributed.device import DeviceRuntime
-
         return DeviceRuntime(self.device, "nccl" if self.device.type == "cuda" else "gloo").identity()
 
     def version(self) -> int | None:

@@ -13,6 +13,7 @@ from megarl.errors import ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
+from megarl.models.generation.vllm.worker_extension import Failure
 
 
 class VllmGenerationWorker:
@@ -49,7 +50,7 @@ class VllmGenerationWorker:
         """Tell vLLM's ranks what will come, and where from."""
         self._names = [name for name, _, _ in weights]
         self._version = None
-        self._llm.init_weight_transfer_engine({"init_info": {"weights": weights, "address": address}})
+        self._call("init_weight_transfer_engine", init_info={"weights": weights, "address": address})
 
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
         """Load one group of weights. Returns the version when it was the last."""
@@ -80,30 +81,40 @@ class VllmGenerationWorker:
 
     def _begin(self) -> None:
         self._give_up()
-        self._llm.start_weight_update()
         self._updating = True
+        self._call("start_weight_update")
 
     def _update(self, update: dict[str, Any]) -> None:
-        try:
-            self._llm.update_weights({"update_info": update})
-        except BaseException:
-            self._version, self._updating = None, False
-            raise
+        self._call("update_weights", update_info=update)
 
     def _finish(self) -> None:
-        self._llm.finish_weight_update()
+        self._call("finish_weight_update")
         self._updating = False
         versions = set(self._llm.collective_rpc("megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
         [self._version] = versions
 
+    def _call(self, method: str, **arguments: Any) -> None:
+        """Have all ranks call a method of vLLM for new weights. After an error they are ready for the next refit.
+
+        Raises:
+            RefitError: a rank could not.
+        """
+        answers = self._llm.collective_rpc("megarl_call", args=(method, arguments))
+        failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
+        if failures:
+            self._give_up()
+            raise _refit_error(failures, len(answers))
+
     def _give_up(self) -> None:
-        """End a refit that is under way, if there is one."""
+        """End a refit that is under way on any rank, if there is one."""
         self._version = None
         if self._updating:
+            self._updating = False
+            # a rank that is in none says so; it is none that matters
             with contextlib.suppress(Exception):
-                self._update({"given_up": True})
+                self._llm.collective_rpc("megarl_call", args=("update_weights", {"update_info": {"given_up": True}}))
 
     # generation
 
@@ -156,6 +167,13 @@ class VllmGenerationWorker:
         self._llm.shutdown_weight_transfer_engine()
         engine = self._llm.llm_engine.engine_core
         engine.shutdown()
+
+
+def _refit_error(failures: Mapping[int, Failure], ranks: int) -> RefitError:
+    """What is said of ranks that could not take weights."""
+    said = (f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message for rank, failure in failures.items())
+    traces = [f"--- in vLLM's rank {rank} ---\n{failure.trace}" for rank, failure in failures.items()]
+    return RefitError("\n".join([f"the engine did not take the weights: {'; '.join(said)}", *traces]))
 
 
 def _check_heads_on_a_cpu(model: str) -> None:

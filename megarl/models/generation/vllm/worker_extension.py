@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import traceback
+from typing import Any, NamedTuple
+
+from megarl.errors import MegarlError
 
 
-class WeightsVersion:
+class Failure(NamedTuple):
+    """Why a rank could not do what it was asked for.
+
+    Attributes:
+        message: of the error, with its type where that is not megarl's own.
+        trace: the stack, as text.
+    """
+
+    message: str
+    trace: str
+
+
+class WeightCalls:
     """Base of a worker of vLLM."""
 
     weight_transfer_engine: Any
+
+    def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+        """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a :class:`Failure`.
+
+        Of an error vLLM reads the answer of the first rank that has one. Those of the others stay where the next call looks for its own,
+        and from then on that of each call would be taken for the answer to the next.
+        """
+        try:
+            getattr(self, method)(**arguments)
+            return None
+        except Exception as error:
+            message = str(error) if isinstance(error, MegarlError) else f"{type(error).__name__}: {error}"
+            failure = message, traceback.format_exc()
+        # weights hang on the error's frames, and some of these on the error
+        gc.collect()
+        return failure
 
     def megarl_weights_version(self) -> int | None:
         """Of the weights that this rank has whole; None where it has none."""

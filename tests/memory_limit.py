@@ -1,0 +1,36 @@
+"""Processes that run out of memory, as the kernel has it and not as a mock does."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# what a limit bounds, as the kernel names it in a process's status
+_USED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
+
+
+@contextlib.contextmanager
+def no_more_memory_than(room: int, processes: Sequence[int], limit: int = resource.RLIMIT_DATA) -> Iterator[None]:
+    """The kernel gives each process no more bytes beyond those that it has.
+
+    Args:
+        room: bytes.
+        processes: their ids.
+        limit: ``RLIMIT_DATA`` bounds private memory, ``RLIMIT_AS`` also what is shared with others.
+    """
+    before = {process: resource.prlimit(process, limit) for process in processes}
+    for process, (_, hard) in before.items():
+        resource.prlimit(process, limit, (status_bytes(process, _USED[limit]) + room, hard))
+    try:
+        yield
+    finally:
+        for process, both in before.items():
+            resource.prlimit(process, limit, both)
+
+
+def status_bytes(process: int, key: str) -> int:
+    """What the kernel says of a process (proc_pid_status(5))."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields[key].split()[0]) * 1024
