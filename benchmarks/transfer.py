@@ -10,6 +10,7 @@ from benchmarks.point import Metric
 from megarl.models.engine.assembly import Assembly, Whole, in_buckets
 from megarl.models.engine.delivery import Arrival, Delivery
 from megarl.weight_sync.copies import Copy
+from megarl.weight_sync.memory import BUCKET_BYTES
 
 COUNTS = (300, 3_000, 30_000)
 BYTES, QUICK_BYTES = 256 * 2**20, 16 * 2**20
@@ -36,7 +37,7 @@ class RandomWeights:
         memory = self.flat.view(torch.bfloat16)[: elements * count]
         names = [f"model.layers.{index}.weight" for index in range(count)]
         self.named = dict(zip(names, memory.split(elements), strict=True))
-        buckets = list(in_buckets(names, lambda name: self.named[name].nbytes))
+        buckets = list(in_buckets(names, lambda name: self.named[name].nbytes, BUCKET_BYTES))
         shards = memory.split([elements * len(bucket) for bucket in buckets])
         self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
 

@@ -24,6 +24,8 @@ LAYERS, HIDDEN = 8, 64
 EXPERTS, QUICK_EXPERTS = (12, 125, 1250), (12, 125)
 WIDTHS = 10_920
 REPEATS, QUICK_REPEATS = 7, 2
+# that a refit may take, where its memory is measured
+BUFFER_GIB = 0.0625
 # tensor parallel, for experts too
 RANKS = (1, 2)
 
@@ -37,8 +39,9 @@ def measure(quick: bool) -> Iterator[Point]:
             for ranks in RANKS:
                 for experts, model in models.items():
                     seconds, tensors, nbytes = pool.run(ranks, _timed, _config(model, ranks), QUICK_REPEATS if quick else REPEATS)[0]
+                    memory = max(pool.run(ranks, _memory, _config(model, ranks) | {"refit_buffer_size_gb": BUFFER_GIB}))
                     parameters = {"tensor_parallel": ranks, "experts": experts, "tensors": tensors, "mebibytes": nbytes >> 20}
-                    yield Point(parameters, _metrics(seconds, tensors, nbytes))
+                    yield Point(parameters, _metrics(seconds, tensors, nbytes, memory))
     finally:
         pool.close()
 
@@ -74,7 +77,7 @@ def _config(model: Path, ranks: int) -> PolicyConfig:
     return config
 
 
-def _metrics(seconds: Mapping[str, Sequence[float]], tensors: int, nbytes: int) -> dict[str, Metric]:
+def _metrics(seconds: Mapping[str, Sequence[float]], tensors: int, nbytes: int, memory: float) -> dict[str, Metric]:
     beyond, laid = (
         [1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)] for way in ("stream", "laid")
     )
@@ -85,6 +88,8 @@ def _metrics(seconds: Mapping[str, Sequence[float]], tensors: int, nbytes: int) 
         "beyond_flat": Metric.of("us a tensor", beyond),
         "laid_against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["laid"]),
         "laid_beyond_flat": Metric.of("us a tensor", laid),
+        "memory": Metric.of("MiB above the model, the rank that takes most", [memory]),
+        "configured": Metric.of("MiB that a refit may take", [BUFFER_GIB * 1024]),
     }
 
 
@@ -122,6 +127,25 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     seconds = in_turn(actions, repeats=repeats, collect=True)
     worker.shutdown()
     return seconds, count, flat.nbytes
+
+
+def _memory(config: PolicyConfig) -> float:
+    """MiB that the first refit of a policy takes above the model: buffers, what is gathered for them, and lists."""
+    from benchmarks import tiny
+    from benchmarks.memory import peak_of
+    from megarl.weight_sync.manifest import Manifest
+
+    worker = tiny.worker_of(config)
+    manifest = Manifest.from_description(worker.prepare_refit_info())
+
+    def refit() -> None:
+        for names in manifest.names_within(worker.begin_refit()):
+            group = manifest.group_named(names)
+            worker.get_part_ipc_handles(group.first, group.count)
+
+    taken = peak_of(refit)
+    worker.shutdown()
+    return taken
 
 
 def _each(backend: Any) -> Iterator[tuple[str, torch.Tensor]]:

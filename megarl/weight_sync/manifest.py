@@ -21,11 +21,8 @@ import torch
 
 from megarl.errors import RefitError
 from megarl.weight_sync.layout import Group
+from megarl.weight_sync.memory import LIST_BYTES
 from megarl.weight_sync.tensor_info import TensorInfo, padded_bytes
-
-# what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while groups are laid out for the
-# first time the copy that lays it there
-LIST_BYTES = 128
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 

@@ -13,11 +13,11 @@ from megarl.errors import RefitError, StateError
 from megarl.weight_sync.arena import SLOTS, Arena
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.layout import Group
-from megarl.weight_sync.manifest import LIST_BYTES, Manifest, too_large
+from megarl.weight_sync.manifest import Manifest, too_large
+from megarl.weight_sync.memory import GIB, LIST_BYTES, buffer_bytes
 from megarl.weight_sync.packing import Stream, expect_end, pack
 from megarl.weight_sync.shared_memory import host_identity
 
-GIB = 2**30
 # of a slot, where the configuration names no size; on a GPU less when less is free
 DEFAULT_SLOT_BYTES = GIB // 2
 FREE_SHARE = 0.1
@@ -32,17 +32,25 @@ class WeightSender:
     Args:
         stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
         runtime: device of this process.
-        buffer_gib: GiB of the arena, both slots, and on a CPU of the lists of what lies in them; None takes half a GiB a slot, and as much
-            more as the largest weight needs.
+        buffer_gib: GiB that a refit may take: the arena's two slots, what is gathered for them, and on a CPU lists of what lies in them.
+            None takes half a GiB a slot, and as much more as the largest weight needs.
+        gathered_bytes: that ``stream`` takes.
         with_checksum: send a checksum with every group.
     """
 
     def __init__(
-        self, stream: Callable[[], Stream], runtime: DeviceRuntime, *, buffer_gib: float | None = None, with_checksum: bool = False
+        self,
+        stream: Callable[[], Stream],
+        runtime: DeviceRuntime,
+        *,
+        buffer_gib: float | None = None,
+        gathered_bytes: int = 0,
+        with_checksum: bool = False,
     ) -> None:
         self._stream = stream
         self._runtime = runtime
         self._buffer_gib = buffer_gib
+        self._gathered_bytes = gathered_bytes
         self._with_checksum = with_checksum
         self._manifest: Manifest | None = None
         self._publishes = False
@@ -104,7 +112,8 @@ class WeightSender:
             return self._arena.slot_bytes
         if self._buffer_gib is not None:
             lists = 0 if self._runtime.is_cuda else LIST_BYTES * len(self.manifest.tensors)
-            return max(int(self._buffer_gib * GIB) - lists, 0) // SLOTS
+            largest = self.manifest.largest[1]
+            return buffer_bytes(self._buffer_gib, SLOTS, lists=lists, gathered=self._gathered_bytes, largest=largest)
         total, largest = self.manifest.total_bytes, self.manifest.largest[1]
         wanted = DEFAULT_SLOT_BYTES
         if self._runtime.is_cuda:

@@ -238,7 +238,7 @@ def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and what the second one gathered."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
     with (
-        mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
+        mock.patch.object(worker.backend._weights, "_bucket_bytes", nbytes),
         gathers_in_their_rows() as gathers,
         new_memory_is_undefined(),
     ):

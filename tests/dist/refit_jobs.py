@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
 from megarl.errors import RefitError
-from megarl.models.engine import assembly
 from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
@@ -84,7 +83,7 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
         worker.backend._weights._buckets = None
         set_out = weight_stream._set_out
         with (
-            mock.patch.object(assembly, "BUCKET_BYTES", nbytes),
+            mock.patch.object(worker.backend._weights, "_bucket_bytes", nbytes),
             mock.patch.object(weight_stream, "_set_out", noting),
             jobs.new_memory_is_undefined(),
             jobs.gathers_in_their_rows(),

@@ -11,7 +11,7 @@ import torch
 
 from converters.source import open_source
 from megarl.distributed.ports import free_port
-from megarl.weight_sync.manifest import LIST_BYTES
+from megarl.weight_sync.memory import LIST_BYTES
 from megarl.weight_sync.tensor_info import padded_bytes
 from tests.choice import slow
 from tests.dist import refit_jobs
@@ -155,7 +155,8 @@ def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[
     weights = stored(tiny_models["qwen2"])
     total = sum(padded_bytes(tensor.nbytes) for tensor in weights.values())
     assert automatic == (total, 4096 * 2 * -(-total // 4096))
-    room = 2**27 - LIST_BYTES * len(weights) // 2
+    gathered = 0 if backend == "fsdp1" else 5 * 2**24
+    room = (2**28 - LIST_BYTES * len(weights) - gathered) // 2
     assert configured_size == (room, 4096 * 2 * -(-room // 4096)) and configured_size[1] <= 2**28
 
 

@@ -18,7 +18,6 @@ from converters.experts import is_expert
 from converters.rule import Rule
 from converters.rules import all_rules
 from converters.shards import load_shard, to_hf
-from megarl.models.engine import assembly
 from megarl.models.engine.assembly import in_buckets
 from megarl.models.megatron.assembly import assembly_of
 from megarl.weight_sync.copies import Copy, merged
@@ -109,7 +108,6 @@ def test_a_shard_of_another_shape_is_named() -> None:
         assembly_of([rule], [(1000,)], 1, architecture)
 
 
-def test_buckets_are_filled_in_order_and_a_large_one_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "BUCKET_BYTES", 10)
-    assert list(in_buckets([4, 6, 1, 9, 30, 2, 0, 8, 1], lambda size: size)) == [[4, 6], [1, 9], [30], [2, 0, 8], [1]]
-    assert list(in_buckets([], len)) == []
+def test_buckets_are_filled_in_order_and_a_large_one_stands_alone() -> None:
+    assert list(in_buckets([4, 6, 1, 9, 30, 2, 0, 8, 1], lambda size: size, 10)) == [[4, 6], [1, 9], [30], [2, 0, 8], [1]]
+    assert list(in_buckets([], len, 10)) == []

@@ -23,7 +23,8 @@ from megarl.errors import RefitError, StateError
 from megarl.weight_sync import layout, packing
 from megarl.weight_sync.arena import SLOTS, Arena, ArenaReader
 from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within
+from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.memory import LIST_BYTES
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.shared_memory import SharedBlock

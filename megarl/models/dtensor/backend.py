@@ -43,6 +43,7 @@ from megarl.models.huggingface.loading import build_on_meta, check_names, is_tie
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
+from megarl.weight_sync.memory import BUCKETS, bucket_bytes
 
 logger = logging.getLogger(__name__)
 # where the loss scale stands in a checkpoint: among the hyperparameters of the first group
@@ -93,11 +94,13 @@ class DTensorBackend:
             self.groups.tensor if tensor > 1 else None,
         )
         self.model = self._build(source)
+        self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
         self._weights = WeightStream(
             in_sending_order(self._divided(), self.hf_config),
             self._rows,
             self._dtype,
             runtime.device,
+            self._bucket_bytes,
             tensor_rank=self.groups.tensor_rank,
             tensor_size=tensor,
         )
@@ -215,6 +218,11 @@ class DTensorBackend:
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of it: there is one stage."""
         return self.export_hf()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Buckets of an export that are there at once."""
+        return BUCKETS * self._bucket_bytes
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
         """None: there is one stage."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from megarl.models.dtensor.shards import Block, block_of
 from megarl.models.engine.assembly import Assembly, Whole, in_buckets
 from megarl.models.engine.delivery import Arrival, Delivery
+from megarl.models.engine.spare_memory import SpareMemory
 from megarl.weight_sync.copies import Copy
 from megarl.weight_sync.tensor_info import strides_of
 
@@ -39,7 +40,7 @@ class _Bucket:
 
 
 @torch.no_grad()
-def _set_out(bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device) -> Arrival:
+def _set_out(bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, spare: SpareMemory) -> Arrival:
     """Send a bucket to all ranks.
 
     Args:
@@ -47,14 +48,16 @@ def _set_out(bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype
         divided: the parameters by name.
         dtype: to send them in.
         device: where collectives work.
+        spare: memory for it.
     """
-    rows = torch.empty(dist.get_world_size(), sum(bucket.spaces), dtype=dtype, device=device)
+    ranks, length = dist.get_world_size(), sum(bucket.spaces)
+    rows = spare.empty(ranks * length, dtype, device).view(ranks, length)
     own = rows[dist.get_rank()]
     for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
         piece = divided[name].to_local().flatten()[sent]
         space[: len(piece)].copy_(piece)
     pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
-    return Arrival(bucket.assembly, rows, pending)
+    return Arrival(bucket.assembly, rows, pending, spare)
 
 
 class WeightStream:
@@ -65,6 +68,7 @@ class WeightStream:
         rows: true rows of every parameter, without what pads the vocabulary.
         dtype: of the tensors that come out.
         device: where collectives work.
+        bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
         tensor_rank, tensor_size: of the tensor-parallel group. They have the fastest place in the order of all ranks.
     """
 
@@ -74,6 +78,7 @@ class WeightStream:
         rows: Mapping[str, int],
         dtype: torch.dtype,
         device: torch.device,
+        bucket_bytes: int,
         *,
         tensor_rank: int,
         tensor_size: int,
@@ -83,6 +88,7 @@ class WeightStream:
         self._true_rows = rows
         self._dtype = dtype
         self._device = device
+        self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None
 
     def of(self, divided: Mapping[str, DTensor]) -> Delivery:
@@ -91,13 +97,13 @@ class WeightStream:
         Args:
             divided: the present parameters by name, divided as they were the first time.
         """
-        return Delivery(self._arrivals(divided))
+        return Delivery(self._arrivals(divided, SpareMemory()))
 
-    def _arrivals(self, divided: Mapping[str, DTensor]) -> Iterator[Arrival]:
+    def _arrivals(self, divided: Mapping[str, DTensor], spare: SpareMemory) -> Iterator[Arrival]:
         if self._buckets is None:
             self._buckets = list(self._plan(divided))
         for bucket in self._buckets:
-            yield _set_out(bucket, divided, self._dtype, self._device)
+            yield _set_out(bucket, divided, self._dtype, self._device, spare)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
         # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them
@@ -107,7 +113,7 @@ class WeightStream:
         def of_all_ranks(name: str) -> int:
             return _space(blocks[name]) * self._dtype.itemsize * dist.get_world_size()
 
-        for names in in_buckets(self._order, of_all_ranks):
+        for names in in_buckets(self._order, of_all_ranks, self._bucket_bytes):
             spaces = tuple(_space(blocks[name]) for name in names)
             sent = tuple(_sent(blocks[name]) for name in names)
             yield _Bucket(tuple(names), spaces, sent, Assembly(self._wholes([blocks[name] for name in names], names, spaces)))

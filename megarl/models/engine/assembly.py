@@ -12,13 +12,12 @@ from typing import TypeVar
 
 import torch
 
+from megarl.models.engine.spare_memory import SpareMemory
 from megarl.weight_sync.copies import Copy, merged
 from megarl.weight_sync.parcels import Place
 
 Item = TypeVar("Item")
 
-# of all shards that are gathered together, unless those of one parameter alone are larger
-BUCKET_BYTES = 64 * 2**20
 # where a tensor is found: among the shards, if it lies there in one piece, or among what was copied
 _SHARDS, _COPIED = 0, 1
 
@@ -65,16 +64,21 @@ class Assembly:
             self._length += count
 
     @torch.no_grad()
-    def flats(self, shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def flats(self, shards: torch.Tensor, spare: SpareMemory | None = None) -> tuple[torch.Tensor, ...]:
         """The flat tensors of the places.
 
         Args:
             shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may lie in it.
+            spare: where the memory of ``shards`` is from, and goes if no tensor lies in it; None where it is somebody's.
         """
-        copied = torch.empty(self._length, dtype=shards.dtype, device=shards.device)
+        copied = (spare or SpareMemory()).empty(self._length, shards.dtype, shards.device)
         for copy in self._copies:
             copy.run(shards, copied)
-        return shards if self._keeps_shards else shards.new_empty(0), copied
+        if self._keeps_shards:
+            return shards, copied
+        if spare is not None:
+            spare.give(shards)
+        return shards.new_empty(0), copied
 
     def tensors(self, shards: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Names and whole tensors, contiguous; of shards see :meth:`flats`."""
@@ -86,13 +90,13 @@ class Assembly:
         return [(place.name, place.of(flats)) for place in self.places[first:]]
 
 
-def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Neighbours that take at most ``BUCKET_BYTES`` together, or one that alone takes more; ``size_of`` gives bytes."""
+def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Neighbours that take at most ``most`` bytes together, or one that alone takes more; ``size_of`` gives bytes."""
     bucket: list[Item] = []
     taken = 0
     for item in items:
         size = size_of(item)
-        if bucket and taken + size > BUCKET_BYTES:
+        if bucket and taken + size > most:
             yield bucket
             bucket, taken = [], 0
         bucket.append(item)

@@ -99,6 +99,10 @@ class Backend(Protocol):
         """Those of :meth:`export_hf` that this pipeline stage has, in that order. From the second export on collective within the stage
         alone."""
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What an export holds of memory above the model at most, unless a parameter alone takes more; 0 where that is not bounded."""
+
     def names_by_stage(self) -> Sequence[Sequence[str]]:
         """The names that :meth:`export_stage` gives on each pipeline stage, known after a first export without another; empty where there
         is one stage. Local."""

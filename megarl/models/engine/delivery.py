@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.models.engine.assembly import Assembly
+from megarl.models.engine.spare_memory import SpareMemory
 from megarl.weight_sync.parcels import Parcel, ParcelStream
 
 
@@ -18,12 +19,14 @@ class Arrival:
         assembly: of the tensors.
         shards: [ranks, elements of a rank's shards], see :meth:`Assembly.flats`.
         pending: the collective that brings them; None where they are there.
+        spare: where the memory of ``shards`` is from, and where it goes when nobody needs it any more; None where it is somebody's.
     """
 
-    def __init__(self, assembly: Assembly, shards: torch.Tensor, pending: dist.Work | None) -> None:
+    def __init__(self, assembly: Assembly, shards: torch.Tensor, pending: dist.Work | None, spare: SpareMemory | None = None) -> None:
         self.assembly = assembly
         self._shards = shards
         self._pending = pending
+        self.spare = spare
 
     def wait(self) -> None:
         """Until they are there."""
@@ -34,26 +37,35 @@ class Arrival:
     def flats(self) -> tuple[torch.Tensor, ...]:
         """Wait for them; what the places of the assembly lie in."""
         self.wait()
-        return self.assembly.flats(self._shards)
+        return self.assembly.flats(self._shards, self.spare)
 
 
 class Delivery(ParcelStream):
     """The tensors of every arrival; while those of one are taken the next is on its way.
 
     Args:
-        arrivals: each sets out when it is asked for.
+        arrivals: each sets out when it is asked for, into memory of others that were taken in parcels.
     """
 
     def __init__(self, arrivals: Iterable[Arrival]) -> None:
         self._arrived = _one_ahead(arrivals)
+        self._spare: SpareMemory | None = None
+        self._flats: tuple[torch.Tensor, ...] = ()
+        self._pairs: Iterator[tuple[str, torch.Tensor]] | None = None
+        # whether somebody may keep one of the present tensors
+        self._kept = False
         self._leave()
 
     def _leave(self) -> None:
         """Done with the present tensors; they are not kept while others come."""
+        if self._spare is not None and not self._kept:
+            for flat in self._flats:
+                self._spare.give(flat)
+        self._kept = False
         self._assembly: Assembly | None = None
-        self._flats: tuple[torch.Tensor, ...] = ()
+        self._flats = ()
         self._next = self._count = 0
-        self._pairs: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._pairs = None
 
     def _is_at_end(self) -> bool:
         """Whether no tensor is left, after going on to the next arrival where none is left of the present one."""
@@ -62,7 +74,7 @@ class Delivery(ParcelStream):
             arrived = next(self._arrived, None)
             if arrived is None:
                 return True
-            self._assembly, self._flats = arrived
+            self._assembly, self._flats, self._spare = arrived
             self._count = len(self._assembly.places)
         return False
 
@@ -71,6 +83,7 @@ class Delivery(ParcelStream):
         if self._next == self._count and self._is_at_end():
             raise StopIteration
         assert self._assembly is not None
+        self._kept = True
         if self._pairs is None:
             self._pairs = iter(self._assembly.tensors_from(self._next, self._flats))
         self._next += 1
@@ -92,14 +105,14 @@ class Delivery(ParcelStream):
         self._arrived.close()
 
 
-def _one_ahead(arrivals: Iterable[Arrival]) -> Generator[tuple[Assembly, tuple[torch.Tensor, ...]]]:
+def _one_ahead(arrivals: Iterable[Arrival]) -> Generator[tuple[Assembly, tuple[torch.Tensor, ...], SpareMemory | None]]:
     """Each arrival once it is there, with the next one on its way."""
     setting_out = iter(arrivals)
     coming = next(setting_out, None)
     try:
         while coming is not None:
             present, coming = coming, next(setting_out, None)
-            arrived = present.assembly, present.flats()
+            arrived = present.assembly, present.flats(), present.spare
             # neither the shards nor, after they were taken, the tensors are kept until the next but one sets out
             del present
             yield arrived

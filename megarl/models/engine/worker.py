@@ -80,7 +80,11 @@ class EngineWorker:
         self._weights_version = 0
         self._with_checksum = bool(config.get("refit_checksum"))
         self._sender = WeightSender(
-            backend.export_hf, runtime, buffer_gib=config.get("refit_buffer_size_gb"), with_checksum=self._with_checksum
+            backend.export_hf,
+            runtime,
+            buffer_gib=config.get("refit_buffer_size_gb"),
+            gathered_bytes=backend.gathered_bytes,
+            with_checksum=self._with_checksum,
         )
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False

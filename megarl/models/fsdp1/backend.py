@@ -147,6 +147,11 @@ class FSDP1Backend:
         """All of it: there is one stage."""
         return self.export_hf()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Not bounded: a layer is gathered, whatever it takes."""
+        return 0
+
     def names_by_stage(self) -> Sequence[Sequence[str]]:
         """None: there is one stage."""
         return ()

@@ -38,6 +38,7 @@ from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, s
 from megarl.models.megatron.schedule import forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
+from megarl.weight_sync.memory import BUCKETS, bucket_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class MegatronBackend:
             self.groups.tensor if self.groups.tensor_size > 1 else None,
         )
         self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
-        self._weights = WeightStream(stages, self.architecture, self.groups, self.experts)
+        self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
+        self._weights = WeightStream(stages, self.architecture, self.groups, self.experts, self._bucket_bytes)
 
     @property
     def stages(self) -> list[Any]:
@@ -210,6 +212,11 @@ class MegatronBackend:
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sync_parameters()
         return self._weights.of_stage()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Buckets of an export that are there at once."""
+        return BUCKETS * self._bucket_bytes
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
         return self._weights.names_by_stage() if self.groups.pipeline_size > 1 else ()

@@ -25,6 +25,7 @@ from megarl.errors import StateError
 from megarl.models.engine.assembly import in_buckets
 from megarl.models.engine.delivery import Arrival, Delivery
 from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.spare_memory import SpareMemory
 from megarl.models.megatron.assembly import assembly_of
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
@@ -61,7 +62,13 @@ class _Bucket:
 
 @torch.no_grad()
 def _set_out(
-    bucket: _Bucket, held: Mapping[str, torch.Tensor], groups: ParallelGroups, experts: ExpertGroups, *, everywhere: bool
+    bucket: _Bucket,
+    held: Mapping[str, torch.Tensor],
+    groups: ParallelGroups,
+    experts: ExpertGroups,
+    spare: SpareMemory,
+    *,
+    everywhere: bool,
 ) -> Arrival:
     """Send a bucket to all ranks of its pipeline stage, or of all stages.
 
@@ -69,11 +76,12 @@ def _set_out(
         bucket: which.
         held: this rank's shards by name.
         groups, experts: the process groups.
+        spare: memory for it.
         everywhere: to all stages.
     """
     tensor_group = experts.tensor if bucket.of_expert else groups.tensor
     device = next(iter(held.values())).device
-    shards = torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device=device)
+    shards = spare.empty(bucket.ranks * bucket.length, bucket.first.dtype, device).view(bucket.ranks, bucket.length)
     pending: dist.Work | None = None
     if groups.pipeline_rank == bucket.first.stage:
         own = shards[dist.get_rank(tensor_group)]
@@ -92,7 +100,7 @@ def _set_out(
             pending.wait()
         source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
         pending = dist.broadcast(shards, src=source, group=groups.pipeline, async_op=True)
-    return Arrival(bucket.assembly, shards, pending)
+    return Arrival(bucket.assembly, shards, pending, spare)
 
 
 class WeightStream:
@@ -102,13 +110,17 @@ class WeightStream:
         chunks: the bare models of this rank's chunks.
         architecture: the model.
         groups, experts: the process groups.
+        bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups) -> None:
+    def __init__(
+        self, chunks: Sequence[GPTModel], architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups, bucket_bytes: int
+    ) -> None:
         self._chunks = chunks
         self._architecture = architecture
         self._groups = groups
         self._experts = experts
+        self._bucket_bytes = bucket_bytes
         self._places: dict[str, TensorPlace] = {}
         self._buckets: list[_Bucket] | None = None
         self._all_alone = all(part.alone for part in hf_tensors(architecture))
@@ -117,15 +129,15 @@ class WeightStream:
         """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
 
         Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
-        as long as one of them is kept. Memory beyond the model is at most four buckets of ``BUCKET_BYTES`` (or of the largest
+        as long as one of them is kept. Memory beyond the model is at most five buckets of ``bucket_bytes`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
-        return self._joined(Delivery(self._arrivals(everywhere=True)))
+        return self._joined(Delivery(self._arrivals(SpareMemory(), everywhere=True)))
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
         for the first time, when all ranks have to come."""
-        return self._joined(Delivery(self._arrivals(everywhere=False)))
+        return self._joined(Delivery(self._arrivals(SpareMemory(), everywhere=False)))
 
     def _joined(self, delivery: Delivery) -> Iterator[tuple[str, torch.Tensor]]:
         """With tensors that are stored inside others put into these, where a family does that."""
@@ -147,7 +159,7 @@ class WeightStream:
             if bucket.first.stage == stage:
                 yield from bucket.assembly.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
 
-    def _arrivals(self, *, everywhere: bool) -> Iterator[Arrival]:
+    def _arrivals(self, spare: SpareMemory, *, everywhere: bool) -> Iterator[Arrival]:
         """The buckets one after another, each set out when it is asked for."""
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
@@ -158,7 +170,7 @@ class WeightStream:
             self._buckets = self._plan(held)
         buckets = (bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank)
         for bucket in buckets:
-            yield _set_out(bucket, held, self._groups, self._experts, everywhere=everywhere)
+            yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
         """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and shapes."""
@@ -169,7 +181,9 @@ class WeightStream:
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
         entries = [self._entry(rule, stages) for rule in all_rules(self._architecture)]
         alike = (list(neighbours) for _, neighbours in itertools.groupby(entries, key=self._ranks_of))
-        buckets = itertools.chain.from_iterable(in_buckets(neighbours, self._bytes_of_all_ranks) for neighbours in alike)
+        buckets = itertools.chain.from_iterable(
+            in_buckets(neighbours, self._bytes_of_all_ranks, self._bucket_bytes) for neighbours in alike
+        )
         return [_Bucket(entries, self._cut(entries[0]).tensor_size, self._architecture) for entries in buckets]
 
     def _bytes_of_all_ranks(self, entry: _Entry) -> int:

@@ -285,10 +285,11 @@ class PolicyConfig(TypedDict):
         make_sequence_length_divisible_by: batches are padded to a multiple of this.
         max_total_sequence_length: longest sequence, prompt and answer together, in tokens.
         max_grad_norm: largest norm of the gradient of the whole model; null turns clipping off.
-        refit_buffer_size_gb: GiB of the buffer in which weights are handed to an engine on the same device, both halves together, and on
-            a CPU what lists of them take; to engines elsewhere, of each sending rank's and of each engine rank's two buffers, however many
-            pipeline stages send. null takes half a GiB for each half (on a GPU less, when less is free), and as much more as the largest
-            weight needs.
+        refit_buffer_size_gb: GiB that a refit may take on a rank of the policy: the buffer in which weights are handed to an engine on the
+            same device, both halves together, or to engines elsewhere two buffers, as large on each of their ranks; what is gathered for
+            them; and on a CPU lists of them. A parameter that takes more than a sixteenth of it is gathered all the same, and FSDP1 gathers
+            a layer at a time, whatever it takes. null takes half a GiB for each half (on a GPU less, when less is free), as much more as
+            the largest weight needs, and 64 MiB for each of up to five buckets that are gathered.
         refit_checksum: each group of weights carries a checksum, and an engine refuses one that arrives changed.
         fsdp_offload_enabled: FSDP1 only: parameters in host memory between uses.
         activation_checkpointing_enabled: FSDP1 only: recompute layers in the backward pass.
