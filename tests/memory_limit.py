@@ -21,13 +21,15 @@ def no_more_memory_than(room: int, processes: Sequence[int], limit: int = resour
         limit: ``RLIMIT_DATA`` bounds private memory, ``RLIMIT_AS`` also what is shared with others.
     """
     before = {process: resource.prlimit(process, limit) for process in processes}
-    for process, (_, hard) in before.items():
-        resource.prlimit(process, limit, (status_bytes(process, _USED[limit]) + room, hard))
     try:
+        for process, (_, hard) in before.items():
+            resource.prlimit(process, limit, (status_bytes(process, _USED[limit]) + room, hard))
         yield
     finally:
         for process, both in before.items():
-            resource.prlimit(process, limit, both)
+            # one that has died is what the caller finds out
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(process, limit, both)
 
 
 def status_bytes(process: int, key: str) -> int:

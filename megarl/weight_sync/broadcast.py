@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from megarl.distributed.device import is_out_of_memory
 from megarl.errors import RefitError
-from megarl.weight_sync.channel import BUFFERS, Channel
+from megarl.weight_sync.channel import BUFFERS, HEADER, Channel
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.delta_channel import DeltaChannel
 from megarl.weight_sync.manifest import Manifest
@@ -27,7 +28,22 @@ Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 def _channel_of(group: TransferGroup, manifest: Manifest) -> Channel:
-    return DeltaChannel(group, manifest) if group.delta_share else Channel(group, manifest)
+    """The buffers of one side; who cannot have them leaves the group, so that nobody waits for it there.
+
+    Raises:
+        RefitError: there is no memory for them, or a weight is larger than one.
+    """
+    try:
+        return DeltaChannel(group, manifest) if group.delta_share else Channel(group, manifest)
+    except Exception as error:
+        group.close()
+        if not is_out_of_memory(error):
+            raise
+        kept, fix = "", "leave it more, or set a smaller policy.refit_buffer_size_gb"
+        if group.delta_share:
+            kept = f", and {manifest.total_bytes} bytes to keep what was sent last"
+            fix += ", or write policy.generation.vllm_cfg.refit_delta_share: 0"
+        raise RefitError(f"no memory for {BUFFERS} buffers of {HEADER + group.buffer_bytes} bytes{kept}: {error}; {fix}") from error
 
 
 class WeightBroadcaster:

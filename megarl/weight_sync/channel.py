@@ -27,16 +27,13 @@ class Channel:
     Args:
         group: the ranks.
         manifest: what is sent.
-
-    Raises:
-        RefitError: there is no memory for the buffers; the group is left.
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
         self._group = group
         self.manifest = manifest
         self.round = 0
-        self._memory = _buffers(group)
+        self._memory = [torch.empty(HEADER + group.buffer_bytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
         self._headers = [buffer[: 8 * WORDS].view(torch.int64) for buffer in self._memory]
         self._bodies = [buffer[HEADER:] for buffer in self._memory]
         self._works: dict[int, list[dist.Work]] = {}
@@ -112,20 +109,3 @@ class Channel:
         for works in self._works.values():
             works.clear()
         self._group.close()
-
-
-def _buffers(group: TransferGroup) -> list[torch.Tensor]:
-    """The transfer buffers, each with room for a header.
-
-    Raises:
-        RefitError: there is no memory for them; the group is left.
-    """
-    nbytes = HEADER + group.buffer_bytes
-    try:
-        return [torch.empty(nbytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
-    except RuntimeError as error:
-        group.close()
-        raise RefitError(
-            f"no memory for {BUFFERS} buffers of {nbytes} bytes, in which weights come or go: {error}; leave it more, or set a smaller "
-            "policy.refit_buffer_size_gb"
-        ) from error

@@ -147,7 +147,7 @@ class Manifest:
         Asked for at every refit, they are worked out once for a budget, and their lists are the same ones each time, not to be changed: to
         go through tens of thousands of names, which lie anywhere in memory, takes as long as to copy the weights.
         """
-        if budget not in self._named_groups:
+        if sum(map(len, self._named_groups.get(budget, ()))) != len(self._names):
             self._named_groups.clear()
             self._named_groups[budget] = list(_grouped(self._names, self._padded, budget))
         return list(self._named_groups[budget])

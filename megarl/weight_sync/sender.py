@@ -145,6 +145,9 @@ class WeightSender:
             RefitError: the weights are not what the manifest says, there is no memory, or what was in the buffer was not acknowledged.
         """
         self._require_open()
+        total = len(self.manifest.tensors)
+        if not (first >= 0 and 1 <= count <= total - first):
+            raise StateError(f"{count} weights from weight {first} on: there are {total}; take the groups of prepare_weights_for_ipc()")
         group = self.manifest.group(first, count)
         if first != self._next:
             raise StateError(

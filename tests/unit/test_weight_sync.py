@@ -303,6 +303,9 @@ def test_keys_that_are_not_the_next_ones_are_refused(sender: WeightSender, model
     sender.begin(0)
     with pytest.raises(StateError, match=r"layer\.q is weight 1 .* weight 0 is next"):
         sender.send(names[1:])
+    for part in ((-1, 1), (0, 0), (0, len(names) + 1), (len(names), 1)):
+        with pytest.raises(StateError, match=rf"{part[1]} weights from weight {part[0]} on: there are {len(names)}"):
+            sender.send_part(*part)
     for wrong in (["nobody"], [], names[:1] + names[2:]):
         with pytest.raises(RefitError, match="order of sending"):
             sender.send(wrong)
@@ -375,6 +378,9 @@ def test_names_in_groups_follow_the_budget_and_name_their_groups() -> None:
     assert [(manifest.group_named(names).first, manifest.group_named(names).count) for names in groups] == [(0, 2), (2, 2), (4, 1)]
     # others with the same names, too; and those that were given are looked through where they are others by now
     assert manifest.group_named(["c", "d"]) == manifest.group_named(groups[1]) == manifest.group(2, 2)
+    groups[2].clear()
+    assert manifest.names_within(600) == [["a", "b"], ["c", "d"], ["e"]], "made anew where somebody emptied one"
+    groups = manifest.names_within(600)
     for changed in (["d"], ["e"], ["c"], ["a", "b"], ["b", "a"], ["c", "d", "e", "e"], []):
         groups[1][:] = ["c", *changed]
         right = groups[1] in (["c"], ["c", "d"])

@@ -21,7 +21,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ConfigError
+from megarl.errors import BatchError, ConfigError, RefitError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
@@ -321,7 +321,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
 
         Returns:
-            The names of all weights in groups, to be asked of :meth:`get_weights_ipc_handles` in this order.
+            The names of all weights in groups, to be asked of :meth:`get_weights_ipc_handles` in this order; the same lists at every
+            refit, not to be changed.
 
         Raises:
             RefitError: a weight is larger than a group may be.
@@ -329,6 +330,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, int(_refit_buffer_size_gb * 2**30))
+            name, nbytes = self._manifest.largest
+            if budget < nbytes:
+                raise RefitError(f"_refit_buffer_size_gb = {_refit_buffer_size_gb}: {name} alone takes {nbytes} bytes; give more, or None")
         return self._manifest.names_within(budget)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:

@@ -54,12 +54,17 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
 
     def start_weight_update(self) -> None:
         """Begin a reload; of one that was given up nothing is left."""
-        self._abandon()
+        with _taking_memory(self.model):
+            self._abandon()
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         if self.device.type == "cpu":
             _set_experts_up_anew(self.model)
-        initialize_layerwise_reload(self.model)
+        try:
+            initialize_layerwise_reload(self.model)
+        except BaseException as error:
+            self._abandon_after(error)
+            raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before its finish."""
@@ -67,8 +72,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             if update_info.get("given_up"):
                 raise RefitError("the refit was given up")
             super().update_weights(update_info)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon_after(error)
             raise
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -88,8 +93,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             with _taking_memory(self.model):
                 finalize_layerwise_reload(self.model, self.model_config)
                 _repack_shared_weights(self.model)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon_after(error)
             raise
         if version is None:
             raise RefitError("the refit ended before all weights had come: refit anew")
@@ -107,10 +112,19 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         """
         for layer in self.model.modules():
             reload = get_layerwise_info(layer)
-            if reload.can_load():
-                reload.load_numel = 0
+            # they are noted first of all that a reload does to a layer; what makes it count as one that is reloaded comes last
+            if reload.kernel_tensors is not None:
+                reload.load_numel, reload.load_numel_total = 0, reload.load_numel_total or 0
+                reload.kernel_non_persistent_buffers = reload.kernel_non_persistent_buffers or set(layer._non_persistent_buffers_set)
                 reload.loaded_weights.clear()
         finalize_layerwise_reload(self.model, self.model_config)
+
+    def _abandon_after(self, error: BaseException) -> None:
+        """The same after ``error``, which counts; what fails now is tried again at the next start."""
+        try:
+            self._abandon()
+        except Exception as another:
+            error.add_note(f"The tensors from before could not be put back yet: {type(another).__name__}: {another}")
 
     def version(self) -> int | None:
         """Of the weights that are whole."""
@@ -132,10 +146,11 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        unpacked = None if is_out_of_memory(error) else _unpacked_layer(model)
+        # where vLLM could not pack weights for its kernel on a CPU it goes on with plain ones, and then fails over their sizes
+        unpacked = _unpacked_layer(model) if "must match the size of tensor" in str(error) else None
         if unpacked is None and not is_out_of_memory(error):
             raise
-        what = error if unpacked is None else f"the weights of {unpacked} could not be packed for vLLM's kernel on a CPU"
+        what = str(error) if unpacked is None else f"the weights of {unpacked} could not be packed for vLLM's kernel on a CPU ({error})"
         raise RefitError(
             f"the engine is out of memory: {what}. Fix: leave it more for weights that it gets, of which it keeps a layer's until they are "
             "in place: less for policy.generation.vllm_cfg.kv_cache_gb or gpu_memory_utilization, or a larger tensor_parallel_size; then "
@@ -144,10 +159,7 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unpacked_layer(model: torch.nn.Module) -> str | None:
-    """Name of a layer in which a reload broke off over weights that are not packed, where they were packed before.
-
-    Where there is no memory for it vLLM goes on with plain weights, and then fails over sizes that differ.
-    """
+    """Name of a layer in which a reload broke off over weights that are not packed, where they were packed before."""
     for name, layer in model.named_modules():
         reload = get_layerwise_info(layer)
         if reload.can_load() and reload.kernel_tensors is not None:
@@ -228,6 +240,14 @@ class BroadcastEngine(_Reloading):
         manifest, rank = self.manifest(init_info), first_rank + self.parallel_config.rank
         group = TransferGroup(ip, port, world_size, rank, digest=manifest.digest, device=self.device)
         self._listener = WeightListener(group, manifest)
+
+    def start_weight_update(self) -> None:
+        """Begin a reload; or leave the group, in which the policy would wait for this rank."""
+        try:
+            super().start_weight_update()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def receive_weights(self, update_info: Transfer) -> None:
         """Load all weights."""

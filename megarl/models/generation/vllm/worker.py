@@ -96,16 +96,17 @@ class VllmGenerationWorker:
         [self._version] = versions
 
     def _call(self, method: str, **arguments: Any) -> None:
-        """Have all ranks call a method of vLLM for new weights. After an error they are ready for the next refit.
+        """Have all ranks call a method of vLLM for new weights. After an error they wait for the next refit.
 
         Raises:
             RefitError: a rank could not.
+            RuntimeError: a rank failed otherwise than on purpose, so that it may be of no more use.
         """
         answers = self._llm.collective_rpc("megarl_call", args=(method, arguments))
         failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
         if failures:
             self._give_up()
-            raise _refit_error(failures, len(answers))
+            raise _error_of(failures, len(answers))
 
     def _give_up(self) -> None:
         """End a refit that is under way on any rank, if there is one."""
@@ -164,16 +165,18 @@ class VllmGenerationWorker:
     def shutdown(self) -> None:
         """End vLLM's processes."""
         self._give_up()
-        self._llm.shutdown_weight_transfer_engine()
-        engine = self._llm.llm_engine.engine_core
-        engine.shutdown()
+        try:
+            self._llm.shutdown_weight_transfer_engine()
+        finally:
+            self._llm.llm_engine.engine_core.shutdown()
 
 
-def _refit_error(failures: Mapping[int, Failure], ranks: int) -> RefitError:
+def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
     """What is said of ranks that could not take weights."""
     said = (f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message for rank, failure in failures.items())
     traces = [f"--- in vLLM's rank {rank} ---\n{failure.trace}" for rank, failure in failures.items()]
-    return RefitError("\n".join([f"the engine did not take the weights: {'; '.join(said)}", *traces]))
+    message = "\n".join([f"the engine did not take the weights: {'; '.join(said)}", *traces])
+    return RefitError(message) if all(failure.on_purpose for failure in failures.values()) else RuntimeError(message)
 
 
 def _check_heads_on_a_cpu(model: str) -> None:

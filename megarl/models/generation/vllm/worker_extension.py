@@ -14,10 +14,12 @@ class Failure(NamedTuple):
 
     Attributes:
         message: of the error, with its type where that is not megarl's own.
+        on_purpose: it is megarl's own: the rank is as good as before, without whole weights.
         trace: the stack, as text.
     """
 
     message: str
+    on_purpose: bool
     trace: str
 
 
@@ -26,7 +28,7 @@ class WeightCalls:
 
     weight_transfer_engine: Any
 
-    def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+    def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool, str] | None:
         """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a :class:`Failure`.
 
         Of an error vLLM reads the answer of the first rank that has one. Those of the others stay where the next call looks for its own,
@@ -36,8 +38,8 @@ class WeightCalls:
             getattr(self, method)(**arguments)
             return None
         except Exception as error:
-            message = str(error) if isinstance(error, MegarlError) else f"{type(error).__name__}: {error}"
-            failure = message, traceback.format_exc()
+            on_purpose = isinstance(error, MegarlError)
+            failure = str(error) if on_purpose else f"{type(error).__name__}: {error}", on_purpose, traceback.format_exc()
         # weights hang on the error's frames, and some of these on the error
         gc.collect()
         return failure
