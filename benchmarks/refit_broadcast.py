@@ -19,12 +19,13 @@ from benchmarks.timing import in_turn
 from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, RandomWeights, metrics_of
 from megarl.distributed.ports import free_port
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
+from megarl.weight_sync.channel import BUFFERS
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.memory import LIST_BYTES, buffer_bytes
 from megarl.weight_sync.transfer_group import TransferGroup
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-BUFFER_BYTES = int(BUFFER_GIB * 2**30) // 2
 
 
 def measure(quick: bool) -> Iterator[Point]:
@@ -37,12 +38,14 @@ def measure(quick: bool) -> Iterator[Point]:
 def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     weights = RandomWeights(nbytes, count)
     manifest = Manifest.of(weights.singly())
+    # the weights need not be gathered here
+    room = buffer_bytes(BUFFER_GIB, BUFFERS, lists=LIST_BYTES * count, gathered=0, largest=manifest.largest[1])
     port = free_port(HOST)
     context = multiprocessing.get_context("spawn")
     orders, there = context.Pipe()
     engine = context.Process(target=_engine, args=(there, manifest.description(), port, nbytes), daemon=True)
     engine.start()
-    group = TransferGroup(HOST, port, 2, 0, digest=manifest.digest, device=CPU, buffer_bytes=BUFFER_BYTES, handshake_s=120.0)
+    group = TransferGroup(HOST, port, 2, 0, digest=manifest.digest, device=CPU, buffer_bytes=room, handshake_s=120.0)
     made: list[WeightBroadcaster] = []
 
     def first() -> None:

@@ -11,7 +11,9 @@ BUCKET_SHARE = 16
 BUCKETS = 5
 # what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while groups are laid out for the
 # first time the copy that lays it there
-LIST_BYTES = 128
+LIST_BYTES = 256
+# this part of the configured memory is for connections and what allocators keep
+REST_SHARE = 64
 
 
 def bucket_bytes(buffer_gib: float | None) -> int:
@@ -34,5 +36,6 @@ def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, 
         largest: bytes of the largest weight, for which there is room as long as buffers of its size and the lists fit alone: what is
             gathered of it, a bucket of its own, may then take more than is configured.
     """
-    room = max(int(buffer_gib * GIB) - lists, 0)
-    return max((room - gathered) // buffers, min(largest, room // buffers))
+    configured = int(buffer_gib * GIB)
+    room = max(configured - lists, 0)
+    return max((room - gathered - configured // REST_SHARE) // buffers, min(largest, room // buffers))

@@ -22,7 +22,7 @@ from megarl.weight_sync.meeting import Meeting
 from megarl.weight_sync.stages import Stages
 from megarl.weight_sync.tensor_info import TensorInfo
 from megarl.weight_sync.transfer_group import TransferGroup
-from tests.unit.test_weight_broadcast import HOST, joining, together
+from tests.unit.test_weight_broadcast import HOST, ending_when_here, joining, together
 from tests.unit.test_weight_sync import assert_same
 
 # as interleaved stages have them, the first one with the tied output layer behind all
@@ -203,10 +203,10 @@ def test_who_is_wrong_is_refused_on_all_sides_though_others_are_missing(wrong: d
 
 def test_a_stage_that_does_not_come_is_named() -> None:
     port = free_port(HOST)
-    # open before anybody looks for it: who comes too early tries again only after a second
-    meeting = Meeting(HOST, port, keeps=True, seconds=1.0)
-    outcomes = together(joining_one(port, 0, handshake_s=1.0, meeting=meeting), joining_one(port, 0, 1), joining_one(port, 2))
-    message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 1 s"
+    meeting = Meeting(HOST, port, keeps=True, seconds=20.0)
+    first = ending_when_here(meeting, 2, joining_one(port, 0, meeting=meeting))
+    outcomes = together(first, joining_one(port, 0, 1), joining_one(port, 2))
+    message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 20 s"
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
 
