@@ -166,7 +166,7 @@ def test_weights_are_not_sent_to_nobody(policy: Policy) -> None:
     with pytest.raises(StateError, match=r"call init_collective\(\) first"):
         policy.worker_group.get_all_worker_results(policy.broadcast_weights_for_collective())
     with pytest.raises(StateError, match=r"call prepare_weights_for_ipc\(\) first"):
-        policy.get_weights_ipc_handles(["lm_head.weight"])
+        policy.get_weights_ipc_handles(list(policy.prepare_refit_info() or {})[:1])
 
 
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])

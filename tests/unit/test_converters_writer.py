@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import stat
@@ -63,12 +64,13 @@ def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: flo
     assert not report["missing_keys"] and not report["unexpected_keys"]
     ids = torch.randint(0, 101, (2, 17), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+        # loaded ones lie where the file has them; dot products of some processors round by where a vector begins
+        assert torch.equal(copy.deepcopy(loaded).eval()(ids).logits, model(ids).logits)
     assert loaded.generation_config.temperature == 0.3
     assert PreTrainedTokenizerFast.from_pretrained(out).encode("two one") == [2, 1]
-    copy = open_source(out)
-    assert copy.names() == source.names()
-    assert all(torch.equal(copy.read(tensor), source.read(tensor)) for tensor in copy.names())
+    written = open_source(out)
+    assert written.names() == source.names()
+    assert all(torch.equal(written.read(tensor), source.read(tensor)) for tensor in written.names())
     assert sorted(path.name for path in out.parent.iterdir()) == ["copy"]
 
 

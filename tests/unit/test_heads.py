@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def test_there_and_back(
     loaded = kind.from_pretrained(back, dtype=dtype, experts_implementation="eager").eval()
     tokens = torch.arange(1, 12)[None]
     with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+        # loaded ones lie where the file has them; dot products of some processors round by where a vector begins
+        assert torch.equal(copy.deepcopy(loaded)(tokens).logits, model(tokens).logits)
 
 
 def test_a_worker_is_not_built_of_it(tmp_path: Path) -> None:

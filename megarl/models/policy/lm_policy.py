@@ -21,7 +21,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ConfigError, RefitError
+from megarl.errors import BatchError, ConfigError, RefitError, StateError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
@@ -337,6 +337,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """Handles of the weights ``keys`` by device; what they point to stands until the group after the next is asked for."""
+        if "_manifest" not in self.__dict__:
+            raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
         # to tens or hundreds of workers two numbers travel in place of tens of thousands of names
         group = self._manifest.group_named(keys)
         merged: dict[str, Any] = {}
