@@ -15,6 +15,9 @@ from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
 from megarl.models.generation.vllm.worker_extension import Failure
 
+# that vLLM's processes may take to end; after vLLM's own 5 it kills them, and what they share with one another stays in /dev/shm
+SHUTDOWN_SECONDS = 20.0
+
 
 class VllmGenerationWorker:
     """An engine, with as many ranks as its tensor parallelism.
@@ -168,7 +171,7 @@ class VllmGenerationWorker:
         try:
             self._llm.shutdown_weight_transfer_engine()
         finally:
-            self._llm.llm_engine.engine_core.shutdown()
+            self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
