@@ -69,20 +69,22 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's attention on a CPU wants heads of 32 or more."""
-    path = tmp_path_factory.mktemp("vllm") / "qwen2"
+    return dense_model(tmp_path_factory.mktemp("vllm") / "qwen2", intermediate_size=112, num_hidden_layers=4, initializer_range=0.2)
+
+
+def dense_model(path: Path, **sizes: Any) -> Path:
+    """With random weights, a tied head and a tokenizer of words."""
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
-        intermediate_size=112,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        initializer_range=0.2,
         eos_token_id=None,
         bos_token_id=None,
+        **sizes,
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
     return tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
@@ -351,23 +353,7 @@ def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_pat
 )
 def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(local_ray: int, tmp_path: Path, shared: bool, ranks: int) -> None:
     """It runs out of it wherever it takes some: for the copy of a weight, for a layer, for what its kernel packs."""
-    path = tmp_path / "wide"
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=65_536,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    path = dense_model(tmp_path / "wide", intermediate_size=65_536, num_hidden_layers=2, initializer_range=0.05)
     weight = 128 * 65_536 * 4
     # every tensor is asked of the kernel, and given back to it
     generation = engines(path, "wide", colocated=shared, places=ranks, tensor_parallel=ranks, MALLOC_MMAP_THRESHOLD_="65536")
