@@ -12,46 +12,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.refit import Refit, connect, refit_policy_generation
 from megarl.algorithms.run import run
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
-from megarl.distributed.worker_groups import RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from tests.choice import slow
 from tests.dist.batches import make_batch
-from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
-from tests.memory_limit import no_more_memory_than, status_bytes
 from tests.models import VOCABULARY, policy_config
+from tests.system.vllm_engines import (
+    NEW,
+    POLICIES,
+    PROMPTS,
+    SAMPLING,
+    dense_model,
+    engines,
+    greedy_answers,
+    policy_of,
+    processes_of,
+    resident_bytes,
+    rows_of,
+)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
-MAKE = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
-POLICIES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "megatron-tp2-pp2": ("megatron", 4, {"tp": 2, "pp": 2}),
-    "dtensor-tp2": ("dtensor", 2, {"tp": 2}),
-    "fsdp1-dp2": ("fsdp1", 2, {}),
-    "megatron-tp1": ("megatron", 1, {}),
-    "megatron-tp2": ("megatron", 2, {"tp": 2}),
-    "megatron-pp2": ("megatron", 2, {"pp": 2}),
-}
 ALWAYS = ("megatron-tp2-pp2", "dtensor-tp2", "fsdp1-dp2")
-REFITS_AFTER, NEW = (0, 1, 2, 10), 10
-SAMPLING = {"temperature": 0.7, "top_k": 30, "top_p": 0.9}
-PROMPTS = BatchedDataDict(
-    {"input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]), "input_lengths": torch.tensor([4, 2, 3])}
-)
-
+REFITS_AFTER = (0, 1, 2, 10)
 BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"input_lengths": torch.tensor([4, 0, 3])}, r"input_lengths\[1\] = 0: a sequence has at least 1 token"),
     ({"input_lengths": torch.tensor([5, 2, 3])}, r"input_lengths\[0\] = 5: input_ids has only 4 columns"),
@@ -72,49 +66,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dense_model(tmp_path_factory.mktemp("vllm") / "qwen2", intermediate_size=112, num_hidden_layers=4, initializer_range=0.2)
 
 
-def dense_model(path: Path, **sizes: Any) -> Path:
-    """With random weights, a tied head and a tokenizer of words."""
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        **sizes,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
-
-
-def engines(model: Path, name: str, *, colocated: bool, places: int = 1, tensor_parallel: int = 1, **environment: str) -> VllmGeneration:
-    settings = {
-        "tensor_parallel_size": tensor_parallel,
-        "load_format": "dummy",
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.2,
-        "kv_cache_gb": 0.02,
-        "max_model_len": 64,
-        "precision": "float32",
-        "env_vars": {"VLLM_CPU_CI_ENV": "1", **environment},
-    }
-    generation = {
-        "backend": "vllm",
-        "model_name": str(model),
-        "max_new_tokens": NEW,
-        **SAMPLING,
-        "stop_token_ids": [],
-        "stop_strings": None,
-        "pad_token_id": 0,
-        "colocated": {"enabled": colocated},
-        "vllm_cfg": settings,
-    }
-    return VllmGeneration(RayVirtualCluster([places], use_gpus=False, name=name), generation)
-
-
 @pytest.fixture(scope="module")
 def colocated(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
     generation = engines(model, "colocated", colocated=True)
@@ -130,19 +81,6 @@ def apart(local_ray: int, model: Path) -> Iterator[VllmGeneration]:
     assert generation.shutdown()
 
 
-def policy_of(name: str, model: Path, refit_buffer_size_gb: float = 0.0005, **environment: str) -> Policy:
-    backend, world, changes = POLICIES[name]
-    config = MAKE[backend](model, gbs=8, mbs=2, **changes)
-    if environment:
-        config[f"{backend}_cfg"]["env_vars"] = environment
-    config["generation"] |= SAMPLING
-    # several groups, so that one is gathered while another is loaded
-    config["refit_buffer_size_gb"] = refit_buffer_size_gb
-    if backend != "megatron":
-        config["generation"] = {**config["generation"], "backend": "hf"}
-    return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
-
-
 @pytest.fixture(scope="module")
 def untrained(local_ray: int, model: Path) -> Iterator[Policy]:
     policy = policy_of("megatron-tp1", model)
@@ -155,18 +93,6 @@ def policy(untrained: Policy) -> Policy:
     """One for all tests that train none, its parameters on the device."""
     untrained.prepare_for_lp_inference()
     return untrained
-
-
-def greedy_answers(directory: Path) -> list[list[int]]:
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rows = []
-    for prompt, length in zip(PROMPTS["input_ids"], PROMPTS["input_lengths"].tolist(), strict=True):
-        rows.append(loaded.generate(prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist())
-    return rows
-
-
-def rows_of(output: BatchedDataDict[Any]) -> list[list[int]]:
-    return [ids[:length].tolist() for ids, length in zip(output["output_ids"], output["unpadded_sequence_lengths"], strict=True)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else slow) for name in POLICIES])
@@ -344,63 +270,6 @@ def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_pat
         # a fortieth of what forty refits would leave that keep their weights once
         assert late - early < weights, resident
     assert generation.shutdown() and policy.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("shared", "ranks"),
-    [(True, 1), pytest.param(False, 1, marks=slow), pytest.param(True, 2, marks=slow)],
-    ids=["colocated", "apart", "colocated-two-ranks"],
-)
-def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(local_ray: int, tmp_path: Path, shared: bool, ranks: int) -> None:
-    """It runs out of it wherever it takes some: for the copy of a weight, for a layer, for what its kernel packs."""
-    path = dense_model(tmp_path / "wide", intermediate_size=65_536, num_hidden_layers=2, initializer_range=0.05)
-    weight = 128 * 65_536 * 4
-    # every tensor is asked of the kernel, and given back to it
-    generation = engines(path, "wide", colocated=shared, places=ranks, tensor_parallel=ranks, MALLOC_MMAP_THRESHOLD_="65536")
-    policy = policy_of("megatron-tp1", path, refit_buffer_size_gb=0.25)
-    refit = Refit(policy, generation, colocated=shared)
-    refit.bring_up_to_date()
-    expected = greedy_answers(path)
-    assert rows_of(generation.generate(PROMPTS, greedy=True)) == expected
-    [actor] = processes_of(generation.worker_group)
-    engine = [actor] if ranks == 1 else [child.pid for child in psutil.Process(actor).children(recursive=True)]
-    resident = [resident_bytes(process) for process in engine]
-    failures = []
-    # what is asked for comes in multiples of this; half of one is left for small things, over which vLLM's libraries break off
-    step = weight // ranks
-    for room in range(step // 2, 10 * weight, step):
-        refit.stale = True
-        policy.prepare_for_lp_inference()
-        try:
-            with no_more_memory_than(room, engine):
-                refit.bring_up_to_date()
-            break
-        except RefitError as error:
-            failures.append(str(error))
-        with pytest.raises(RefitError, match=r"no whole weights|the engine is out of memory"):
-            generation.generate(PROMPTS, greedy=True)
-        policy.prepare_for_lp_inference()
-        refit.bring_up_to_date()
-        assert rows_of(generation.generate(PROMPTS, greedy=True)) == expected
-    else:
-        pytest.fail("there is never enough memory")
-    print(*failures, sep="\n\n")
-    assert generation.version == 0 and rows_of(generation.generate(PROMPTS, greedy=True)) == expected
-    assert len(failures) > 2 and all("the engine is out of memory: " in failure for failure in failures)
-    grown = [resident_bytes(process) - before for process, before in zip(engine, resident, strict=True)]
-    assert max(grown) < weight / 2, grown
-    assert generation.shutdown() and policy.shutdown()
-
-
-def processes_of(group: RayWorkerGroup) -> list[int]:
-    """Process ids of the workers."""
-    found = [group._roster.process(future) for future in group.run_all_workers_single_data("is_alive")]
-    return [process.process_id for process in found if process is not None]
-
-
-def resident_bytes(process: int) -> int:
-    """Of a process's own memory, without what it shares with others."""
-    return status_bytes(process, "RssAnon")
 
 
 def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(apart: VllmGeneration, model: Path) -> None:

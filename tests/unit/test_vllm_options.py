@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import complete_policy
+from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, engine_options
 from tests.unit.config_samples import changed, raw_grpo
 
@@ -59,7 +60,7 @@ def test_a_cpu_has_a_cache_of_a_known_size() -> None:
 
 def test_ranks_of_an_engine_on_a_cpu_are_processes_of_its_own() -> None:
     two = {"policy.generation.vllm_cfg.tensor_parallel_size": 2}
-    assert options(two, on_cpu=True) == {**options(on_cpu=True), "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert options(two, on_cpu=True) == {**options(on_cpu=True), "tensor_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}
 
 
 def test_further_arguments_come_last() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from os import PathLike as OsPathLike
@@ -385,8 +386,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             return False
 
     def __del__(self) -> None:
+        # The interpreter may be half gone by now; Ray then ends the workers with their driver.
         group = getattr(self, "worker_group", None)
-        if group is not None:
+        if group is not None and sys is not None and not sys.is_finalizing():
             group.shutdown()
 
     # plumbing

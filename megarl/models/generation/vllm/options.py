@@ -55,5 +55,5 @@ def engine_options(
         options["block_size"] = 32
         if settings["tensor_parallel_size"] > 1:
             # inside a Ray actor vLLM would choose Ray, which it then refuses on a CPU
-            options["distributed_executor_backend"] = "mp"
+            options["distributed_executor_backend"] = plugin.EXECUTOR
     return {**options, **(config.get("vllm_kwargs") or {})}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 MODULE = "megarl.models.generation.vllm.weight_engines"
-EXTENSION = "megarl.models.generation.vllm.worker_extension.WeightCalls"
+EXTENSION = "megarl.models.generation.vllm.worker_extension.WorkerCalls"
+EXECUTOR = "megarl.models.generation.vllm.executor.Executor"
 COLOCATED, APART = "megarl_shared_memory", "megarl_broadcast"
 
 

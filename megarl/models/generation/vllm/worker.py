@@ -11,12 +11,10 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.errors import ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
+from megarl.models.generation.vllm.engine import Engine
 from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
 from megarl.models.generation.vllm.worker_extension import Failure
-
-# that vLLM's processes may take to end; after vLLM's own 5 it kills them, and what they share with one another stays in /dev/shm
-SHUTDOWN_SECONDS = 20.0
 
 
 class VllmGenerationWorker:
@@ -40,12 +38,10 @@ class VllmGenerationWorker:
         self._version: int | None = None
         self._updating = False
         on_cpu = not runtime().is_cuda
-        from vllm import LLM
-
         plugin.register()
         if on_cpu:
             _check_heads_on_a_cpu(model)
-        self._llm = LLM(**engine_options(config, model, longest, dtype, seed, tokenizer, on_cpu=on_cpu))
+        self._engine = Engine(engine_options(config, model, longest, dtype, seed, tokenizer, on_cpu=on_cpu))
 
     # refit
 
@@ -93,7 +89,7 @@ class VllmGenerationWorker:
     def _finish(self) -> None:
         self._call("finish_weight_update")
         self._updating = False
-        versions = set(self._llm.collective_rpc("megarl_weights_version"))
+        versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
         [self._version] = versions
@@ -105,7 +101,7 @@ class VllmGenerationWorker:
             RefitError: a rank could not.
             RuntimeError: a rank failed otherwise than on purpose, so that it may be of no more use.
         """
-        answers = self._llm.collective_rpc("megarl_call", args=(method, arguments))
+        answers = self._engine.call("collective_rpc", "megarl_call", args=(method, arguments))
         failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
         if failures:
             self._give_up()
@@ -118,7 +114,7 @@ class VllmGenerationWorker:
             self._updating = False
             # a rank that is in none says so; it is none that matters
             with contextlib.suppress(Exception):
-                self._llm.collective_rpc("megarl_call", args=("update_weights", {"update_info": {"given_up": True}}))
+                self._engine.call("collective_rpc", "megarl_call", args=("update_weights", {"update_info": {"given_up": True}}))
 
     # generation
 
@@ -135,7 +131,8 @@ class VllmGenerationWorker:
         from vllm import SamplingParams
 
         requests = requests_of(data, self._config, self._longest, greedy=greedy)
-        outputs = self._llm.generate(
+        outputs = self._engine.call(
+            "generate",
             [{"prompt_token_ids": request.prompt} for request in requests],
             [SamplingParams(**request.options) for request in requests],
             use_tqdm=False,
@@ -145,15 +142,15 @@ class VllmGenerationWorker:
 
     def prepare_for_generation(self, tags: list[str] | None = None) -> None:
         """Take memory again: ``weights``, ``kv_cache``, or both."""
-        if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
-            self._llm.wake_up(tags)
+        if self._engine.has_sleep_mode:
+            self._engine.call("wake_up", tags)
 
     def finish_generation(self) -> bool:
         """Give memory back, where the device is shared. The weights go: only a refit brings them back. Returns whether they stayed."""
-        self._llm.reset_prefix_cache()
-        if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        self._engine.call("reset_prefix_cache")
+        if self._engine.has_sleep_mode:
             self._version = None
-            self._llm.sleep(level=2)
+            self._engine.call("sleep", level=2)
             return False
         return True
 
@@ -168,10 +165,7 @@ class VllmGenerationWorker:
     def shutdown(self) -> None:
         """End vLLM's processes."""
         self._give_up()
-        try:
-            self._llm.shutdown_weight_transfer_engine()
-        finally:
-            self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)
+        self._engine.shutdown()
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:

@@ -7,6 +7,7 @@ import traceback
 from typing import Any, NamedTuple
 
 from megarl.errors import MegarlError
+from megarl.models.generation.vllm.shared_memory_names import remove_names
 
 
 class Failure(NamedTuple):
@@ -23,7 +24,7 @@ class Failure(NamedTuple):
     trace: str
 
 
-class WeightCalls:
+class WorkerCalls:
     """Base of a worker of vLLM."""
 
     weight_transfer_engine: Any
@@ -48,3 +49,7 @@ class WeightCalls:
         """Of the weights that this rank has whole; None where it has none."""
         version: int | None = self.weight_transfer_engine.version()
         return version
+
+    def megarl_remove_names(self) -> None:
+        """Remove the files of the memory that this rank shares with others, which have it by now."""
+        remove_names()

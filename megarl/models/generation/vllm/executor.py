@@ -1,0 +1,16 @@
+"""How the ranks of an engine are run: by vLLM's processes, which leave nothing in /dev/shm however they end."""
+
+from __future__ import annotations
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from megarl.models.generation.vllm.shared_memory_names import remove_names
+
+
+class Executor(MultiprocExecutor):
+    """vLLM's executor of several processes (``distributed_executor_backend``); when all of them run, the files of their memory go."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self.collective_rpc("megarl_remove_names")
+        remove_names()

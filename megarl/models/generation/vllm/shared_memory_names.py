@@ -1,0 +1,47 @@
+"""The files that vLLM's processes share memory by, taken away as soon as all of them have it.
+
+The memory itself stays until the last process lets go of it, however that one ends. A file that still has its name then, as of a process
+that was killed, would hold the memory until the machine is started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+# of vLLM's kernels on a CPU, which make theirs outside Python
+_OF_KERNELS = "/dev/shm/vllm_dist_"
+
+
+def remove_names() -> None:
+    """Remove the files of all shared memory that this process has of vLLM; nobody can open it by name afterwards."""
+    for block in _blocks():
+        with contextlib.suppress(FileNotFoundError):
+            block.unlink()
+        # who made it would do so again at its end, and complain that nothing is there
+        block.unlink = _nothing  # type: ignore[method-assign]
+    for path in _mapped(_OF_KERNELS):
+        path.unlink(missing_ok=True)
+
+
+def _blocks() -> list[SharedMemory]:
+    """Python's, of this process: those of vLLM's message queues."""
+    # by its very type: of some objects even the question what they are has effects
+    return [found for found in gc.get_objects() if type(found) is SharedMemory]
+
+
+def _mapped(beginning: str) -> Iterator[Path]:
+    """Files in this process's memory whose path begins so."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        # address, rights, offset, device, inode, path
+        *_, path = line.split(maxsplit=5)
+        if path.startswith(beginning) and os.path.exists(path):
+            yield Path(path)
+
+
+def _nothing() -> None:
+    """In place of a removal that has been done."""
