@@ -187,7 +187,8 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
         filled["generation"] = _fill(filled["generation"], {"backend": itself, **GENERATION})
         if filled["generation"]["backend"] == "vllm":
-            filled["generation"] = _complete_vllm(filled["generation"], filled)
+            of_policy = {"precision": filled.get("precision"), "max_model_len": filled.get("max_total_sequence_length")}
+            filled["generation"] = complete_vllm(_fill(filled["generation"], {"model_name": filled.get("model_name")}), of_policy)
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
@@ -212,12 +213,16 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
     return filled
 
 
-def _complete_vllm(generation: Config, policy: Config) -> Config:
-    """What the engines take from the policy unless it is said otherwise."""
-    filled = _fill(generation, {"model_name": policy.get("model_name"), "vllm_cfg": {}, "vllm_kwargs": {}})
+def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
+    """A copy of a ``generation`` section for vLLM with every absent optional key filled in.
+
+    Args:
+        generation: the section.
+        engines: what the engines take of the policy unless ``vllm_cfg`` says otherwise.
+    """
+    filled = _fill(generation, {"backend": "vllm", **GENERATION, "vllm_cfg": {}, "vllm_kwargs": {}})
     if isinstance(filled["vllm_cfg"], dict):
-        own = {"precision": policy.get("precision"), "max_model_len": policy.get("max_total_sequence_length")}
-        filled["vllm_cfg"] = _fill(filled["vllm_cfg"], {**own, **VLLM})
+        filled["vllm_cfg"] = _fill(filled["vllm_cfg"], {**(engines or {}), **VLLM})
     return filled
 
 

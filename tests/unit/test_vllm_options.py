@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megarl.config import complete_policy
+from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
-from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, engine_options
+from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, completed, engine_options
 from tests.unit.config_samples import changed, raw_grpo
 
 VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -65,3 +66,34 @@ def test_ranks_of_an_engine_on_a_cpu_are_processes_of_its_own() -> None:
 
 def test_further_arguments_come_last() -> None:
     assert options({"policy.generation.vllm_kwargs": {"max_num_seqs": 7, "seed": 9}}) == {**options(), "max_num_seqs": 7, "seed": 9}
+
+
+LEAST = {
+    "max_new_tokens": 7,
+    "model_name": "owner/a-model-that-is-on-no-disk",
+    "pad_token_id": 0,
+    "stop_token_ids": [2],
+    "vllm_cfg": {"max_model_len": 610, "precision": "bfloat16"},
+}
+
+
+def test_engines_made_without_a_run_s_configuration_are_those_of_its_defaults() -> None:
+    raw = changed(raw_grpo(), {"policy.generation": {"backend": "vllm", **LEAST}})
+    assert completed(LEAST) == complete_policy(raw["policy"])["generation"]
+
+
+def test_arguments_stand_in_for_the_configuration_s_values() -> None:
+    assert completed(LEAST, "other", 9, "float32") == {
+        **completed(LEAST),
+        "model_name": "other",
+        "vllm_cfg": {**completed(LEAST)["vllm_cfg"], "max_model_len": 9, "precision": "float32"},
+    }
+    assert "backend" not in LEAST and LEAST["vllm_cfg"] == {"max_model_len": 610, "precision": "bfloat16"}
+
+
+def test_values_that_nobody_else_knows_are_asked_for_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"lacks model_name, max_new_tokens, pad_token_id, stop_token_ids, vllm_cfg\.max_model_len"):
+        completed({})
+    with pytest.raises(ConfigError, match=r"lacks stop_token_ids\. Fix: .* come from configure_generation_config\(config, tokenizer\)"):
+        completed({**LEAST, "stop_token_ids": None})
+    assert completed({**LEAST, "stop_token_ids": []})["stop_token_ids"] == []

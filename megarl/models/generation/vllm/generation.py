@@ -20,6 +20,7 @@ from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.generation.stopping import stop_strings_of_rows
+from megarl.models.generation.vllm.options import completed
 from megarl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         cluster: gives the places; an engine takes as many neighbouring ones as its tensor parallelism.
-        config: the generation configuration with ``vllm_cfg``, completed by ``configure_generation_config``.
+        config: the generation configuration, completed by ``configure_generation_config``; optional keys may be absent.
         name_prefix: opens the workers' names.
         workers_per_node: not used; the contract has it.
         model: directory or hub id of the model; ``config["model_name"]`` by default.
-        longest: most tokens of prompt and answer together.
-        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
+        longest: most tokens of prompt and answer together; ``vllm_cfg.max_model_len`` by default.
+        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``vllm_cfg.precision`` by default.
         tokenizer: directory or hub id, for stop strings; the model's by default.
         seed: where a batch brings no sampling seeds.
         init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
@@ -52,7 +53,7 @@ class VllmGeneration(GenerationInterface):
         in_group: ``init_collective`` was called for the present engines.
 
     Raises:
-        ConfigError: the places do not make whole engines.
+        ConfigError: the configuration lacks a value, or the places do not make whole engines.
         MegarlError: an engine could not be made; none is left behind.
     """
 
@@ -71,12 +72,13 @@ class VllmGeneration(GenerationInterface):
         init_timeout_s: float = 900.0,
         call_timeout_s: float = 3600.0,
     ) -> None:
+        config = completed(config, model, longest, dtype)
         settings = config["vllm_cfg"]
         ranks = int(settings["tensor_parallel_size"])
         on_cpu = not cluster.use_gpus
-        self.cfg = config
-        model = model or config["model_name"]
-        self._longest = int(longest or settings["max_model_len"])
+        self.cfg: Mapping[str, Any] = config
+        model = str(config["model_name"])
+        self._longest = int(settings["max_model_len"])
         self._vocab_size = int((open_source(model).read_json("config.json") or {})["vocab_size"])
         places = _first_places(cluster, ranks)
         self.expected_version: int | None = None
@@ -92,7 +94,7 @@ class VllmGeneration(GenerationInterface):
             dict(config),
             model,
             self._longest,
-            dtype or settings["precision"],
+            settings["precision"],
             seed,
             tokenizer,
         )

@@ -5,10 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config import complete_vllm
+from megarl.config.sections import Config
+from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
 
+# without them an answer would not end where the model ends it
+OF_THE_TOKENIZER = ("pad_token_id", "stop_token_ids")
 GIB = 2**30
 CACHE_ON_A_CPU = GIB
+
+
+def completed(config: Mapping[str, Any], model: str | None = None, longest: int | None = None, dtype: str | None = None) -> Config:
+    """A generation configuration in which nothing is absent.
+
+    Args:
+        config: the generation configuration.
+        model, longest, dtype: in place of its ``model_name``, ``vllm_cfg.max_model_len`` and ``vllm_cfg.precision``.
+
+    Raises:
+        ConfigError: a value is absent that nothing here can know.
+    """
+    filled = complete_vllm(config)
+    given = {"max_model_len": longest, "precision": dtype}
+    filled["vllm_cfg"] = settings = {**filled["vllm_cfg"], **{key: value for key, value in given.items() if value is not None}}
+    filled["model_name"] = model or filled.get("model_name")
+    absent = [key for key in ("model_name", "max_new_tokens", *OF_THE_TOKENIZER) if filled.get(key) is None]
+    absent += [f"vllm_cfg.{key}" for key in given if settings.get(key) is None]
+    if absent:
+        raise ConfigError(
+            f"the generation configuration lacks {', '.join(absent)}. Fix: write them; {' and '.join(OF_THE_TOKENIZER)} come from "
+            "configure_generation_config(config, tokenizer)"
+        )
+    return filled
 
 
 def engine_options(
