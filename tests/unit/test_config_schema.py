@@ -49,6 +49,7 @@ def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any])
         ("policy.generation.stop_token_ids", [1, "two"], "whole number"),
         ("policy", 3, "a section"),
         ("env.reward", "exactmatch", "one of"),
+        ("policy.sequence_packing", {"enabled": False, "algorithm": "best_fit"}, "one of"),
     ],
 )
 def test_wrong_types_are_refused(key: str, value: object, bound: str) -> None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from megarl.data.packing import (
 )
 from megarl.data.packing.fitting import spread
 from megarl.errors import PackingError
+from megarl.models.policy import SequencePackingConfig
 
 ALGORITHMS = list(PackingAlgorithm)
 # Mean, capacity and log-normal spread of typical rollouts. Much narrower spreads leave gaps that no decreasing-fit algorithm fills.
@@ -250,6 +252,11 @@ def test_get_packer_by_name() -> None:
         assert type(get_packer(PackingAlgorithm(name.lower()), 7)) is kind
     with pytest.raises(ValueError, match=r"Unknown packing algorithm 'tetris'.*best_fit_decreasing"):
         get_packer("tetris", 7)
+
+
+def test_a_configuration_may_name_each_of_them_and_no_other() -> None:
+    [optional] = get_args(get_type_hints(SequencePackingConfig, include_extras=True)["algorithm"])
+    assert list(get_args(optional)) == [algorithm.value for algorithm in PackingAlgorithm]
 
 
 @settings(max_examples=60)

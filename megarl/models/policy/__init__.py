@@ -49,13 +49,15 @@ class SequencePackingConfig(TypedDict):
         enabled: pack sequences.
         train_mb_tokens: tokens a micro-batch in training.
         logprob_mb_tokens: tokens a micro-batch when log-probabilities are computed.
-        algorithm: name of a packing algorithm of ``megarl.data.packing``.
+        algorithm: how sequences are laid together; best_fit_decreasing when absent.
     """
 
     enabled: bool
     train_mb_tokens: NotRequired[int]
     logprob_mb_tokens: NotRequired[int]
-    algorithm: NotRequired[str]
+    algorithm: NotRequired[
+        Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "best_fit_decreasing"]
+    ]
 
 
 class DynamicBatchingConfig(TypedDict):
