@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes or reuses the virtual environment, then runs the tests. Arguments go to pytest; ones that name tests choose them:
 #
-#   bash launch/test.sh                             the whole suite, and what another Megatron-Core could change again on Python 3.12
+#   bash launch/test.sh                             the whole suite, and beside it again on Python 3.12 what another Megatron-Core could change
 #   bash launch/test.sh tests/unit -k sharding      a choice, on the first environment only
 #
 #   MEGARL_TEST_SLOW        1: also the combinations and the kills that are left out otherwise (about twice the time)
@@ -14,6 +14,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 # megatron-core for Python 3.12 is ahead of the newest one for 3.11; both have to work.
 NEWEST_MEGATRON=0.19.2
+SECOND_LOG="$ROOT/.venv-3.12.log"
 
 # Status 0 if one of the arguments names tests.
 chooses_tests() {
@@ -51,10 +52,37 @@ find_python312() {
 run_on_python312() {
     local python=$1 venv="$ROOT/.venv-3.12" constraints="$ROOT/.venv-3.12.constraints"
     sed -E "s/^megatron-core==.*/megatron-core==$NEWEST_MEGATRON/" "$CONSTRAINTS" >"$constraints"
-    say "once more: Megatron and converters on Python 3.12 with megatron-core $NEWEST_MEGATRON (an environment of up to 6 GB; MEGARL_TEST_PYTHON312=0: not)"
     # The first environment's choice of Python is not this one's.
     MEGARL_PYTHON="" prepare_environment "$venv" test "$constraints" "$python"
     "$venv/bin/python" -m pytest --newest-megatron tests/dist tests/unit
+}
+
+# Starts the second run beside the first: whole programs, most of the first one's time, leave half of the processor idle.
+start_on_python312() {
+    say "beside it Megatron and converters on Python 3.12 with megatron-core $NEWEST_MEGATRON (an environment of up to 6 GB;" \
+        "MEGARL_TEST_PYTHON312=0: not); its output follows at the end, until then it is in $SECOND_LOG"
+    # a process group of its own, by which all of it can be ended
+    set -m
+    {
+        renice -n 10 "$BASHPID" >/dev/null || true
+        run_on_python312 "$1"
+    } </dev/null >"$SECOND_LOG" 2>&1 &
+    set +m
+    second=$!
+    trap 'kill -- "-$second" 2>/dev/null || true' EXIT
+}
+
+finish_on_python312() {
+    local watcher status=0
+    say "the first run is done; the second:"
+    watch_log "$$" "$SECOND_LOG" &
+    watcher=$!
+    wait "$second" || status=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    trap - EXIT
+    cat -- "$SECOND_LOG"
+    return "$status"
 }
 
 cd -- "$ROOT"
@@ -63,14 +91,17 @@ if chooses_tests "$@"; then
     exec "$VENV/bin/python" -m pytest "$@"
 fi
 [[ "${MEGARL_TEST_SLURM:-}" != 1 ]] || bash launch/slurm_packages.sh || fail "MEGARL_TEST_SLURM = 1, but there is no Slurm; see above, or unset the variable"
-mapfile -t rooms < <(test_rooms)
-"$VENV/bin/python" -m pytest "${rooms[@]}" "$@"
-
-[[ "${MEGARL_TEST_PYTHON312:-}" != 0 ]] || exit 0
-if python312=$(find_python312); then
-    run_on_python312 "$python312"
+second=
+if [[ "${MEGARL_TEST_PYTHON312:-}" == 0 ]]; then
+    :
+elif python312=$(find_python312); then
+    start_on_python312 "$python312"
 elif [[ "${MEGARL_TEST_PYTHON312:-}" == 1 ]]; then
     fail "MEGARL_TEST_PYTHON312 = 1, but no python3.12 that has venv was found; install one or unset the variable"
 else
     say "no python3.12 here: the second run, with megatron-core $NEWEST_MEGATRON, is left out"
 fi
+
+mapfile -t rooms < <(test_rooms)
+"$VENV/bin/python" -m pytest "${rooms[@]}" "$@"
+[[ -z "$second" ]] || finish_on_python312

@@ -3,9 +3,12 @@
 The environment it makes holds stand-ins for pip and pytest, and, after ``pip install --editable``, for the packages that the scripts import
 to see whether an installation works. Behaviour is steered by variables of the process environment:
 
-    FAKE_CALLS      file to which pip and pytest append one line of JSON for each call
-    FAKE_PIP_FAILS  pip writes a message and ends with status 1 when this word is among its arguments
-    FAKE_PIP_GATE   directory with two named pipes: pip writes to ``started`` and then waits until something comes through ``release``
+    FAKE_CALLS         file to which pip and pytest append one line of JSON for each call
+    FAKE_PIP_FAILS     pip writes a message and ends with status 1 when this word is among its arguments
+    FAKE_PYTEST_FAILS  pytest writes a message and ends with status 1 when this word is among its arguments
+    FAKE_PYTEST_GATE   named pipe: pytest of the newest Megatron-Core writes a line into it and never ends, the other one fails when it has
+                       read the line
+    FAKE_PIP_GATE      directory with two named pipes: pip writes to ``started`` and then waits until something comes through ``release``
 """
 
 from __future__ import annotations
@@ -42,10 +45,20 @@ if "--editable" in sys.argv:
 """
 
 PYTEST_MAIN = """
-import sys
+import os, signal, sys
 from fake_record import record
 
 record("pytest")
+gate = os.environ.get("FAKE_PYTEST_GATE")
+if gate and "--newest-megatron" in sys.argv:
+    kept = open(gate, "w", buffering=1)
+    kept.write("here\\n")
+    signal.pause()
+elif gate:
+    sys.exit(open(gate).readline())
+print("tests of", os.path.basename(sys.prefix))
+if os.environ.get("FAKE_PYTEST_FAILS") in sys.argv:
+    sys.exit("1 failed, says the stand-in for pytest")
 """
 
 SCRIPT = """#!/bin/sh

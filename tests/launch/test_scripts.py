@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -291,15 +292,40 @@ def test_chosen_tests_alone_run(clone: Clone) -> None:
     assert pytest_calls(clone) == [[".venv", *chosen]]
 
 
-def test_python312_runs_megatron_and_converters_on_the_newest_megatron(clone: Clone) -> None:
+@pytest.fixture
+def python312(clone: Clone) -> dict[str, str]:
+    """Variables of a machine that has it too."""
     write_fake_python(Path(clone.variables["PATH"].split(":")[0]) / "python3.12", "3.12.4")
-    done = clone.run("bash", "launch/test.sh", MEGARL_TEST_PYTHON312="", MEGARL_PYTHON="python3.11")
+    return {"MEGARL_TEST_PYTHON312": "", "MEGARL_PYTHON": "python3.11"}
+
+
+def test_python312_runs_megatron_and_converters_on_the_newest_megatron(clone: Clone, python312: dict[str, str]) -> None:
+    done = clone.run("bash", "launch/test.sh", **python312)
     assert done.returncode == 0, done.stderr
-    assert pytest_calls(clone)[1:] == [[".venv-3.12", "--newest-megatron", "tests/dist", "tests/unit"]]
+    first = [".venv", "tests/unit", "tests/dist", "tests/system", "tests/extra"]
+    assert sorted(pytest_calls(clone)) == [first, [".venv-3.12", "--newest-megatron", "tests/dist", "tests/unit"]]
+    assert done.stdout.index("tests of .venv\n") < done.stdout.index("tests of .venv-3.12\n")
     pins = (clone.root / ".venv-3.12.constraints").read_text().splitlines()
     ours = (clone.root / "constraints-cpu.txt").read_text().splitlines()
     assert [pin for pin in pins if pin not in ours] == ["megatron-core==0.19.2"]
     assert len(pins) == len(ours)
+
+
+@pytest.mark.parametrize("word", ["tests/system", "--newest-megatron"])
+def test_either_run_that_fails_fails_the_tests(clone: Clone, python312: dict[str, str], word: str) -> None:
+    done = clone.run("bash", "launch/test.sh", **python312, FAKE_PYTEST_FAILS=word)
+    assert done.returncode == 1
+    assert "1 failed, says the stand-in" in done.stdout + done.stderr
+
+
+def test_a_first_run_that_fails_ends_the_second(clone: Clone, python312: dict[str, str], tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with open(os.open(gate, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
+        done = clone.run("bash", "launch/test.sh", **python312, FAKE_PYTEST_GATE=str(gate))
+        assert (done.returncode, "here" in done.stderr) == (1, True)
+        # the pipe ends with the last process that holds it open
+        assert select.select([pipe], [], [], 60)[0] and pipe.read() == b""
 
 
 def test_without_python312_the_second_run_is_left_out_unless_it_is_asked_for(clone: Clone) -> None:

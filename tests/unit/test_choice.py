@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import os
 import subprocess
@@ -116,3 +117,10 @@ def test_no_layout_reaches_a_reference() -> None:
     assert without_layout(many) == without_layout(policy_config("model"))
     for changes in ({"lr": 0.5}, {"temperature": 0.7}, {"aux": 0.1}, {"z": 0.1}, {"balancing": "aux_loss"}, {"freeze_router": True}):
         assert without_layout(policy_config("model", **changes)) != without_layout(policy_config("model")), changes
+
+
+def test_pytest_passes_over_none_of_its_rooms(pytestconfig: pytest.Config) -> None:
+    """Called without arguments; of itself it leaves out what is called dist."""
+    rooms = [path.name for path in (Path(__file__).parents[1]).iterdir() if path.is_dir() and not path.name.startswith("__")]
+    passed_over = [room for room in rooms if any(fnmatch.fnmatch(room, pattern) for pattern in pytestconfig.getini("norecursedirs"))]
+    assert "dist" in rooms and not passed_over
