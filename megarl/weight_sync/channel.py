@@ -97,9 +97,7 @@ class Channel:
         """
         works = self._works.get(index % BUFFERS, [])
         try:
-            while works:
-                # no name for it: the error that it may raise would keep it, and it the connections
-                works.pop(0).wait()
+            self._group.wait(works)
         except RuntimeError as error:
             works.clear()
             raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error

@@ -6,6 +6,7 @@ the end of a refit whether all have all of it. A policy of one stage has one gro
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
+from megarl.weight_sync.lifelines import Lifelines
 from megarl.weight_sync.meeting import HANDSHAKE_SECONDS, Meeting, Members
 from megarl.weight_sync.stages import ONE_STAGE, Stages
 
 COLLECTIVE_SECONDS = 600.0
+# between two looks at who is still there, while an operation lasts
+_LOOK = datetime.timedelta(seconds=1)
 NEW_GROUP = "make a new group with init_collective() and refit anew"
 
 
@@ -80,12 +84,31 @@ class TransferGroup:
         self._number = self._members.number(rank, stage)
         self._groups: dict[int, Any] = {}
         self._everybody: Any = None
+        self._started: list[dist.Work] = []
+        _drop_what_ended()
+        self._lifelines = self._lines(ip, port)
         self._make()
 
     @property
     def sends(self) -> bool:
         """Whether this is a sender."""
         return self.rank == 0
+
+    def _lines(self, ip: str, port: int) -> Lifelines:
+        """To all ranks that this one may wait for; NCCL finds out for itself."""
+        if self.device.type == "cuda":
+            return Lifelines({})
+        names = {self._members.number(0, stage): f"lifeline/{stage}" for stage in range(self.stages.count)}
+        store, left = self._meeting.store, self._meeting.left()
+        try:
+            if self.sends:
+                return Lifelines.keep(store, names[self._number], ip, port, self.world_size - 1, left)
+            return Lifelines.hold(store, names, self._number, left)
+        except (dist.DistError, RuntimeError, OSError) as error:
+            raise self._not_made(error) from error
+
+    def _not_made(self, error: Exception) -> RefitError:
+        return RefitError(f"no group for weights at {self._address}: a rank left while it was made ({error}); {NEW_GROUP}")
 
     def _make(self) -> None:
         """The groups, in the same order on all ranks."""
@@ -107,7 +130,7 @@ class TransferGroup:
                 return dist.ProcessGroupNCCL(store, rank, size, options)
             return dist.ProcessGroupGloo(store, rank, size, self._meeting.left())
         except (dist.DistError, RuntimeError) as error:
-            raise RefitError(f"no group for weights at {self._address}: a rank left while it was made ({error}); {NEW_GROUP}") from error
+            raise self._not_made(error) from error
 
     def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
         """Begin to send or receive a buffer of a stage.
@@ -120,7 +143,31 @@ class TransferGroup:
         options.rootRank = 0
         options.timeout = self._collective
         work: dist.Work = self._groups[stage].broadcast([buffer], options)
+        self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Until all of ``works`` are done; each leaves the list as it is.
+
+        Raises:
+            RuntimeError: one failed, or a rank is gone that may have a part in it.
+        """
+        # nowhere a name for a work: an error would keep it, and it the connections
+        while works:
+            if self.device.type == "cuda":
+                works.pop(0).wait()
+                continue
+            try:
+                works[0].wait(_LOOK)
+            except RuntimeError:
+                if not works[0].is_completed():
+                    lost = self._lifelines.lost()
+                    if lost:
+                        raise RuntimeError(f"{', '.join(map(self._members.name, lost))} went away") from None
+                    continue
+                # in the moment between, or with an error that this raises
+                works[0].wait()
+            works.pop(0)
 
     def _require_open(self) -> None:
         if self._everybody is None:
@@ -164,9 +211,32 @@ class TransferGroup:
 
     def close(self) -> None:
         """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""
-        for group in {id(group): group for group in (self._everybody, *self._groups.values()) if group is not None}.values():
-            group.abort()
+        groups = list({id(group): group for group in (self._everybody, *self._groups.values()) if group is not None}.values())
+        for index in range(len(groups)):
+            groups[index].abort()
+        self._lifelines.close()
+        if not all(_ends(work) for work in self._started):
+            _waiting.append((list(groups), self._started))
         # gloo closes its connections with its last reference; to abort does not
-        group = self._everybody = None
+        groups.clear()
         self._groups.clear()
+        self._everybody = None
+        self._started = []
         self._meeting.leave()
+
+
+# Groups that were left while bytes were on their way to or from a rank that died, and their operations, which wait until their time is
+# over. To let go of such a group earlier is to wait for them.
+_waiting: list[tuple[list[Any], list[dist.Work]]] = []
+
+
+def _drop_what_ended() -> None:
+    _waiting[:] = [(groups, works) for groups, works in _waiting if not all(work.is_completed() for work in works)]
+
+
+def _ends(work: dist.Work) -> bool:
+    """Whether an operation of a group that was aborted ends soon."""
+    if not work.is_completed():
+        with contextlib.suppress(RuntimeError):
+            work.wait(_LOOK)
+    return bool(work.is_completed())

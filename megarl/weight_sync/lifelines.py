@@ -1,0 +1,113 @@
+"""Connections on which nothing is ever said: each ends with the process on its other side, and so tells that it is gone.
+
+gloo does not tell in every case. An operation whose bytes are on their way while its peer dies waits until its own time is over, on
+either side, and neither ``abort`` nor the peer's closed connection ends it (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import secrets
+import select
+import socket
+import time
+from typing import Any
+
+_HELLO_SECONDS = 5.0
+_NUMBER_BYTES = 4
+
+
+class Lifelines:
+    """Those of one rank.
+
+    Args:
+        lines: connection by number of the member on its other side.
+    """
+
+    def __init__(self, lines: dict[int, socket.socket]) -> None:
+        self._lines = lines
+
+    @classmethod
+    def keep(cls, store: Any, name: str, ip: str, port: int, count: int, left: datetime.timedelta) -> Lifelines:
+        """A sender's: wait for one of each of ``count`` others.
+
+        Args:
+            store: where they read the address.
+            name: of this sender in the store.
+            ip, port: of the store, to which the others found their way.
+            count: of those that come.
+            left: longest time until all are there.
+
+        Raises:
+            OSError: they were not.
+        """
+        ends = time.monotonic() + left.total_seconds()
+        secret = secrets.token_bytes(16)
+        family, own = _own_address(ip, port)
+        lines: dict[int, socket.socket] = {}
+        with socket.create_server((own, 0), family=family, backlog=count) as server:
+            store.set(name, json.dumps([own, server.getsockname()[1], secret.hex()]))
+            while len(lines) < count:
+                server.settimeout(max(0.01, ends - time.monotonic()))
+                line, _ = server.accept()
+                line.settimeout(_HELLO_SECONDS)
+                said = _received(line, len(secret) + _NUMBER_BYTES)
+                if secrets.compare_digest(said[: len(secret)], secret):
+                    lines[int.from_bytes(said[len(secret) :], "big")] = line
+                else:
+                    # another program
+                    line.close()
+        return cls(lines)
+
+    @classmethod
+    def hold(cls, store: Any, names: dict[int, str], number: int, left: datetime.timedelta) -> Lifelines:
+        """An engine rank's: one to each sender.
+
+        Args:
+            store: has the senders' addresses.
+            names: of the senders in the store, by their numbers.
+            number: of this rank.
+            left: longest time until all are connected.
+
+        Raises:
+            OSError, RuntimeError: one is not there.
+        """
+        store.wait(list(names.values()), left)
+        lines = {}
+        for sender, name in names.items():
+            ip, port, secret = json.loads(store.get(name))
+            lines[sender] = socket.create_connection((ip, port), timeout=left.total_seconds())
+            lines[sender].sendall(bytes.fromhex(secret) + number.to_bytes(_NUMBER_BYTES, "big"))
+        return cls(lines)
+
+    def lost(self) -> list[int]:
+        """Numbers of the members that are gone."""
+        numbers = {line: number for number, line in self._lines.items()}
+        # nobody says anything: what can be read is the end
+        ended, _, _ = select.select(list(numbers), [], [], 0)
+        return sorted(numbers[line] for line in ended)
+
+    def close(self) -> None:
+        """Tell the others that this rank is gone."""
+        for line in self._lines.values():
+            line.close()
+        self._lines = {}
+
+
+def _own_address(ip: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """That this host has on the way to another one."""
+    family, kind, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return family, str(probe.getsockname()[0])
+
+
+def _received(line: socket.socket, count: int) -> bytes:
+    """So many bytes, or fewer from one that has no more to say."""
+    said = b""
+    with contextlib.suppress(OSError):
+        while len(said) < count and (more := line.recv(count - len(said))):
+            said += more
+    return said
