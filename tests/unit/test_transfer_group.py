@@ -1,0 +1,69 @@
+"""A rank that dies while bytes are on their way to it, or from it, is missed by the other side at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+
+from megarl.distributed.ports import free_port
+from megarl.weight_sync.transfer_group import TransferGroup
+
+HOST = "127.0.0.1"
+BYTES = 2**28
+# of an operation whose peer is gone; what gloo itself would wait for
+LONG = 20.0
+
+
+def join(port: int, rank: int) -> TransferGroup:
+    return TransferGroup(HOST, port, 2, rank, digest="same", device=torch.device("cpu"), collective_s=LONG)
+
+
+def begin(group: TransferGroup) -> tuple[torch.Tensor, list[torch.distributed.Work]]:
+    """Send ones, or receive them."""
+    buffer = torch.full([BYTES], int(group.sends), dtype=torch.uint8)
+    return buffer, [group.broadcast(buffer)]
+
+
+def comes(buffer: torch.Tensor) -> None:
+    """Until the first bytes are there."""
+    while not buffer[0]:
+        pass
+
+
+def other_side(port: int, rank: int, dies: bool) -> None:
+    """The process of ``rank``; a listener that is to die stops where some of the bytes have come."""
+    group = join(port, rank)
+    buffer, works = begin(group)
+    if dies and not group.sends:
+        comes(buffer)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    group.wait(works)
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["sender", "listener"])
+def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_works(killed: int) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    for dies in (True, False):
+        port = free_port(HOST)
+        other = spawn.Process(target=other_side, args=(port, killed, dies), daemon=True)
+        other.start()
+        group = join(port, 1 - killed)
+        buffer, works = begin(group)
+        if dies:
+            if group.sends:
+                os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+            else:
+                comes(buffer)
+            other.kill()
+            with pytest.raises(RuntimeError, match=f"^rank {killed} went away$"):
+                group.wait(works)
+        else:
+            group.wait(works)
+            assert bool(buffer.all())
+        group.close()
+        other.join()
+        assert other.exitcode == (-signal.SIGKILL if dies else 0)
