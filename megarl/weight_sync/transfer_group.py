@@ -95,7 +95,7 @@ class TransferGroup:
         return self.rank == 0
 
     def _lines(self, ip: str, port: int) -> Lifelines:
-        """To all ranks that this one may wait for; NCCL finds out for itself."""
+        """To all ranks that this one may wait for. On a GPU it waits for none: operations are queued there."""
         if self.device.type == "cuda":
             return Lifelines({})
         names = {self._members.number(0, stage): f"lifeline/{stage}" for stage in range(self.stages.count)}

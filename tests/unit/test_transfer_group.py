@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import multiprocessing
 import os
 import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.distributed.ports import free_port
+from megarl.weight_sync.lifelines import Lifelines
 from megarl.weight_sync.transfer_group import TransferGroup
 
 HOST = "127.0.0.1"
@@ -67,3 +73,27 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
         group.close()
         other.join()
         assert other.exitcode == (-signal.SIGKILL if dies else 0)
+
+
+def test_another_program_at_the_door_is_no_member() -> None:
+    """One that says something else, and one that leaves; they come before the two that are waited for."""
+    store, left = dist.HashStore(), datetime.timedelta(seconds=20)
+    with ThreadPoolExecutor(1) as pool:
+        keeping = pool.submit(Lifelines.keep, store, "door", HOST, 1, 2, left)
+        store.wait(["door"], left)
+        ip, port, _ = json.loads(store.get("door"))
+        for words in (b"GET / HTTP/1.1\r\n\r\n and more", b""):
+            with socket.create_connection((ip, port)) as stranger:
+                stranger.sendall(words)
+        first, second = (Lifelines.hold(store, {0: "door"}, number, left) for number in (1, 2))
+        kept = keeping.result()
+    assert (kept.lost(), first.lost(), second.lost()) == ([], [], [])
+    second.close()
+    assert (kept.lost(), first.lost()) == ([2], [])
+    kept.close()
+    assert first.lost() == [0]
+
+
+def test_who_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
+    with pytest.raises(OSError, match="timed out"):
+        Lifelines.keep(dist.HashStore(), "door", HOST, 1, 1, datetime.timedelta(seconds=0.2))
