@@ -84,10 +84,13 @@ class Lifelines:
 
     def lost(self) -> list[int]:
         """Numbers of the members that are gone."""
-        numbers = {line: number for number, line in self._lines.items()}
+        numbers = {line.fileno(): number for number, line in self._lines.items()}
+        # not select(), which takes no descriptor above 1,023
+        poll = select.poll()
+        for descriptor in numbers:
+            poll.register(descriptor, select.POLLIN)
         # nobody says anything: what can be read is the end
-        ended, _, _ = select.select(list(numbers), [], [], 0)
-        return sorted(numbers[line] for line in ended)
+        return sorted(numbers[descriptor] for descriptor, _ in poll.poll(0))
 
     def close(self) -> None:
         """Tell the others that this rank is gone."""
