@@ -47,11 +47,12 @@ class Lifelines:
         secret = secrets.token_bytes(16)
         family, own = _own_address(ip, port)
         lines: dict[int, socket.socket] = {}
-        with socket.create_server((own, 0), family=family, backlog=count) as server:
+        with contextlib.ExitStack() as unfinished, socket.create_server((own, 0), family=family, backlog=count) as server:
             store.set(name, json.dumps([own, server.getsockname()[1], secret.hex()]))
             while len(lines) < count:
                 server.settimeout(max(0.01, ends - time.monotonic()))
                 line, _ = server.accept()
+                unfinished.enter_context(line)
                 line.settimeout(_HELLO_SECONDS)
                 said = _received(line, len(secret) + _NUMBER_BYTES)
                 if secrets.compare_digest(said[: len(secret)], secret):
@@ -59,6 +60,7 @@ class Lifelines:
                 else:
                     # another program
                     line.close()
+            unfinished.pop_all()
         return cls(lines)
 
     @classmethod
@@ -75,11 +77,14 @@ class Lifelines:
             OSError, RuntimeError: one is not there.
         """
         store.wait(list(names.values()), left)
-        lines = {}
-        for sender, name in names.items():
-            ip, port, secret = json.loads(store.get(name))
-            lines[sender] = socket.create_connection((ip, port), timeout=left.total_seconds())
-            lines[sender].sendall(bytes.fromhex(secret) + number.to_bytes(_NUMBER_BYTES, "big"))
+        lines: dict[int, socket.socket] = {}
+        with contextlib.ExitStack() as unfinished:
+            for sender, name in names.items():
+                ip, port, secret = json.loads(store.get(name))
+                line = socket.create_connection((ip, port), timeout=left.total_seconds())
+                lines[sender] = unfinished.enter_context(line)
+                line.sendall(bytes.fromhex(secret) + number.to_bytes(_NUMBER_BYTES, "big"))
+            unfinished.pop_all()
         return cls(lines)
 
     def lost(self) -> list[int]:

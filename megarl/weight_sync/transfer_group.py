@@ -87,7 +87,12 @@ class TransferGroup:
         self._started: list[dist.Work] = []
         _drop_what_ended()
         self._lifelines = self._lines(ip, port)
-        self._make()
+        try:
+            self._make()
+        except BaseException:
+            # the others are not to wait for one that has given up
+            self.close()
+            raise
 
     @property
     def sends(self) -> bool:

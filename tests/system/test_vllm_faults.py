@@ -69,7 +69,9 @@ def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(local_r
 
 
 @pytest.mark.parametrize("killed", ["core", pytest.param("rank", marks=slow), pytest.param("actor", marks=slow)])
-def test_an_engine_of_two_ranks_leaves_nothing_behind_however_it_ends(local_ray: int, tmp_path: Path, killed: str) -> None:
+def test_an_engine_of_two_ranks_leaves_nothing_behind_however_it_ends(
+    local_ray: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, killed: str
+) -> None:
     """Killed, and shut down after it was started anew."""
     # the path of a socket has at most 107 bytes
     sockets = tmp_path.parent / killed
@@ -91,6 +93,8 @@ def test_an_engine_of_two_ranks_leaves_nothing_behind_however_it_ends(local_ray:
         generation.generate(PROMPTS, greedy=True)
     generation.restart()
     assert not alive(family)
+    # an actor that lives ends a dead engine without a complaint
+    assert ("clean-up" in caplog.text) == (killed == "actor")
     refit.stale = True
     policy.prepare_for_lp_inference()
     refit.bring_up_to_date()

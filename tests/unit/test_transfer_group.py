@@ -97,3 +97,19 @@ def test_another_program_at_the_door_is_no_member() -> None:
 def test_who_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
     with pytest.raises(OSError, match="timed out"):
         Lifelines.keep(dist.HashStore(), "door", HOST, 1, 1, datetime.timedelta(seconds=0.2))
+
+
+def test_who_gives_up_is_missed_by_those_that_had_come() -> None:
+    store, left = dist.HashStore(), datetime.timedelta(seconds=20)
+    with ThreadPoolExecutor(1) as pool:
+        keeping = pool.submit(Lifelines.keep, store, "left early", HOST, 1, 2, datetime.timedelta(seconds=1))
+        alone = Lifelines.hold(store, {0: "left early"}, 1, left)
+        # the error keeps all that it went by
+        gave_up = keeping.exception()
+        assert isinstance(gave_up, TimeoutError) and alone.lost() == [0]
+
+        keeping = pool.submit(Lifelines.keep, store, "door", HOST, 1, 1, left)
+        store.set("nobody", json.dumps([HOST, free_port(HOST), ""]))
+        with pytest.raises(ConnectionRefusedError) as refused:
+            Lifelines.hold(store, {0: "door", 1: "nobody"}, 1, left)
+        assert keeping.result().lost() == [1] and refused.value.__traceback__ is not None

@@ -24,9 +24,7 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
 def options(changes: dict[str, Any] | None = None, tokenizer: str | None = None, *, on_cpu: bool = False) -> dict[str, Any]:
     raw = changed(raw_grpo(), {"policy.generation.backend": "vllm", **(changes or {})})
     generation = complete_policy(raw["policy"])["generation"]
-    settings = generation["vllm_cfg"]
-    length, precision = settings["max_model_len"], settings["precision"]
-    return engine_options(generation, generation["model_name"], length, precision, 5, tokenizer, on_cpu=on_cpu)
+    return engine_options(generation, 5, tokenizer, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("key", VALUES)

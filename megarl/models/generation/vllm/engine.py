@@ -17,6 +17,10 @@ LOOK_SECONDS = 1.0
 LAST_WORDS_SECONDS = 5.0
 
 
+class VllmDied(RuntimeError):
+    """A process of vLLM ended, so that there will be no answer."""
+
+
 class Engine:
     """``vllm.LLM``, in this process or with processes of its own.
 
@@ -42,7 +46,7 @@ class Engine:
         """Call a method of ``LLM``.
 
         Raises:
-            RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for it for ever.
+            VllmDied: vLLM itself would wait for ever.
         """
         if not self._processes:
             return getattr(self._llm, method)(*args, **kwargs)
@@ -52,7 +56,7 @@ class Engine:
             dead = [process for process in self._processes if not process.is_alive()]
             if dead and not wait([answer], LAST_WORDS_SECONDS).done:
                 said = ", ".join(f"{process.name} (process {process.pid}, exit code {process.exitcode})" for process in dead)
-                raise RuntimeError(f"vLLM died in {method}(): {said}")
+                raise VllmDied(f"vLLM died in {method}(): {said}")
         return answer.result()
 
     def _answer(self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -63,9 +67,14 @@ class Engine:
 
     def shutdown(self) -> None:
         """End vLLM's processes, those that are left of an engine that died too."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             if all(process.is_alive() for process in self._processes):
                 self.call("shutdown_weight_transfer_engine")
+        except (VllmDied, EngineDeadError):
+            # who asked it for something heard of that
+            pass
         finally:
             self._llm.llm_engine.engine_core.shutdown()
             self._sockets.cleanup()

@@ -77,9 +77,8 @@ class VllmGeneration(GenerationInterface):
         ranks = int(settings["tensor_parallel_size"])
         on_cpu = not cluster.use_gpus
         self.cfg: Mapping[str, Any] = config
-        model = str(config["model_name"])
         self._longest = int(settings["max_model_len"])
-        self._vocab_size = int((open_source(model).read_json("config.json") or {})["vocab_size"])
+        self._vocab_size = int((open_source(config["model_name"]).read_json("config.json") or {})["vocab_size"])
         places = _first_places(cluster, ranks)
         self.expected_version: int | None = None
         self.in_group = False
@@ -89,15 +88,7 @@ class VllmGeneration(GenerationInterface):
         self._seed, self._calls = seed, 0
         self._receiving: list[ray.ObjectRef[Any]] = []
         self._colocated = bool(config["colocated"]["enabled"])
-        builder = RayWorkerBuilder(
-            WORKER,
-            dict(config),
-            model,
-            self._longest,
-            settings["precision"],
-            seed,
-            tokenizer,
-        )
+        builder = RayWorkerBuilder(WORKER, dict(config), seed, tokenizer)
         self._start = functools.partial(
             RayWorkerGroup,
             cluster,

@@ -40,16 +40,11 @@ def completed(config: Mapping[str, Any], model: str | None = None, longest: int 
     return filled
 
 
-def engine_options(
-    config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int, tokenizer: str | None = None, *, on_cpu: bool
-) -> dict[str, Any]:
+def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None = None, *, on_cpu: bool) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine.
 
     Args:
-        config: the generation configuration with ``vllm_cfg``, defaults filled in.
-        model: Hugging Face directory or hub id, for the architecture.
-        longest: most tokens of prompt and answer together.
-        dtype: of the weights.
+        config: the generation configuration, completed.
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; stop strings are looked for in its texts. The model's by default.
         on_cpu: the engine runs without a GPU.
@@ -57,13 +52,13 @@ def engine_options(
     settings = config["vllm_cfg"]
     shared = bool(config["colocated"]["enabled"])
     options: dict[str, Any] = {
-        "model": model,
-        "tokenizer": tokenizer or model,
+        "model": config["model_name"],
+        "tokenizer": tokenizer or config["model_name"],
         "tensor_parallel_size": settings["tensor_parallel_size"],
-        "dtype": dtype,
+        "dtype": settings["precision"],
         "seed": seed,
         "load_format": settings["load_format"],
-        "max_model_len": longest,
+        "max_model_len": settings["max_model_len"],
         "enforce_eager": settings["enforce_eager"],
         "gpu_memory_utilization": settings["gpu_memory_utilization"],
         "enable_sleep_mode": shared and not on_cpu,

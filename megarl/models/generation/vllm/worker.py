@@ -21,27 +21,21 @@ class VllmGenerationWorker:
     """An engine, with as many ranks as its tensor parallelism.
 
     Args:
-        config: the generation configuration, with ``vllm_cfg``.
-        model: Hugging Face directory or hub id, for the architecture.
-        longest: most tokens of prompt and answer together.
-        dtype: of the weights.
+        config: the generation configuration, completed.
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; the model's by default.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], model: str, longest: int, dtype: str, seed: int = 0, tokenizer: str | None = None
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], seed: int = 0, tokenizer: str | None = None) -> None:
         self._config = config
-        self._longest = longest
         self._names: list[str] = []
         self._version: int | None = None
         self._updating = False
         on_cpu = not runtime().is_cuda
         plugin.register()
         if on_cpu:
-            _check_heads_on_a_cpu(model)
-        self._engine = Engine(engine_options(config, model, longest, dtype, seed, tokenizer, on_cpu=on_cpu))
+            _check_heads_on_a_cpu(config["model_name"])
+        self._engine = Engine(engine_options(config, seed, tokenizer, on_cpu=on_cpu))
 
     # refit
 
@@ -130,7 +124,7 @@ class VllmGenerationWorker:
             )
         from vllm import SamplingParams
 
-        requests = requests_of(data, self._config, self._longest, greedy=greedy)
+        requests = requests_of(data, self._config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
         outputs = self._engine.call(
             "generate",
             [{"prompt_token_ids": request.prompt} for request in requests],
