@@ -6,14 +6,15 @@ expects them. Only a group of ranks of which one is gone is of no more use: it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megarl.distributed.device import is_out_of_memory
 from megarl.errors import RefitError
-from megarl.weight_sync.channel import BUFFERS, HEADER, Channel
+from megarl.weight_sync.channel import BUFFERS, HEADER, NO_BODY, Channel
 from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.delta_channel import DeltaChannel
 from megarl.weight_sync.manifest import Manifest
@@ -74,15 +75,18 @@ class WeightBroadcaster:
         channel.begin()
         packing: Exception | None = None
         sending: Exception | None = None
-        for index in range(len(channel.parts)):
-            sending = sending or _failure_of(channel.wait, index)
-            packing = packing or _failure_of(self._pack, index, stream)
-            self._announce(index, version, given_up=packing is not None)
-            sending = sending or _failure_of(channel.start, index)
-        for slot in range(BUFFERS):
-            sending = sending or _failure_of(channel.wait, slot)
-        if packing is not None:
-            drain(stream)
+        with self._leaving_on_error():
+            for index in range(len(channel.parts)):
+                sending = sending or _failure_of(channel.wait, index)
+                packing = packing or _failure_of(self._fill, index, stream, version)
+                if packing is not None:
+                    self._head(index, [_GIVEN_UP, version, channel.parts[index].first, 0, 0, *NO_BODY])
+                sending = sending or _failure_of(channel.start, index)
+            for slot in range(BUFFERS):
+                sending = sending or _failure_of(channel.wait, slot)
+            if packing is not None:
+                # whatever else fails there, the engines hear of the first failure
+                _failure_of(drain, stream)
         refusals: list[str] = []
         if sending is None:
             try:
@@ -102,19 +106,25 @@ class WeightBroadcaster:
         """Leave the group of ranks."""
         self._channel.close()
 
-    def _pack(self, index: int, stream: Stream) -> None:
-        pack(stream, self._channel.manifest, self._channel.parts[index], self._channel.content(index))
-        if index + 1 == len(self._channel.parts):
-            expect_end(stream)
+    @contextlib.contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """Nobody is to wait for one that does not go through all groups, as after an interruption."""
+        try:
+            yield
+        except BaseException:
+            self._channel.close()
+            raise
 
-    def _announce(self, index: int, version: int, *, given_up: bool) -> None:
+    def _fill(self, index: int, stream: Stream, version: int) -> None:
         channel = self._channel
-        if given_up:
-            words = [_GIVEN_UP, version, channel.parts[index].first, 0, 0, -1, 0]
-        else:
-            number = checksum(channel.content(index)) if self._with_checksum else 0
-            words = [channel.round, version, channel.parts[index].first, number, int(self._with_checksum), *channel.seal(index)]
-        channel.header(index).copy_(torch.tensor(words))
+        pack(stream, channel.manifest, channel.parts[index], channel.content(index))
+        if index + 1 == len(channel.parts):
+            expect_end(stream)
+        number = checksum(channel.content(index)) if self._with_checksum else 0
+        self._head(index, [channel.round, version, channel.parts[index].first, number, int(self._with_checksum), *channel.seal(index)])
+
+    def _head(self, index: int, words: list[int]) -> None:
+        self._channel.header(index).copy_(torch.tensor(words))
 
 
 class WeightListener:
@@ -156,7 +166,7 @@ class WeightListener:
                 if index + BUFFERS < len(channel.parts):
                     channel.start(index + BUFFERS)
             refusals = self._group.agree(channel.round, f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS)
-        except RefitError:
+        except BaseException:
             channel.close()
             raise
         if failure is not None:

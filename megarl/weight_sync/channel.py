@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -16,6 +19,8 @@ BUFFERS = 2
 # against, changed words of the delta (-1 where the group comes whole)
 HEADER, WORDS = ALIGNMENT, 7
 WHOLE = -1, -1
+# of a group that nobody will look at
+NO_BODY = -1, 0
 
 
 class Channel:
@@ -87,7 +92,8 @@ class Channel:
         self._broadcast(index, self._memory[index % BUFFERS][: HEADER + self.parts[index].nbytes])
 
     def _broadcast(self, index: int, buffer: torch.Tensor) -> None:
-        self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, self._stages[index]))
+        with _getting_through():
+            self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, self._stages[index]))
 
     def wait(self, index: int) -> None:
         """Until what the buffer of group ``index`` holds has gone out or come in.
@@ -97,13 +103,23 @@ class Channel:
         """
         works = self._works.get(index % BUFFERS, [])
         try:
-            self._group.wait(works)
-        except RuntimeError as error:
+            with _getting_through():
+                self._group.wait(works)
+        except RefitError:
             works.clear()
-            raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error
+            raise
 
     def close(self) -> None:
         """Leave the group of ranks, so that nobody waits in it for this one."""
         for works in self._works.values():
             works.clear()
         self._group.close()
+
+
+@contextlib.contextmanager
+def _getting_through() -> Iterator[None]:
+    """What torch says of a broken group, as an error of megarl's."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error

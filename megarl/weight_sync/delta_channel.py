@@ -6,8 +6,12 @@ has another one refuses it, and after a refit that failed on any rank the next o
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
+from megarl.distributed.device import is_out_of_memory
 from megarl.errors import RefitError
 from megarl.weight_sync.channel import BUFFERS, HEADER, WHOLE, Channel
 from megarl.weight_sync.delta import apply_delta, changed, delta_bytes, write_delta
@@ -46,10 +50,16 @@ class DeltaChannel(Channel):
         self._base_version = version
 
     def seal(self, index: int) -> tuple[int, int]:
+        """The same, with what changed.
+
+        Raises:
+            RefitError: there is no memory to find it.
+        """
         new, base, word = self.content(index), self._base[index], self._words[index]
-        positions = None if self._against is None else changed(base, new, word, self._most[index])
-        if positions is not None:
-            write_delta(positions, new, word, self._deltas[index % BUFFERS])
+        with _enough_memory(base):
+            positions = None if self._against is None else changed(base, new, word, self._most[index])
+            if positions is not None:
+                write_delta(positions, new, word, self._deltas[index % BUFFERS])
         base.copy_(new)
         return WHOLE if positions is None or self._against is None else (self._against, positions.numel())
 
@@ -57,7 +67,7 @@ class DeltaChannel(Channel):
         """Bring the kept bytes up to date.
 
         Raises:
-            RefitError: the delta is against another version than that of the kept bytes.
+            RefitError: the delta is against another version than that of the kept bytes, or there is no memory to take it.
         """
         against, count = self.header(index)[-2:].tolist()
         if count < 0:
@@ -65,7 +75,8 @@ class DeltaChannel(Channel):
         if against != self._against:
             has = "none" if self._against is None else f"version {self._against}"
             raise RefitError(f"changes against version {against} of the weights came to an engine that has {has}: refit anew, whole")
-        apply_delta(self._base[index], self._deltas[index % BUFFERS], count, self._words[index])
+        with _enough_memory(self._base[index]):
+            apply_delta(self._base[index], self._deltas[index % BUFFERS], count, self._words[index])
 
     def start(self, index: int) -> None:
         """Sender: a header and a body. A receiver learns from the header how long the body is, so that it begins in :meth:`wait`."""
@@ -87,3 +98,17 @@ class DeltaChannel(Channel):
         body = self.content(index) if count < 0 else delta[: delta_bytes(count, self._words[index])]
         if body.numel():
             self._broadcast(index, body)
+
+
+@contextlib.contextmanager
+def _enough_memory(weights: torch.Tensor) -> Iterator[None]:
+    """For what a delta of ``weights`` takes beside them."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RefitError(
+            f"no memory for what changed in {weights.numel()} bytes of weights: {error}; Fix: set a smaller policy.refit_buffer_size_gb, "
+            "or write policy.generation.vllm_cfg.refit_delta_share: 0"
+        ) from error

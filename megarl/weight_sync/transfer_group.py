@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
+import time
 from typing import Any
 
 import torch
@@ -85,7 +87,6 @@ class TransferGroup:
         self._groups: dict[int, Any] = {}
         self._everybody: Any = None
         self._started: list[dist.Work] = []
-        _drop_what_ended()
         self._lifelines = self._lines(ip, port)
         try:
             self._make()
@@ -221,7 +222,7 @@ class TransferGroup:
             groups[index].abort()
         self._lifelines.close()
         if not all(_ends(work) for work in self._started):
-            _waiting.append((list(groups), self._started))
+            threading.Thread(target=_outlast, args=(self._started, list(groups)), name="weights-in-flight", daemon=True).start()
         # gloo closes its connections with its last reference; to abort does not
         groups.clear()
         self._groups.clear()
@@ -230,13 +231,16 @@ class TransferGroup:
         self._meeting.leave()
 
 
-# Groups that were left while bytes were on their way to or from a rank that died, and their operations, which wait until their time is
-# over. To let go of such a group earlier is to wait for them.
-_waiting: list[tuple[list[Any], list[dist.Work]]] = []
+def _outlast(works: list[dist.Work], groups: list[Any]) -> None:
+    """Keep groups that were left while bytes were on their way to or from a rank that died: such operations wait until their time is over.
 
-
-def _drop_what_ended() -> None:
-    _waiting[:] = [(groups, works) for groups, works in _waiting if not all(work.is_completed() for work in works)]
+    To let go of such a group earlier is to wait for them. What a daemon thread has is never taken down, so that the process can end before;
+    but within torch it must not be then, whose C++ such an end of a thread terminates.
+    """
+    while not all(work.is_completed() for work in works):
+        time.sleep(_LOOK.total_seconds())
+    works.clear()
+    groups.clear()
 
 
 def _ends(work: dist.Work) -> bool:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,8 +25,8 @@ BYTES = 2**28
 LONG = 20.0
 
 
-def join(port: int, rank: int) -> TransferGroup:
-    return TransferGroup(HOST, port, 2, rank, digest="same", device=torch.device("cpu"), collective_s=LONG)
+def join(port: int, rank: int, collective_s: float = LONG) -> TransferGroup:
+    return TransferGroup(HOST, port, 2, rank, digest="same", device=torch.device("cpu"), collective_s=collective_s)
 
 
 def begin(group: TransferGroup) -> tuple[torch.Tensor, list[torch.distributed.Work]]:
@@ -73,6 +74,49 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
         group.close()
         other.join()
         assert other.exitcode == (-signal.SIGKILL if dies else 0)
+
+
+def survive(port: int, sender: int) -> None:
+    """The process of a listener that kills the sender, misses it, and ends."""
+    group = join(port, 1, collective_s=3600.0)
+    buffer, works = begin(group)
+    comes(buffer)
+    os.kill(sender, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"^rank 0 went away$"):
+        group.wait(works)
+    group.close()
+    assert [thread.name for thread in threading.enumerate() if thread.daemon] == ["weights-in-flight"]
+
+
+@pytest.mark.timeout(120)
+def test_who_missed_another_can_end_though_an_operation_waits_for_an_hour() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    port = free_port(HOST)
+    sender = spawn.Process(target=other_side, args=(port, 0, True), daemon=True)
+    sender.start()
+    survivor = spawn.Process(target=survive, args=(port, sender.pid), daemon=True)
+    survivor.start()
+    survivor.join()
+    assert survivor.exitcode == 0
+
+
+def test_a_connection_that_a_forked_process_has_too_ends_with_the_rank() -> None:
+    ours, theirs = socket.create_server((HOST, 0)), socket.socket()
+    theirs.connect(ours.getsockname())
+    accepted, _ = ours.accept()
+    left, right = Lifelines({1: accepted}), Lifelines({0: theirs})
+    with accepted.dup():
+        left.close()
+        assert right.lost() == [0]
+
+
+def test_a_host_that_vanishes_is_asked_after() -> None:
+    ours, theirs = socket.create_server((HOST, 0)), socket.socket()
+    theirs.connect(ours.getsockname())
+    for line in (theirs, ours.accept()[0]):
+        Lifelines({0: line})
+        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
 
 
 def test_another_program_at_the_door_is_no_member() -> None:

@@ -18,6 +18,7 @@ from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.meeting import Meeting
+from megarl.weight_sync.parcels import Parcel, ParcelStream
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.memory_limit import no_more_memory_than
 from tests.unit.test_weight_sync import assert_same, weights
@@ -173,6 +174,40 @@ def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_
     assert isinstance(error, ZeroDivisionError)
     assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
     refit(policy, engines, weights(3), 3)
+
+
+def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(groups: list[TransferGroup]) -> None:
+    policy = WeightBroadcaster(groups[0], MANIFEST)
+    engines = [listening(group) for group in groups[1:]]
+
+    class Broken(ParcelStream):
+        calls = 0
+
+        def take(self, most: int) -> Parcel | None:
+            self.calls += 1
+            raise MemoryError(f"no memory, call {self.calls}")
+
+        def __next__(self) -> tuple[str, torch.Tensor]:
+            raise StopIteration
+
+    error, *others = together(lambda: policy.send(Broken(), 2), *engines)
+    assert isinstance(error, MemoryError) and str(error) == "no memory, call 1"
+    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
+    refit(policy, engines, weights(3), 3)
+
+
+def test_an_interrupted_policy_is_waited_for_by_nobody(groups: list[TransferGroup]) -> None:
+    policy = WeightBroadcaster(groups[0], MANIFEST)
+    engines = [listening(group) for group in groups[1:]]
+
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(weights().items()))
+        raise KeyboardInterrupt
+
+    error, *others = together(lambda: policy.send(interrupted(), 2), *engines)
+    assert isinstance(error, KeyboardInterrupt)
+    assert all(isinstance(other, RefitError) and "did not get through" in str(other) for other in others), others
+    assert not any("Timed out" in str(other) for other in others), others
 
 
 def test_changed_bytes_are_found_and_the_next_refit_works(groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch) -> None:

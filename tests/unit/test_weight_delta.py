@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
+from megarl.weight_sync import delta_channel
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.delta import apply_delta, changed, delta_bytes, write_delta
 from megarl.weight_sync.transfer_group import TransferGroup
@@ -136,6 +138,34 @@ def test_after_a_refit_that_failed_everything_comes(groups: list[TransferGroup],
     travelled.clear()
     refit(policy, engines, sparse(state, 3), 3)
     assert sum(travelled) == whole
+
+
+@pytest.mark.parametrize("what", ["changed", "apply_delta"])
+def test_no_memory_for_what_changed_is_an_error_for_all_at_once_and_the_next_refit_works(
+    groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    policy = WeightBroadcaster(groups[0], MANIFEST)
+    engines = [listening(group) for group in groups[1:]]
+    state = weights(1)
+    refit(policy, engines, state, 1)
+    calls = []
+
+    def full(*arguments: Any) -> Any:
+        calls.append(what)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("tried to allocate 4 MiB")
+        return {"changed": changed, "apply_delta": apply_delta}[what](*arguments)
+
+    monkeypatch.setattr(delta_channel, what, full)
+    state = sparse(state, 2)
+    stream = iter(state.items())
+    error, *others = together(lambda: policy.send(stream, 2), *engines)
+    assert isinstance(error, RefitError) and re.search(r"no memory for what changed in \d+ bytes.*refit_delta_share: 0", str(error))
+    assert next(stream, None) is None, "gathering is collective: the stream has to be taken to its end"
+    assert all(isinstance(other, RefitError) for other in others)
+    for version in (3, 4):
+        state = sparse(state, version)
+        refit(policy, engines, state, version)
 
 
 def test_changes_against_another_version_are_refused(groups: list[TransferGroup]) -> None:
