@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 def snapshot() -> dict[str, str]:
@@ -47,3 +48,18 @@ def flag(name: str, default: bool = False) -> bool:
 def set_variables(values: Mapping[str, str]) -> None:
     """Set variables for this process and its children (thread counts, rendezvous address)."""
     os.environ.update(values)
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for this process, and for children started within; afterwards they are what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

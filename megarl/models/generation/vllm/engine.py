@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import tempfile
 import threading
@@ -17,10 +18,6 @@ LOOK_SECONDS = 1.0
 LAST_WORDS_SECONDS = 5.0
 
 
-class VllmDied(RuntimeError):
-    """A process of vLLM ended, so that there will be no answer."""
-
-
 class Engine:
     """``vllm.LLM``, in this process or with processes of its own.
 
@@ -33,8 +30,8 @@ class Engine:
 
         # where vLLM's processes meet; it would leave the sockets where they are
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=env.text(SOCKETS))
-        env.set_variables({SOCKETS: self._sockets.name})
-        self._llm = LLM(**options)
+        with env.variables({SOCKETS: self._sockets.name}):
+            self._llm = LLM(**options)
         self._processes = multiprocessing.active_children()
 
     @property
@@ -46,7 +43,7 @@ class Engine:
         """Call a method of ``LLM``.
 
         Raises:
-            VllmDied: vLLM itself would wait for ever.
+            RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for it for ever.
         """
         if not self._processes:
             return getattr(self._llm, method)(*args, **kwargs)
@@ -56,7 +53,7 @@ class Engine:
             dead = [process for process in self._processes if not process.is_alive()]
             if dead and not wait([answer], LAST_WORDS_SECONDS).done:
                 said = ", ".join(f"{process.name} (process {process.pid}, exit code {process.exitcode})" for process in dead)
-                raise VllmDied(f"vLLM died in {method}(): {said}")
+                raise RuntimeError(f"vLLM died in {method}(): {said}")
         return answer.result()
 
     def _answer(self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,14 +64,12 @@ class Engine:
 
     def shutdown(self) -> None:
         """End vLLM's processes, those that are left of an engine that died too."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            if all(process.is_alive() for process in self._processes):
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._sockets.cleanup)
+            ending.callback(self._llm.llm_engine.engine_core.shutdown)
+            if not self._processes:
                 self.call("shutdown_weight_transfer_engine")
-        except (VllmDied, EngineDeadError):
-            # who asked it for something heard of that
-            pass
-        finally:
-            self._llm.llm_engine.engine_core.shutdown()
-            self._sockets.cleanup()
+            elif all(process.is_alive() for process in self._processes):
+                # of an engine that is just dying: who asked it for something heard of that
+                with contextlib.suppress(Exception):
+                    self.call("shutdown_weight_transfer_engine")
