@@ -13,7 +13,8 @@ from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, completed, eng
 from tests.unit.config_samples import changed, raw_grpo
 
 VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "tensor_parallel_size": (2, {"tensor_parallel_size": 2}),
+    # vLLM's own processes: inside a Ray actor it would choose Ray
+    "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}),
     "gpu_memory_utilization": (0.31, {"gpu_memory_utilization": 0.31}),
     "kv_cache_gb": (0.5, {"kv_cache_memory_bytes": 2**29}),
     "enforce_eager": (True, {"enforce_eager": True}),
@@ -55,11 +56,6 @@ def test_a_cpu_has_a_cache_of_a_known_size() -> None:
     assert not options(on_cpu=True)["enable_sleep_mode"]
     assert options(on_cpu=True)["kv_cache_memory_bytes"] == CACHE_ON_A_CPU
     assert options({"policy.generation.vllm_cfg.kv_cache_gb": 0.5}, on_cpu=True)["kv_cache_memory_bytes"] == 2**29
-
-
-def test_ranks_of_an_engine_on_a_cpu_are_processes_of_its_own() -> None:
-    two = {"policy.generation.vllm_cfg.tensor_parallel_size": 2}
-    assert options(two, on_cpu=True) == {**options(on_cpu=True), "tensor_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}
 
 
 def test_further_arguments_come_last() -> None:

@@ -77,7 +77,7 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
     if on_cpu:
         options["block_size"] = 32
-        if settings["tensor_parallel_size"] > 1:
-            # inside a Ray actor vLLM would choose Ray, which it then refuses on a CPU
-            options["distributed_executor_backend"] = plugin.EXECUTOR
+    if settings["tensor_parallel_size"] > 1:
+        # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the actor's are the engine's already
+        options["distributed_executor_backend"] = plugin.EXECUTOR
     return {**options, **(config.get("vllm_kwargs") or {})}

@@ -11,6 +11,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.errors import ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
+from megarl.models.generation.vllm.devices import devices_of_places
 from megarl.models.generation.vllm.engine import Engine
 from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
@@ -24,18 +25,27 @@ class VllmGenerationWorker:
         config: the generation configuration, completed.
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; the model's by default.
+        place: number of the engine's first place, and the share of its GPU that the engine has.
     """
 
-    def __init__(self, config: Mapping[str, Any], seed: int = 0, tokenizer: str | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any], seed: int = 0, tokenizer: str | None = None, place: tuple[int, float] = (0, 1.0)) -> None:
         self._config = config
         self._names: list[str] = []
         self._version: int | None = None
         self._updating = False
         on_cpu = not runtime().is_cuda
+        ranks = config["vllm_cfg"]["tensor_parallel_size"]
+        if ranks > 1 and not on_cpu:
+            env.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))})
         plugin.register()
         if on_cpu:
             _check_heads_on_a_cpu(config["model_name"])
         self._engine = Engine(engine_options(config, seed, tokenizer, on_cpu=on_cpu))
+
+    @staticmethod
+    def configure_worker(num_gpus: float, bundle_indices: tuple[int, list[int]]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        """See :class:`RayWorkerBuilder`: an engine hears which place it is on."""
+        return {}, {}, {"place": (bundle_indices[1][0], num_gpus)}
 
     # refit
 
