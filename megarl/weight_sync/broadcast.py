@@ -87,12 +87,12 @@ class WeightBroadcaster:
             if packing is not None:
                 # whatever else fails there, the engines hear of the first failure
                 _failure_of(drain, stream)
-        refusals: list[str] = []
-        if sending is None:
-            try:
-                refusals = self._group.agree(channel.round, str(packing or ""), CONFIRM_SECONDS)
-            except RefitError as error:
-                sending = error
+            refusals: list[str] = []
+            if sending is None:
+                try:
+                    refusals = self._group.agree(channel.round, str(packing or ""), CONFIRM_SECONDS)
+                except RefitError as error:
+                    sending = error
         if sending is not None:
             channel.close()
         failure = packing or sending

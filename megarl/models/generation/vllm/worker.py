@@ -43,9 +43,11 @@ class VllmGenerationWorker:
         self._engine = Engine(engine_options(config, seed, tokenizer, on_cpu=on_cpu))
 
     @staticmethod
-    def configure_worker(num_gpus: float, bundle_indices: tuple[int, list[int]]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    def configure_worker(
+        num_gpus: float, bundle_indices: tuple[int, list[int]] | None
+    ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """See :class:`RayWorkerBuilder`: an engine hears which place it is on."""
-        return {}, {}, {"place": (bundle_indices[1][0], num_gpus)}
+        return {}, {}, {"place": (bundle_indices[1][0] if bundle_indices else 0, num_gpus)}
 
     # refit
 
