@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -104,6 +105,11 @@ def job(tmp_path: Path) -> Iterator[Job]:
     for process in made.started:
         process.kill()
         process.wait()
+    # Slurm would end what a killed task leaves on a node
+    for left in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if left.cwd() == str(tmp_path):
+                left.kill()
 
 
 def test_the_driver_runs_on_the_first_of_all_nodes_and_its_code_is_the_job_s(job: Job) -> None:
