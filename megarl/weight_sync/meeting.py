@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import socket
 import threading
 import time
 from collections.abc import Container
@@ -22,6 +23,8 @@ from megarl.errors import RefitError
 HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
 _PROTOCOL = 4
+# ranks that come at once wait there
+_BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,8 @@ class Meeting:
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
         try:
-            self.store: Any = _store(ip, port, keeps=True, seconds=seconds) if keeps else _answering_store(ip, port, seconds)
-        except (dist.DistError, RuntimeError) as error:
+            self.store: Any = _store(ip, port, seconds, _listener(ip, port)) if keeps else _answering_store(ip, port, seconds)
+        except (dist.DistError, RuntimeError, OSError) as error:
             what = "the port cannot be taken" if keeps else "the policy does not answer"
             message = f"no group for weights at {self.address}: {what} ({error}); choose another port, or look at the policy"
             raise RefitError(message) from error
@@ -185,8 +188,20 @@ class Meeting:
         return verdict
 
 
-def _store(ip: str, port: int, *, keeps: bool, seconds: float) -> Any:
-    return dist.TCPStore(ip, port, is_master=keeps, wait_for_workers=False, timeout=datetime.timedelta(seconds=seconds))
+def _listener(ip: str, port: int) -> int:
+    """A descriptor on this address alone; a store that opens its port itself listens to everybody who reaches this host.
+
+    Raises:
+        OSError: the port is taken, or this host has no such address.
+    """
+    family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=_BACKLOG).detach()
+
+
+def _store(ip: str, port: int, seconds: float, listener: int | None = None) -> Any:
+    """The store whose port ``listener`` is, which closes it; without one that of somebody else."""
+    timeout = datetime.timedelta(seconds=seconds)
+    return dist.TCPStore(ip, port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
 
 
 def _answering_store(ip: str, port: int, seconds: float) -> Any:
@@ -202,7 +217,7 @@ def _answering_store(ip: str, port: int, seconds: float) -> Any:
 
     def enter() -> None:
         try:
-            found.append(_store(ip, port, keeps=False, seconds=seconds))
+            found.append(_store(ip, port, seconds))
         except (dist.DistError, RuntimeError) as error:
             found.append(error)
 

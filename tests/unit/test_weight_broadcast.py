@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,6 +124,26 @@ def test_a_taken_port_and_an_absent_policy_are_errors() -> None:
             joining(port, 0, handshake_s=2.0)()
     with pytest.raises(RefitError, match="the policy does not answer"):
         joining(free_port(HOST), 1, handshake_s=2.0)()
+
+
+@pytest.mark.parametrize("address", [HOST, "::1", "localhost"])
+def test_who_is_not_on_the_policy_s_network_does_not_reach_its_store(address: str) -> None:
+    port = free_port(HOST)
+    meeting = Meeting(address, port, keeps=True)
+    other = Meeting(address, port, keeps=False)
+    meeting.store.set("said", "hello")
+    assert other.store.get("said") == b"hello"
+    listening = {one.laddr.ip for one in psutil.Process().net_connections() if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
+    assert len(listening) == 1 and ipaddress.ip_address(*listening).is_loopback
+    with pytest.raises(RefitError, match="the port cannot be taken"):
+        Meeting(address, port, keeps=True)
+
+
+def test_an_address_of_another_host_is_an_error() -> None:
+    with pytest.raises(
+        RefitError, match=r"no group for weights at 203\.0\.113\.1:\d+: the port cannot be taken \(.*assign requested address"
+    ):
+        Meeting("203.0.113.1", free_port(HOST), keeps=True)
 
 
 def test_another_program_s_port_that_says_nothing_is_an_error_in_time() -> None:
