@@ -26,16 +26,15 @@ chooses_tests() {
     return 1
 }
 
-# The directories of tests: functions first, so that a broken one shows early; whole programs, which leave half of two cores idle, while
-# the second run goes on beside them; then what takes all cores. One that is not named here comes last.
+# The directories of tests, quick ones first, so that a broken thing shows early; one that is not named here comes last.
 test_rooms() {
     local room
-    for room in unit system launch dist; do
+    for room in unit dist system launch; do
         [[ ! -d "tests/$room" ]] || printf 'tests/%s\n' "$room"
     done
     for room in tests/*/; do
         room=${room%/}
-        [[ "$room" =~ ^tests/(unit|system|launch|dist|__.*)$ ]] || printf '%s\n' "$room"
+        [[ "$room" =~ ^tests/(unit|dist|system|launch|__.*)$ ]] || printf '%s\n' "$room"
     done
 }
 

@@ -279,10 +279,10 @@ def pytest_calls(clone: Clone) -> list[list[str]]:
     return [words[1:] for words in clone.calls() if words[0] == "pytest"]
 
 
-def test_the_whole_suite_runs_functions_before_programs_and_layouts(clone: Clone) -> None:
+def test_the_whole_suite_runs_quick_rooms_first(clone: Clone) -> None:
     done = clone.run("bash", "launch/test.sh", "-k", "converters")
     assert done.returncode == 0, done.stderr
-    assert pytest_calls(clone) == [[".venv", "tests/unit", "tests/system", "tests/dist", "tests/extra", "-k", "converters"]]
+    assert pytest_calls(clone) == [[".venv", "tests/unit", "tests/dist", "tests/system", "tests/extra", "-k", "converters"]]
 
 
 def test_chosen_tests_alone_run(clone: Clone) -> None:
@@ -302,7 +302,7 @@ def python312(clone: Clone) -> dict[str, str]:
 def test_python312_runs_megatron_and_converters_on_the_newest_megatron(clone: Clone, python312: dict[str, str]) -> None:
     done = clone.run("bash", "launch/test.sh", **python312)
     assert done.returncode == 0, done.stderr
-    first = [".venv", "tests/unit", "tests/system", "tests/dist", "tests/extra"]
+    first = [".venv", "tests/unit", "tests/dist", "tests/system", "tests/extra"]
     assert sorted(pytest_calls(clone)) == [first, [".venv-3.12", "--newest-megatron", "tests/dist", "tests/unit"]]
     assert done.stdout.index("tests of .venv\n") < done.stdout.index("tests of .venv-3.12\n")
     pins = (clone.root / ".venv-3.12.constraints").read_text().splitlines()
