@@ -11,9 +11,9 @@ from typing import Any
 import ray
 
 from megarl.distributed.virtual_cluster import RayVirtualCluster
+from megarl.distributed.worker_devices import devices_of_places
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import MegarlError
-from megarl.models.generation.vllm.devices import devices_of_places
 from megarl.models.generation.vllm.generation import _first_places
 from megarl.models.generation.vllm.worker import VllmGenerationWorker
 

@@ -9,9 +9,9 @@ from typing import Any
 from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
+from megarl.distributed.worker_devices import devices_of_places
 from megarl.errors import ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
-from megarl.models.generation.vllm.devices import devices_of_places
 from megarl.models.generation.vllm.engine import Engine
 from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of

@@ -1,4 +1,4 @@
-"""The GPUs of an engine's ranks. Ray shows an actor that of its own place alone; an engine of several ranks has those beside it too."""
+"""GPUs of several places. Ray shows an actor that of its own alone; an engine of several ranks has the places beside it too."""
 
 from __future__ import annotations
 
