@@ -47,6 +47,16 @@ def _channel_of(group: TransferGroup, manifest: Manifest) -> Channel:
         raise RefitError(f"no memory for {BUFFERS} buffers of {HEADER + group.buffer_bytes} bytes{kept}: {error}; {fix}") from error
 
 
+@contextlib.contextmanager
+def _leaving_on_error(channel: Channel) -> Iterator[None]:
+    """Nobody is to wait for one that does not go through all groups, as after an interruption."""
+    try:
+        yield
+    except BaseException:
+        channel.close()
+        raise
+
+
 class WeightBroadcaster:
     """The sending rank of a pipeline stage of the policy.
 
@@ -75,7 +85,7 @@ class WeightBroadcaster:
         channel.begin()
         packing: Exception | None = None
         sending: Exception | None = None
-        with self._leaving_on_error():
+        with _leaving_on_error(channel):
             for index in range(len(channel.parts)):
                 sending = sending or _failure_of(channel.wait, index)
                 packing = packing or _failure_of(self._fill, index, stream, version)
@@ -105,15 +115,6 @@ class WeightBroadcaster:
     def close(self) -> None:
         """Leave the group of ranks."""
         self._channel.close()
-
-    @contextlib.contextmanager
-    def _leaving_on_error(self) -> Iterator[None]:
-        """Nobody is to wait for one that does not go through all groups, as after an interruption."""
-        try:
-            yield
-        except BaseException:
-            self._channel.close()
-            raise
 
     def _fill(self, index: int, stream: Stream, version: int) -> None:
         channel = self._channel
@@ -157,7 +158,7 @@ class WeightListener:
         self.version = None
         channel.begin()
         failure: Exception | None = None
-        try:
+        with _leaving_on_error(channel):
             for index in range(min(BUFFERS, len(channel.parts))):
                 channel.start(index)
             for index in range(len(channel.parts)):
@@ -166,9 +167,6 @@ class WeightListener:
                 if index + BUFFERS < len(channel.parts):
                     channel.start(index + BUFFERS)
             refusals = self._group.agree(channel.round, f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS)
-        except BaseException:
-            channel.close()
-            raise
         if failure is not None:
             raise failure
         if refusals:

@@ -184,24 +184,25 @@ def test_weights_that_were_not_announced_are_refused_by_all_and_the_next_refit_w
     refit(policy, engines, weights(3), 3)
 
 
-def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_next_refit_works(groups: list[TransferGroup]) -> None:
+def error_of(groups: list[TransferGroup], stream: Iterator[tuple[str, torch.Tensor]]) -> Any:
+    """What the policy says of a stream that fails. The engines hear that it gave up, and the next refit works."""
     policy = WeightBroadcaster(groups[0], MANIFEST)
     engines = [listening(group) for group in groups[1:]]
+    error, *others = together(lambda: policy.send(stream, 2), *engines)
+    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
+    refit(policy, engines, weights(3), 3)
+    return error
 
+
+def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_next_refit_works(groups: list[TransferGroup]) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield next(iter(weights().items()))
         raise ZeroDivisionError
 
-    error, *others = together(lambda: policy.send(broken(), 2), *engines)
-    assert isinstance(error, ZeroDivisionError)
-    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
-    refit(policy, engines, weights(3), 3)
+    assert isinstance(error_of(groups, broken()), ZeroDivisionError)
 
 
 def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(groups: list[TransferGroup]) -> None:
-    policy = WeightBroadcaster(groups[0], MANIFEST)
-    engines = [listening(group) for group in groups[1:]]
-
     class Broken(ParcelStream):
         calls = 0
 
@@ -212,10 +213,8 @@ def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(
         def __next__(self) -> tuple[str, torch.Tensor]:
             raise StopIteration
 
-    error, *others = together(lambda: policy.send(Broken(), 2), *engines)
+    error = error_of(groups, Broken())
     assert isinstance(error, MemoryError) and str(error) == "no memory, call 1"
-    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
-    refit(policy, engines, weights(3), 3)
 
 
 def test_an_interrupted_policy_is_waited_for_by_nobody(groups: list[TransferGroup]) -> None:
