@@ -68,6 +68,12 @@ def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.T
         del parcel
 
 
+def failing(error: Exception) -> Stream:
+    """The stream of a model that has none to give, because of ``error``."""
+    raise error
+    yield
+
+
 def drain(stream: Stream) -> None:
     """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever became of its own part."""
     if isinstance(stream, ParcelStream):

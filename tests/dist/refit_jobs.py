@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
-from megarl.errors import RefitError
+from megarl.errors import MegarlError
 from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
@@ -101,15 +101,11 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
         ``refits``, the names of the weights that this rank ``sends``, and how often it ``asked`` other stages to learn them.
     """
     worker = build(config)
-    digest = Manifest.from_description(worker.prepare_info_for_collective()).digest
+    worker.prepare_info_for_collective()
     seen: list[Any] = []
-    first = dist.get_rank() == 0
     with ThreadPoolExecutor(2) as pool:
-        options = {"digest": digest, "device": torch.device("cpu")}
-        joining = [pool.submit(TransferGroup, "127.0.0.1", port, 3, rank, **options) for rank in (1, 2)] if first else []
         with counted_objects() as asked:
-            worker.init_collective("127.0.0.1", port, 3)
-        listeners = [WeightListener(joined.result(), Manifest.from_description(worker.prepare_refit_info())) for joined in joining]
+            listeners = _engines(worker, port, 2, pool)
         channel = worker._broadcaster._channel if worker._broadcaster is not None else None
         sends = [info.name for index in range(len(channel.parts)) for info in channel.infos(index)] if channel is not None else []
         for step in range(3):
@@ -128,6 +124,37 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
             worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     worker.backend.close()
     return {"refits": seen, "sends": sends, "asked": len(asked)}
+
+
+def _engines(worker: Any, port: int, count: int, pool: ThreadPoolExecutor) -> list[WeightListener]:
+    """Ranks of engines apart, threads of the policy's rank 0, which is connected to them."""
+    manifest = Manifest.from_description(worker.prepare_refit_info())
+    options = {"digest": manifest.digest, "device": torch.device("cpu")}
+    ranks = range(1, count + 1) if dist.get_rank() == 0 else ()
+    joining = [pool.submit(TransferGroup, "127.0.0.1", port, count + 1, rank, **options) for rank in ranks]
+    worker.init_collective("127.0.0.1", port, count + 1)
+    return [WeightListener(joined.result(), manifest) for joined in joining]
+
+
+def held_back(config: Mapping[str, Any], port: int) -> list[list[str]]:
+    """What policy and engine say of refits that the policy fails before it has any weight to send, and of one after them."""
+    worker = build(config)
+    said = []
+    with ThreadPoolExecutor(1) as pool:
+        listeners = _engines(worker, port, 1, pool)
+
+        def refit() -> None:
+            receiving = [pool.submit(listener.receive, lambda _: None) for listener in listeners]
+            said.append([_refusal(worker.broadcast_weights_for_collective), *(_refusal(future.result) for future in receiving)])
+
+        with mock.patch.object(worker.backend, "export_stage", side_effect=MemoryError("all of it is taken")):
+            refit()
+        worker.offload_after_refit()
+        refit()
+        worker.prepare_for_lp_inference()
+        refit()
+    worker.backend.close()
+    return said
 
 
 def refused(config: Mapping[str, Any], taken: int, free: tuple[int, int]) -> list[str]:
@@ -150,8 +177,8 @@ def refused(config: Mapping[str, Any], taken: int, free: tuple[int, int]) -> lis
 def _refusal(action: Callable[..., Any], *arguments: Any) -> str:
     try:
         action(*arguments)
-    except RefitError as error:
-        return str(error)
+    except (MegarlError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -165,14 +192,10 @@ def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[s
     worker = build(config)
     manifest = Manifest.from_description(worker.prepare_refit_info())
     receiver = WeightReceiver(manifest, torch.device("cpu"))
-    first = dist.get_rank() == 0
     seen: list[dict[str, Any]] = []
     objects: list[str] = []
     with ThreadPoolExecutor(1) as pool, counted_objects() as called, counted_pickles() as pickled:
-        options = {"digest": manifest.digest, "device": torch.device("cpu")}
-        joining = [pool.submit(TransferGroup, "127.0.0.1", port, 2, 1, **options)] if first else []
-        worker.init_collective("127.0.0.1", port, 2)
-        listeners = [WeightListener(joined.result(), manifest) for joined in joining]
+        listeners = _engines(worker, port, 1, pool)
         for refit in range(1, marks[1] + 1):
             sizes, _ = worker.prepare_weights_for_ipc()
             called.clear()

@@ -136,6 +136,18 @@ def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(pool: 
     assert (first[3:], second[2:]) == (["", ""], [""])
 
 
+@pytest.mark.parametrize(("backend", "changes"), [("megatron", {"pp": 2}), ("dtensor", {"tp": 2}), ("fsdp1", {})])
+def test_engines_hear_of_a_policy_that_has_nothing_to_send_and_take_the_next_refit(
+    pool: WorkerPool, tiny_models: dict[str, Path], backend: str, changes: dict[str, Any]
+) -> None:
+    config = configured(backend, tiny_models["qwen3-tied-four"], changes)
+    first, second = pool.run(2, refit_jobs.held_back, config, free_port("127.0.0.1"))
+    for (own, engine), (other,), kind in zip(first[:2], second[:2], ("MemoryError: all of it is taken", "StateError: "), strict=True):
+        assert own.startswith(kind) and other.startswith(kind)
+        assert engine == "RefitError: the policy gave the refit up: look at its own error, and refit anew"
+    assert (first[2], second[2]) == (["", ""], [""])
+
+
 def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     port = free_port("127.0.0.1")
     backend, world, changes = LAYOUTS["megatron-tp2-sp"]

@@ -30,7 +30,7 @@ from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.meeting import Meeting
-from megarl.weight_sync.packing import drain
+from megarl.weight_sync.packing import Stream, drain, failing
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.stages import ONE_STAGE, Stages
 from megarl.weight_sync.transfer_group import TransferGroup
@@ -292,7 +292,8 @@ class EngineWorker:
         """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of the stage alone is in it.
 
         Args:
-            ip, port: where rank 0 listens.
+            ip, port: where rank 0 listens, on this address alone. A name has to mean the same there as elsewhere; on Debian a host's own
+                name is 127.0.1.1 to itself.
             world_size: ranks of the engines, and one.
             delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends all weights at every refit.
 
@@ -340,18 +341,25 @@ class EngineWorker:
         """Send the present weights over the groups of :meth:`init_collective`, each stage its own, until every engine rank has them all.
 
         Raises:
-            StateError: there is no group.
+            StateError: there is no group, or the weights are not those of the policy or in host memory; the engines hear of that.
             RefitError: an engine or a stage is gone; the groups are of no more use.
         """
-        self._refuse_reference("broadcast_weights_for_collective")
-        self._require("broadcast_weights_for_collective")
         if not self._broadcasts:
             raise StateError("broadcast_weights_for_collective(): no engine is connected; call init_collective() first")
         with _on_first_rank(RefitError):
-            stream = self.backend.export_stage()
+            stream = self._weights_of_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
             drain(stream)
+
+    def _weights_of_stage(self) -> Stream:
+        """What keeps them back comes with the stream, so that the engines hear of it too: they wait for weights by now."""
+        try:
+            self._refuse_reference("broadcast_weights_for_collective")
+            self._require("broadcast_weights_for_collective")
+            return self.backend.export_stage()
+        except Exception as error:
+            return failing(error)
 
     # checkpoints
 
