@@ -121,5 +121,7 @@ def _getting_through() -> Iterator[None]:
     """What torch says of a broken group, as an error of megarl's."""
     try:
         yield
+    except RefitError:
+        raise
     except RuntimeError as error:
         raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error

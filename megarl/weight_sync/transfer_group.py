@@ -87,8 +87,9 @@ class TransferGroup:
         self._groups: dict[int, Any] = {}
         self._everybody: Any = None
         self._started: list[dist.Work] = []
-        self._lifelines = self._lines(ip, port)
+        self._lifelines = Lifelines({})
         try:
+            self._lifelines = self._lines(ip, port)
             self._make()
         except BaseException:
             # the others are not to wait for one that has given up
@@ -148,7 +149,9 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._collective
-        work: dist.Work = self._groups[stage].broadcast([buffer], options)
+        return self._begun(self._groups[stage].broadcast([buffer], options))
+
+    def _begun(self, work: dist.Work) -> dist.Work:
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
@@ -199,7 +202,7 @@ class TransferGroup:
         options.timeout = self._collective if self.sends and self.stages.count > 1 else datetime.timedelta(seconds=seconds)
         try:
             store.set(mine, refusal)
-            self._everybody.allreduce([refused], options).wait()
+            self.wait([self._begun(self._everybody.allreduce([refused], options))])
             refusing = refused.nonzero().flatten().tolist()
             if not refusal:
                 store.delete_key(mine)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.ports import free_port
+from megarl.errors import RefitError
 from megarl.weight_sync.lifelines import Lifelines
 from megarl.weight_sync.transfer_group import TransferGroup
 
@@ -25,8 +26,8 @@ BYTES = 2**28
 LONG = 20.0
 
 
-def join(port: int, rank: int, collective_s: float = LONG) -> TransferGroup:
-    return TransferGroup(HOST, port, 2, rank, digest="same", device=torch.device("cpu"), collective_s=collective_s)
+def join(port: int, rank: int, collective_s: float = LONG, world_size: int = 2) -> TransferGroup:
+    return TransferGroup(HOST, port, world_size, rank, digest="same", device=torch.device("cpu"), collective_s=collective_s)
 
 
 def begin(group: TransferGroup) -> tuple[torch.Tensor, list[torch.distributed.Work]]:
@@ -41,9 +42,9 @@ def comes(buffer: torch.Tensor) -> None:
         pass
 
 
-def other_side(port: int, rank: int, dies: bool) -> None:
+def other_side(port: int, rank: int, dies: bool, world_size: int = 2) -> None:
     """The process of ``rank``; a listener that is to die stops where some of the bytes have come."""
-    group = join(port, rank)
+    group = join(port, rank, world_size=world_size)
     buffer, works = begin(group)
     if dies and not group.sends:
         comes(buffer)
@@ -74,6 +75,25 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
         group.close()
         other.join()
         assert other.exitcode == (-signal.SIGKILL if dies else 0)
+
+
+def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -> None:
+    port = free_port(HOST)
+    other = multiprocessing.get_context("spawn").Process(target=other_side, args=(port, 1, True, 3), daemon=True)
+    other.start()
+    with ThreadPoolExecutor(2) as pool:
+        sender, engine = pool.map(lambda rank: join(port, rank, world_size=3), (0, 2))
+        (_, sent), (_, came) = begin(sender), begin(engine)
+        engine.wait(came)
+        word = pool.submit(engine.agree, 1, "", LONG)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+        other.kill()
+        with pytest.raises(RuntimeError, match=r"^rank 1 went away$"):
+            sender.wait(sent)
+        sender.close()
+        with pytest.raises(RefitError, match="rank 0 went away"):
+            word.result()
+        engine.close()
 
 
 def survive(port: int, sender: int) -> None:
@@ -146,7 +166,7 @@ def test_who_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
 def test_who_gives_up_is_missed_by_those_that_had_come() -> None:
     store, left = dist.HashStore(), datetime.timedelta(seconds=20)
     with ThreadPoolExecutor(1) as pool:
-        keeping = pool.submit(Lifelines.keep, store, "left early", HOST, 1, 2, datetime.timedelta(seconds=1))
+        keeping = pool.submit(Lifelines.keep, store, "left early", HOST, 1, 2, datetime.timedelta(seconds=3))
         alone = Lifelines.hold(store, {0: "left early"}, 1, left)
         # the error keeps all that it went by
         gave_up = keeping.exception()
