@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.errors import ClusterError
 
 
-def devices_of_places(first: int, count: int, share: float, timeout_s: float = 60.0) -> list[str]:
+def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
     """What ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an actor on the first of them.
 
     Args:
@@ -20,7 +20,7 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 6
         timeout_s: longest wait for the other places.
 
     Raises:
-        ClusterError: one of the other places is taken.
+        ClusterError: one of the other places is taken, or Ray starts no process there.
     """
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
@@ -31,8 +31,9 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 6
         return [device for devices in (_devices(), *ray.get(asked, timeout=timeout_s)) for device in devices]
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(
-            f"an engine of {count} ranks from place {first} on: the GPUs of places {list(places)} have not been free for {timeout_s:g} s. "
-            "Fix: give the engines places of their own, or let the cluster have more worker groups a place"
+            f"an engine of {count} ranks from place {first} on: Ray did not give it the GPUs of places {list(places)} in {timeout_s:g} s. "
+            "Fix: see by `ray status` whether Ray starts processes there; give the engines places of their own, or let the cluster have "
+            "more worker groups a place"
         ) from error
 
 

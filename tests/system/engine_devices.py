@@ -33,7 +33,7 @@ class EngineActor:
 
     configure_worker = staticmethod(VllmGenerationWorker.configure_worker)
 
-    def __init__(self, place: tuple[int, float], patience_s: float = 60.0) -> None:
+    def __init__(self, place: tuple[int, float], patience_s: float = 300.0) -> None:
         self._place, self._patience = place, patience_s
 
     def devices(self) -> list[str]:

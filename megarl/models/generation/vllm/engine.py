@@ -7,6 +7,7 @@ import multiprocessing
 import tempfile
 import threading
 from concurrent.futures import Future, wait
+from multiprocessing import connection
 from typing import Any
 
 from megarl import env
@@ -70,6 +71,9 @@ class Engine:
             if not self._processes:
                 self.call("shutdown_weight_transfer_engine")
             elif all(process.is_alive() for process in self._processes):
-                # of an engine that is just dying: who asked it for something heard of that
-                with contextlib.suppress(Exception):
+                try:
                     self.call("shutdown_weight_transfer_engine")
+                except Exception:
+                    # of an engine that is just dying: who asked it for something heard of that
+                    if not connection.wait([process.sentinel for process in self._processes], LAST_WORDS_SECONDS):
+                        raise

@@ -25,10 +25,12 @@ class VllmGenerationWorker:
         config: the generation configuration, completed.
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; the model's by default.
-        place: number of the engine's first place, and the share of its GPU that the engine has.
+        place: number of the engine's first place, and the share of its GPU that the engine has; of several ranks on GPUs.
     """
 
-    def __init__(self, config: Mapping[str, Any], seed: int = 0, tokenizer: str | None = None, place: tuple[int, float] = (0, 1.0)) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], seed: int = 0, tokenizer: str | None = None, place: tuple[int, float] | None = None
+    ) -> None:
         self._config = config
         self._names: list[str] = []
         self._version: int | None = None
@@ -36,6 +38,8 @@ class VllmGenerationWorker:
         on_cpu = not runtime().is_cuda
         ranks = config["vllm_cfg"]["tensor_parallel_size"]
         if ranks > 1 and not on_cpu:
+            if place is None:
+                raise ConfigError(f"an engine of {ranks} ranks on GPUs has no places: start its workers with bundle_indices_list")
             env.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))})
         plugin.register()
         if on_cpu:
@@ -47,7 +51,7 @@ class VllmGenerationWorker:
         num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """See :class:`RayWorkerBuilder`: an engine hears which place it is on."""
-        return {}, {}, {"place": (bundle_indices[1][0] if bundle_indices else 0, num_gpus)}
+        return {}, {}, {"place": (bundle_indices[1][0], num_gpus) if bundle_indices else None}
 
     # refit
 
