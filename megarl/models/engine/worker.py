@@ -20,9 +20,10 @@ from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.rendezvous import init_process_group
-from megarl.errors import BatchError, CheckpointError, MegarlError, RefitError, StateError
+from megarl.errors import BatchError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
+from megarl.models.engine.first_rank import on_first_rank
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.reference import ReferenceWeights
@@ -305,9 +306,9 @@ class EngineWorker:
         manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
         self._leave_collective()
         # first of all the port: who looked for rank 0 at one that is another's could come into another run's meeting
-        with _on_first_rank(RefitError) as first:
+        with on_first_rank(RefitError) as first:
             meeting = Meeting(ip, port, keeps=True) if first else None
-        with _on_first_rank(RefitError):
+        with on_first_rank(RefitError):
             if groups.is_first_in_stage:
                 group = TransferGroup(
                     ip,
@@ -346,7 +347,7 @@ class EngineWorker:
         """
         if not self._broadcasts:
             raise StateError("broadcast_weights_for_collective(): no engine is connected; call init_collective() first")
-        with _on_first_rank(RefitError):
+        with on_first_rank(RefitError):
             stream = self._weights_of_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
@@ -375,7 +376,7 @@ class EngineWorker:
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
         self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
-        with _on_first_rank() as first:
+        with on_first_rank() as first:
             if first and tokenizer_path:
                 self.tokenizer.save_pretrained(tokenizer_path)
 
@@ -400,7 +401,7 @@ class EngineWorker:
         """
         self._require("export_hf")
         stream = self.backend.export_hf()
-        with _on_first_rank() as first:
+        with on_first_rank() as first:
             try:
                 if first:
                     write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
@@ -481,26 +482,3 @@ class EngineWorker:
             close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
-    """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``), so that none waits for ever."""
-    failure: Exception | None = None
-    try:
-        yield dist.get_rank() == 0
-    except Exception as error:
-        failure = error
-    # a number first, so that the usual way, on which nothing fails, takes no collective of objects
-    device = runtime().device
-    failed = torch.tensor([int(failure is not None)], device=device)
-    dist.broadcast(failed, src=0)
-    if not int(failed):
-        if failure is not None:
-            raise failure
-        return
-    message = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-    dist.broadcast_object_list(message, src=0)
-    if failure is not None:
-        raise failure
-    raise kind(f"rank 0 failed: {message[0]}")
