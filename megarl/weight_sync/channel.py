@@ -101,13 +101,8 @@ class Channel:
         Raises:
             RefitError: it has not.
         """
-        works = self._works.get(index % BUFFERS, [])
-        try:
-            with _getting_through():
-                self._group.wait(works)
-        except RefitError:
-            works.clear()
-            raise
+        with _getting_through():
+            self._group.wait(self._works.get(index % BUFFERS, []))
 
     def close(self) -> None:
         """Leave the group of ranks, so that nobody waits in it for this one."""

@@ -156,27 +156,30 @@ class TransferGroup:
         return work
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Until all of ``works`` are done; each leaves the list as it is.
+        """Until all of ``works`` are done; each leaves the list as it is, and all do when one fails.
 
         Raises:
             RuntimeError: one failed, or a rank is gone that may have a part in it.
         """
         # nowhere a name for a work: an error would keep it, and it the connections
-        while works:
-            if self.device.type == "cuda":
-                works.pop(0).wait()
-                continue
-            try:
-                works[0].wait(_LOOK)
-            except RuntimeError:
-                if not works[0].is_completed():
-                    lost = self._lifelines.lost()
-                    if lost:
-                        raise RuntimeError(f"{', '.join(map(self._members.name, lost))} went away") from None
+        try:
+            while works:
+                if self.device.type == "cuda":
+                    works.pop(0).wait()
                     continue
-                # in the moment between, or with an error that this raises
-                works[0].wait()
-            works.pop(0)
+                try:
+                    works[0].wait(_LOOK)
+                except RuntimeError:
+                    if not works[0].is_completed():
+                        lost = self._lifelines.lost()
+                        if lost:
+                            raise RuntimeError(f"{', '.join(map(self._members.name, lost))} went away") from None
+                        continue
+                    # in the moment between, or with an error that this raises
+                    works[0].wait()
+                works.pop(0)
+        finally:
+            works.clear()
 
     def _require_open(self) -> None:
         if self._everybody is None:
