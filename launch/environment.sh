@@ -18,6 +18,9 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
 say() { printf 'megarl: %s\n' "$*" >&2; }
 
+# How long it has been since $SECONDS was FROM: took FROM.
+took() { printf '%d min %d s\n' "$(((SECONDS - $1) / 60))" "$(((SECONDS - $1) % 60))"; }
+
 fail() {
     say "$*"
     exit 1

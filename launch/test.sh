@@ -1,20 +1,28 @@
 #!/usr/bin/env bash
-# Makes or reuses the virtual environment, then runs the tests. Arguments go to pytest; ones that name tests choose them:
+# Makes or reuses the virtual environment, then runs tests. Arguments that are not named here go to pytest.
 #
-#   bash launch/test.sh                             the whole suite, and beside it again on Python 3.12 what another Megatron-Core could change
-#   bash launch/test.sh tests/unit -k sharding      a choice, on the first environment only
+#   bash launch/test.sh                               the default tier: every promise once
+#   bash launch/test.sh --all                         everything: the default tier, then each part
+#   bash launch/test.sh --part NAME                   one part of what --all adds, at most ten minutes
+#   bash launch/test.sh --parts                       the names of the parts and what is in them
+#   bash launch/test.sh --only unit|dist|system|launch  the default tier of one room (with --all: everything in it)
+#   bash launch/test.sh tests/unit -k sharding        a choice of pytest's own (with --all: also what the default tier leaves out)
 #
-#   MEGARL_TEST_SLOW        1: also the combinations and the kills that are left out otherwise (about twice the time)
-#   MEGARL_TEST_SLURM       0: no tests on a real Slurm; 1: install it where there is none (root and apt-get), and fail where that cannot be
-#                           (default: where there is one)
-#   MEGARL_TEST_PYTHON312   0: never the second run; 1: fail where there is no Python 3.12 (default: where there is one)
+#   MEGARL_TEST_PROCESSES   how many processes the test files are spread over (default: as many as cores, at most 4)
+#   MEGARL_TEST_SEED        which samples of the large matrices run (default: the number of commits)
+#   MEGARL_TEST_SLURM       1: install Slurm where there is none (root and apt-get), and fail where that cannot be; 0: no tests of it (default: where there is one)
+#   MEGARL_TEST_PYTHON312   1: fail where there is no Python 3.12 for the newest Megatron-Core (default: leave its parts out)
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 # megatron-core for Python 3.12 is ahead of the newest one for 3.11; both have to work.
 NEWEST_MEGATRON=0.19.2
-SECOND_LOG="$ROOT/.venv-3.12.log"
+ROOMS=(dist unit system launch)
+
+usage() {
+    sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
+}
 
 # Status 0 if one of the arguments names tests.
 chooses_tests() {
@@ -26,10 +34,11 @@ chooses_tests() {
     return 1
 }
 
-# The directories of tests, quick ones first, so that a broken thing shows early; one that is not named here comes last.
+# The directories of tests: distributed ones in one process, and beside them the quick ones first, so that a broken thing shows early. One that
+# is not named here comes last.
 test_rooms() {
     local room
-    for room in unit dist system launch; do
+    for room in "${ROOMS[@]}"; do
         [[ ! -d "tests/$room" ]] || printf 'tests/%s\n' "$room"
     done
     for room in tests/*/; do
@@ -49,59 +58,118 @@ find_python312() {
     return 1
 }
 
-run_on_python312() {
-    local python=$1 venv="$ROOT/.venv-3.12" constraints="$ROOT/.venv-3.12.constraints"
+# How many processes the test files are spread over; with one core nothing is gained by a second.
+processes() {
+    local cores
+    cores=$(getconf _NPROCESSORS_ONLN)
+    printf '%s\n' "${MEGARL_TEST_PROCESSES:-$((cores < 2 ? 0 : cores > 4 ? 4 : cores))}"
+}
+
+# Sets $spread_options to pytest's options for one way of spreading its tests over processes, as tests/parts.py names them.
+choose_spread() {
+    spread_options=(-n "$(processes)" --dist "$1" --no-loadscope-reorder)
+    [[ "$1" != no ]] || spread_options=(-p no:xdist)
+}
+
+# Prints "name needs spread what" of one part, or of all.
+parts() {
+    "$VENV/bin/python" -m tests.parts | awk -F '\t' -v name="${1:-}" 'name == "" || $1 == name'
+}
+
+# run_part NAME PYTEST_ARGUMENTS...: status 0 where it passes, or where what it needs is not here and not asked for.
+run_part() {
+    local name=$1 needs spread what python="$VENV/bin/python" from=$SECONDS status=0
+    shift
+    IFS=$'\t' read -r _ needs spread what < <(parts "$name") || true
+    [[ -n "$what" ]] || fail "--part $name: there is none of that name; the parts are $(parts | cut -f 1 | paste -sd ' ')"
+    say "part $name: $what"
+    case $needs in
+        vllm) prepare_environment "$VENV" vllm "$CONSTRAINTS" ;;
+        slurm) prepare_slurm || return 0 ;;
+        newest-megatron) prepare_newest_megatron || return 0
+            python=$newest ;;
+    esac
+    choose_spread "$spread"
+    "$python" -m pytest --part "$name" "${spread_options[@]}" "$@" || status=$?
+    say "part $name: $(took "$from")"
+    # 5: a choice of pytest's own, such as -k, left nothing of it
+    ((status == 5)) || return "$status"
+}
+
+# Status 1 where there is no Slurm and nobody asked for one.
+prepare_slurm() {
+    if [[ "${MEGARL_TEST_SLURM:-}" == 1 ]]; then
+        bash launch/slurm_packages.sh || fail "MEGARL_TEST_SLURM = 1, but there is no Slurm; see above, or unset the variable"
+    elif [[ "${MEGARL_TEST_SLURM:-}" == 0 ]] || ! PATH="$PATH:/usr/sbin" command -v slurmctld >/dev/null; then
+        say "no Slurm here: left out (MEGARL_TEST_SLURM=1 installs it)"
+        return 1
+    fi
+}
+
+# Sets $newest to the Python of an environment with the newest Megatron-Core; status 1 where there is no Python 3.12 and nobody asked for one.
+prepare_newest_megatron() {
+    local venv="$ROOT/.venv-3.12" constraints="$ROOT/.venv-3.12.constraints" python
+    if ! python=$(find_python312); then
+        [[ "${MEGARL_TEST_PYTHON312:-}" != 1 ]] ||
+            fail "MEGARL_TEST_PYTHON312 = 1, but no python3.12 that has venv was found; install one or unset the variable"
+        say "no python3.12 here: megatron-core $NEWEST_MEGATRON is left out"
+        return 1
+    fi
     sed -E "s/^megatron-core==.*/megatron-core==$NEWEST_MEGATRON/" "$CONSTRAINTS" >"$constraints"
     # The first environment's choice of Python is not this one's.
     MEGARL_PYTHON="" prepare_environment "$venv" test "$constraints" "$python"
-    "$venv/bin/python" -m pytest --newest-megatron tests/dist tests/unit
+    newest="$venv/bin/python"
 }
 
-# Starts the second run beside the first: whole programs, most of the first one's time, leave half of the processor idle.
-start_on_python312() {
-    say "beside it Megatron and converters on Python 3.12 with megatron-core $NEWEST_MEGATRON (an environment of up to 6 GB;" \
-        "MEGARL_TEST_PYTHON312=0: not); its output follows at the end, until then it is in $SECOND_LOG"
-    # a process group of its own, by which all of it can be ended
-    set -m
-    {
-        renice -n 10 "$BASHPID" >/dev/null || true
-        run_on_python312 "$1"
-    } </dev/null >"$SECOND_LOG" 2>&1 &
-    set +m
-    second=$!
-    trap 'kill -- "-$second" 2>/dev/null || true' EXIT
-}
-
-finish_on_python312() {
-    local watcher status=0
-    say "the first run is done; the second:"
-    watch_log "$$" "$SECOND_LOG" &
-    watcher=$!
-    wait "$second" || status=$?
-    kill "$watcher" 2>/dev/null || true
-    wait "$watcher" 2>/dev/null || true
-    trap - EXIT
-    cat -- "$SECOND_LOG"
-    return "$status"
+run_all() {
+    local name names failed=()
+    choose_spread loadfile
+    "$VENV/bin/python" -m pytest "${spread_options[@]}" "$@" || (($? == 5)) || failed+=("the default tier")
+    mapfile -t names < <(parts | cut -f 1)
+    for name in "${names[@]}"; do
+        run_part "$name" "$@" || failed+=("$name")
+    done
+    ((${#failed[@]} == 0)) || fail "failed: $(printf '%s; ' "${failed[@]}")each part runs again with: bash launch/test.sh --part NAME"
+    say "everything passed"
 }
 
 cd -- "$ROOT"
-prepare_environment "$VENV" vllm "$CONSTRAINTS"
-if chooses_tests "$@"; then
-    exec "$VENV/bin/python" -m pytest "$@"
-fi
-[[ "${MEGARL_TEST_SLURM:-}" != 1 ]] || bash launch/slurm_packages.sh || fail "MEGARL_TEST_SLURM = 1, but there is no Slurm; see above, or unset the variable"
-second=
-if [[ "${MEGARL_TEST_PYTHON312:-}" == 0 ]]; then
-    :
-elif python312=$(find_python312); then
-    start_on_python312 "$python312"
-elif [[ "${MEGARL_TEST_PYTHON312:-}" == 1 ]]; then
-    fail "MEGARL_TEST_PYTHON312 = 1, but no python3.12 that has venv was found; install one or unset the variable"
-else
-    say "no python3.12 here: the second run, with megatron-core $NEWEST_MEGATRON, is left out"
-fi
+mode=default part='' only='' chosen=()
+while (($#)); do
+    case $1 in
+        --all) mode=all ;;
+        --parts) mode=parts ;;
+        --part | --only)
+            (($# > 1)) || fail "$1: a name is missing; see bash launch/test.sh --help"
+            if [[ $1 == --part ]]; then mode=part part=$2; else only=$2; fi
+            shift
+            ;;
+        -h | --help) usage && exit ;;
+        *) chosen+=("$1") ;;
+    esac
+    shift
+done
+set -- "${chosen[@]}"
+[[ -z "$only" || -d "tests/$only" ]] || fail "--only $only: there is no such room; the rooms are ${ROOMS[*]}"
 
-mapfile -t rooms < <(test_rooms)
-"$VENV/bin/python" -m pytest "${rooms[@]}" "$@"
-[[ -z "$second" ]] || finish_on_python312
+level="test"
+[[ "$*" != *vllm* ]] || level="vllm"
+prepare_environment "$VENV" "$level" "$CONSTRAINTS"
+everything=()
+[[ "$mode" != all ]] || everything=(--all)
+choose_spread loadfile
+if chooses_tests "$@"; then
+    [[ "$mode" == part ]] || exec "$VENV/bin/python" -m pytest "${everything[@]}" "$@"
+elif [[ -n "$only" ]]; then
+    set -- "tests/$only" "$@"
+    [[ "$mode" == part ]] || exec "$VENV/bin/python" -m pytest "${everything[@]}" "${spread_options[@]}" "$@"
+else
+    mapfile -t rooms < <(test_rooms)
+    set -- "${rooms[@]}" "$@"
+fi
+case $mode in
+    parts) parts | column -t -s $'\t' ;;
+    part) run_part "$part" "$@" ;;
+    all) run_all "$@" ;;
+    default) exec "$VENV/bin/python" -m pytest "${spread_options[@]}" "$@" ;;
+esac

@@ -1,36 +1,64 @@
-"""The choice for the second run: ``--newest-megatron`` leaves what is marked ``newest_megatron``."""
+"""Choose the tests of a tier: the default one, ``--all`` or ``--part NAME``. See tests/tiers.py."""
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 
-MARK = "newest_megatron"
+from tests import tiers
+
+CORES_FOR_TWO_POOLS = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--newest-megatron", action="store_true", help="only what another Megatron-Core could change")
+    group = parser.getgroup("megarl")
+    group.addoption("--all", action="store_true", dest="all_tiers", help="every test and every case, not the default tier alone")
+    group.addoption("--part", choices=list(tiers.PARTS), help="one part of what --all adds to the default tier")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"{MARK}(**values): runs again on the newest Megatron-Core, with these values of its parameters")
+    config.addinivalue_line("markers", "slow: runs with --all or in its --part only")
+    config.addinivalue_line("markers", "sampled(cover, always): the default tier runs a sample of the cases")
+    config.addinivalue_line("markers", "newest_megatron(**values): runs on the newest Megatron-Core as well, with these values")
+    # the processes of pytest-xdist inherit it: a commit during a run must not change the sample of some of them
+    try:
+        os.environ.setdefault(tiers.SEED_VARIABLE, str(tiers.sample_seed()))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("all_tiers"):
+        return None
+    part = config.getoption("part")
+    chosen = f"part {part} of --all: {tiers.PARTS[part].what}" if part else "default tier"
+    return f"{chosen}; samples of seed {tiers.sample_seed()} ({tiers.SEED_VARIABLE})"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--newest-megatron"):
-        return
-    chosen = [item for item in items if any(_fits(item, mark) for mark in item.iter_markers(MARK))]
-    lost = {_function(item) for item in items if item.get_closest_marker(MARK)} - set(map(_function, chosen))
-    if lost:
-        raise pytest.UsageError(f"no case has the values in the {MARK} mark of {', '.join(sorted(lost))}; correct the mark")
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    part, kept = config.getoption("part"), set(items)
+    if part:
+        kept = set(tiers.in_part(items, part, tiers.sample_seed()))
+    elif not config.getoption("all_tiers"):
+        named = set(config.args)  # a case named whole runs in whatever tier it is
+        kept = tiers.in_default_tier(items, tiers.sample_seed()) | {item for item in items if item.nodeid in named}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
-def _fits(item: pytest.Item, mark: pytest.Mark) -> bool:
-    """Whether the parameters of a test are among the values that its mark names."""
-    callspec = getattr(item, "callspec", None)
-    return all(callspec is not None and callspec.params.get(name) in values for name, values in mark.kwargs.items())
+@pytest.hookimpl(optionalhook=True)  # also where pytest-xdist is not loaded
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to each process, and all distributed tests to one: their ranks work in lockstep, and beside those of another process on
+    two cores each waits for its turn at every collective, so that both together take longer than one after the other."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
 
+    class OnePoolScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return "tests/dist" if scope.startswith("tests/dist/") and (os.cpu_count() or 1) < CORES_FOR_TWO_POOLS else scope
 
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+    return OnePoolScheduling(config, log)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from converters.source import HuggingFaceSource
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.dtensor.shards import block_of, gather
-from megarl.models.engine import assembly
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 from tests.dist import fsdp1_jobs
 from tests.dist.jobs import gathers_in_their_rows, new_memory_is_undefined

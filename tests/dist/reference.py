@@ -39,10 +39,9 @@ def logprobs_of(model: Path, batch: Mapping[str, Any], temperature: float) -> to
 
 def greedy(model: Any, batch: Mapping[str, Any], new_tokens: int, stop: list[int]) -> list[list[int]]:
     """Prompt and greedy answer of each row, one row at a time."""
-    return [
-        model.generate(ids[None, :length], max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop or None, pad_token_id=0)[0].tolist()
-        for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
-    ]
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": stop or None, "pad_token_id": 0}
+    rows = zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
+    return [model.generate(ids[None, :length], **options)[0].tolist() for ids, length in rows]
 
 
 class ReferenceTrainer:

@@ -72,7 +72,7 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
 def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, dict[str, torch.Tensor]]]:
     """For each size of a bucket, in bytes: how many buckets this rank went through, and what came out."""
     worker = build(config)
-    exported = []
+    exported, set_out = [], weight_stream._set_out
     for nbytes in sizes:
         arrivals: list[Any] = []
 
@@ -81,7 +81,6 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
             return set_out(*arguments, **options)
 
         worker.backend._weights._buckets = None
-        set_out = weight_stream._set_out
         with (
             mock.patch.object(worker.backend._weights, "_bucket_bytes", nbytes),
             mock.patch.object(weight_stream, "_set_out", noting),

@@ -60,4 +60,6 @@ def _written_out(value: Any) -> Hashable:
         return "sequence", tuple(map(_written_out, value))
     if type(value).__module__.startswith("megarl.algorithms."):
         return type(value), _written_out(vars(value))
-    raise TypeError(f"a {type(value).__name__} among the arguments of a remembered reference: say in _written_out what makes two of them equal")
+    raise TypeError(
+        f"a {type(value).__name__} among the arguments of a remembered reference: say in _written_out what makes two of them equal"
+    )

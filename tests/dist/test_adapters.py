@@ -11,12 +11,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from converters.command import main
-from tests.choice import newest_megatron
 from tests.dist import adapters, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.dist.reference import logprobs
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron
 
 pytestmark = newest_megatron
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

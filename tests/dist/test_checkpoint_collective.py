@@ -17,6 +17,7 @@ from tests.dist import dtensor_jobs, jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
+from tests.tiers import sampled
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
@@ -86,6 +87,7 @@ def save_on_a_full_disk(kind: str, config: dict[str, Any], directory: str, faili
 
 
 # Megarl's own files hold some 5 kB a rank, the parts of weights and optimizer state more
+@sampled(2)
 @pytest.mark.parametrize("limit", [100, 12_000], ids=["nothing fits", "small files fit"])
 # on rank 0 Megatron writes alone what all ranks share, and its other ranks go on without asking
 @pytest.mark.parametrize(("kind", "failing"), [("megatron", 1), ("dtensor", 0), ("dtensor", 1)])

@@ -14,6 +14,7 @@ import torch.multiprocessing as multiprocessing
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.collectives import gather_jagged_object_lists, rebalance_nd_tensor
 from megarl.errors import BatchError
+from tests.tiers import sampled
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 TRAILING = [(), (3,), (2, 5), (0,)]
@@ -115,6 +116,7 @@ def run_everything(group: dist.ProcessGroup | None) -> None:
         check_mismatches(group)
 
 
+@sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_collectives(ranks: int, tmp_path: Path) -> None:
     multiprocessing.spawn(run_rank, args=(ranks, str(tmp_path / "store"), run_everything, (None,)), nprocs=ranks)

@@ -24,6 +24,7 @@ from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, Sh
 from tests.dist.key_models import make_models
 from tests.dist.key_runs import RANKS, Keys, Run
 from tests.dist.pool import WorkerPool
+from tests.tiers import sampled
 from tests.unit.config_samples import changed
 
 TABLES = {
@@ -48,9 +49,10 @@ def keys_shown_by(kind: type) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def keys(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Keys:
+def keys(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Keys:
     keys = Keys(pool, make_models(tmp_path_factory.mktemp("keys")))
-    for backend, key in keys_shown_by(Changes):
+    demonstrations = [item for item in request.session.items if getattr(item, "function", None) is test_the_key_changes_what_it_says]
+    for backend, key in (item.callspec.params.values() for item in demonstrations):  # type: ignore[attr-defined]
         for run in runs_of(keys, backend, key):
             keys.will_want(run)
     return keys
@@ -99,6 +101,7 @@ def test_a_new_key_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 # demonstrations
 
 
+@sampled(30)
 @pytest.mark.parametrize(("backend", "key"), keys_shown_by(Changes))
 def test_the_key_changes_what_it_says(keys: Keys, backend: str, key: str) -> None:
     seen_in = TABLES[backend][key].seen_in
@@ -124,6 +127,7 @@ def test_the_key_is_refused_with_a_reason(keys: Keys, backend: str, key: str) ->
 # what makes the demonstrations sound
 
 
+@sampled(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("observation", key_observations.OBSERVATIONS)
 def test_what_is_seen_is_the_same_twice(keys: Keys, backend: str, observation: str) -> None:

@@ -17,11 +17,11 @@ from converters.importing import import_model
 from converters.opening import open_megatron
 from converters.source import open_source
 from converters.verify import open_any, verify
-from tests.choice import newest_megatron
 from tests.dist import jobs, mixtures, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled
 
 pytestmark = newest_megatron
 MIXTURES = (
@@ -81,6 +81,7 @@ def tiny(directory: Path, name: str, seed: int) -> Path:
     return make_tiny(directory, family, tied="tied" in options, seed=seed, **({"layers": 4} if "four" in options else {}))
 
 
+@sampled(5)
 @pytest.mark.parametrize(("name", "world", "layout"), CASES, ids=lambda value: str(value).replace("'", ""))
 def test_megatron_core_loads_and_saves_what_is_converted(
     pool: WorkerPool, tmp_path: Path, name: str, world: int, layout: dict[str, Any]

@@ -12,6 +12,7 @@ from megarl.algorithms.loss_functions import NLLLoss
 from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS, check_training
 from tests.models import VOCABULARY
+from tests.tiers import sampled
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("layout", "batching"), [("dp2", "fixed"), ("tp2", "fixed"), ("tp2", "packed"), ("cp2", "dynamic"), ("tp2-dp2", "fixed")]
 )

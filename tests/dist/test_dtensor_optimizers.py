@@ -13,8 +13,10 @@ from tests.dist import dtensor_jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS, check_training
+from tests.tiers import sampled
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["tp2-sp", "tp2-dp2"])
 @pytest.mark.parametrize("implementation", [{"foreach": True}, {}, {"fused": True}], ids=str)
 def test_adamw_steps_as_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, implementation: dict[str, Any]) -> None:
@@ -25,6 +27,7 @@ def test_adamw_steps_as_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
     check_training(pool, world, tiny_models["qwen3-tied"], NLLLoss(), "fixed", {"mbs": 2, "clip": 0.5}, changes)
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [("SGD", {"fused": True}), ("Adafactor", {}), ("ASGD", {"foreach": True}), ("Rprop", {"foreach": False})],
@@ -36,6 +39,7 @@ def test_what_cannot_step_is_refused(pool: WorkerPool, tiny_models: dict[str, Pa
         assert message.startswith("ConfigError") and "policy.optimizer" in message and "its step fails on parameters" in message, message
 
 
+@sampled(1)
 @pytest.mark.parametrize(("name", "kwargs"), [("SGD", {"momentum": 0.9, "foreach": True}), ("RMSprop", {}), ("ASGD", {})], ids=str)
 def test_what_can_step_is_not(pool: WorkerPool, tiny_models: dict[str, Path], name: str, kwargs: dict[str, Any]) -> None:
     config = dtensor_config(tiny_models["qwen2"], tp=2, torch_optimizer={"name": f"torch.optim.{name}", "kwargs": {"lr": 0.01, **kwargs}})

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from tests.choice import rest_is_slow, slow
 from tests.dist import dtensor_jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
@@ -17,6 +16,7 @@ from tests.dist.fsdp1_jobs import BATCHING
 from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_parity import PG_LOSS, run_reference
 from tests.models import make_tiny, policy_config
+from tests.tiers import sampled, slow
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
@@ -33,8 +33,6 @@ FAMILIES = ["llama", "qwen2-tied", "qwen3-tied", "mistral", "mistral_window"]
 CASES = [(family, layout, "fixed") for family in FAMILIES for layout in LAYOUTS if "ring" not in layout]
 CASES += [("qwen3-tied", layout, batching) for layout in LAYOUTS for batching in BATCHING if batching != "fixed"]
 CASES += [("mistral_window", layout, "packed") for layout in ("cp2-tp2-sp", "cp4-ring")]
-# each family several times, and each layout
-SOME = [case for number, case in enumerate(CASES) if number % (6 if case[1] == "cp2-tp2-sp" else 3) == 0 or "ring" in case[1]]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,8 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return {**tiny_models, **{name: make_tiny(root / name, name, tied=False, seed=11) for name in ("mistral", "mistral_window")}}
 
 
-@pytest.mark.parametrize(("family", "layout", "batching"), rest_is_slow(SOME, CASES))
+@sampled("values")
+@pytest.mark.parametrize(("family", "layout", "batching"), CASES)
 def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     batch = make_batch(rows=10, length=13, seed=3)
@@ -55,7 +54,8 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
         assert result[:, 0].eq(0).all()
 
 
-@pytest.mark.parametrize(("family", "layout", "batching"), rest_is_slow(SOME, CASES))
+@sampled("values")
+@pytest.mark.parametrize(("family", "layout", "batching"), CASES)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     check_training(pool, world, models[family], ClippedPGLossFn(PG_LOSS), batching, {"mbs": 2, "clip": 0.5}, changes)
@@ -80,6 +80,7 @@ def check_training(
     return results
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("layout", "shared", "changes"),
     [

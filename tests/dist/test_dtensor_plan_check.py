@@ -21,6 +21,7 @@ from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS, check_training, plan_by_names
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.dist.worker_jobs import differences
+from tests.tiers import sampled, slow
 
 HERE = "tests.dist.test_dtensor_plan_check"
 HEAD_NORMS = ("model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm")
@@ -75,6 +76,7 @@ def forgetting_the_last_norm() -> dict[str, Any]:
     return {name: style for name, style in over_the_sequence().items() if name != "model.norm"}
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("family", "plan", "changes", "words", "others"),
     [
@@ -98,6 +100,7 @@ def test_a_module_that_works_on_a_part_is_named(
         assert all(word in message for word in words) and not any(word in message for word in others), message
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [("tp2", "with_head_norms"), ("tp2-dp2", "with_head_norms"), ("tp2-sp", "over_the_sequence"), ("tp2-dp2", "unseen_and_right")],
@@ -131,6 +134,7 @@ def batches() -> list[dict[str, Any]]:
     return [empty, *others]
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["tp2", "tp2-dp2"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_gradients_that_differ_are_named_before_anything_moves(
@@ -151,6 +155,7 @@ def test_gradients_that_differ_are_named_before_anything_moves(
             assert error.startswith("ConfigError") and "model.layers.0.self_attn.q_norm.weight" in error and not moved
 
 
+@slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_gradients_that_agree_once_are_not_compared_again(pool: WorkerPool, tiny_models: dict[str, Path], precision: str) -> None:
     config = dtensor_config(tiny_models["qwen3"], tp=2, gbs=12, precision=precision, plan=f"{HERE}.with_head_norms")

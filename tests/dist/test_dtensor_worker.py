@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
-from tests.choice import each_value, rest_is_slow, slow
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.contract import parameters_of
@@ -23,22 +20,16 @@ from tests.dist.test_dtensor_parity import LAYOUTS
 from tests.dist.test_fsdp1_worker import LetterTokenizer, check_rows
 from tests.dist.test_megatron_generation import likely_stop, prompts, transformers_greedy
 from tests.models import policy_config
+from tests.tiers import sampled, slow
 
 BATCHES = [make_batch(rows=12, length=12, seed=seed) for seed in range(4)]
 SAVED_AFTER = 2
 
 
-def few(*axes: Iterable[Any], rarely: Iterable[str] = ()) -> list[Any]:
-    """Each layout, precision and so on once; their whole product with the slow tests, and there also the layouts ``rarely`` on the first
-    axis, whose four ranks take many times as long."""
-    first, *others = map(tuple, axes)
-    return rest_is_slow(each_value(first, *others), itertools.product((*first, *rarely), *others))
-
-
-SOME, FOUR_RANKS = ["dp2", "tp2-sp", "cp2"], ["cp2-tp2-sp"]
-SMALL = [name for name, (world, _) in LAYOUTS.items() if world <= 2]
-LARGE = [name for name in LAYOUTS if name not in SMALL]
-LONG_WAYS = [("dp2", "cp2-tp2-sp"), ("cp2-tp2-sp", "tp2")]
+SOME = ["dp2", "tp2-sp", "cp2"]
+# four ranks take many times as long as two
+FOUR_RANKS = [pytest.param("cp2-tp2-sp", marks=slow)]
+ANY = [pytest.param(name, marks=slow) if world > 2 else name for name, (world, _) in LAYOUTS.items()]
 # method -> parameters of the contract (spec/001), in order, without self
 METHODS = {
     "create_context_parallel_ctx": ["cp_mesh", "cp_buffers", "cp_seq_dims", "cp_no_restore_buffers", "cp_rotate_method"],
@@ -88,7 +79,9 @@ def test_every_name_of_the_contract_has_its_signature() -> None:
 # what changes nothing
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(["dp2", "cp2"], ["float32", "bfloat16"], rarely=FOUR_RANKS))
+@sampled(1)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["dp2", "cp2", *FOUR_RANKS])
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -98,7 +91,9 @@ def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path
         assert torch.equal(result["evaluated"]["global_loss"], result["trained"]["global_loss"])
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["float32", "bfloat16"], rarely=FOUR_RANKS))
+@sampled(1)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [*SOME, *FOUR_RANKS])
 def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -109,7 +104,9 @@ def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], layout
         assert facts["changed"] == [] and facts["trained otherwise"] == []
 
 
-@pytest.mark.parametrize(("layout", "recompute"), few(["dp1", "tp2", "cp2"], [False, True], rarely=FOUR_RANKS))
+@sampled(1)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("layout", ["dp1", "tp2", "cp2", *FOUR_RANKS])
 def test_logprobs_equal_those_inside_the_loss_to_the_bit(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, recompute: bool
 ) -> None:
@@ -121,7 +118,9 @@ def test_logprobs_equal_those_inside_the_loss_to_the_bit(
         assert torch.equal(inside, outside)
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(["tp2", "tp2-dp2"], ["float32", "bfloat16"], rarely=FOUR_RANKS))
+@sampled(1)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-dp2", *FOUR_RANKS])
 def test_replicas_agree_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     """Norms, which all tensor-parallel ranks have as a whole, stay one parameter; and pieces cover every parameter."""
     world, changes = LAYOUTS[layout]
@@ -129,6 +128,7 @@ def test_replicas_agree_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path
     assert pool.run(world, dtensor_jobs.replicas_agree, config, BATCHES[:3]) == [[]] * world
 
 
+@sampled(2)
 @pytest.mark.parametrize("masked", ["one rank", "all"])
 @pytest.mark.parametrize("layout", ["dp2", "tp2-dp2"])
 def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, masked: str) -> None:
@@ -154,7 +154,9 @@ def test_a_pass_that_was_broken_off_leaves_no_trace(pool: WorkerPool, tiny_model
 # precisions
 
 
-@pytest.mark.parametrize(("layout", "precision"), few(SOME, ["bfloat16", "float16"], rarely=FOUR_RANKS))
+@sampled(1)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", [*SOME, *FOUR_RANKS])
 def test_half_precision_follows_float32(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     world, changes = LAYOUTS[layout]
     batches = [make_batch(8, 12, seed=seed % 2) for seed in range(6)]
@@ -181,6 +183,7 @@ def test_the_loss_scale_leaves_no_trace_in_the_gradients(pool: WorkerPool, tiny_
             assert (tensor.float() - exact["weights"][name]).norm() < 0.002 * exact["weights"][name].norm(), name
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["dp2", "tp2-dp2"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -197,7 +200,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_mo
 # checkpoints
 
 
-@pytest.mark.parametrize(("layout", "precision", "live"), few(SMALL, ["float32", "bfloat16", "float16"], [False, True], rarely=LARGE))
+@sampled(1)
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ANY)
 def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, precision: str, live: bool) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
@@ -209,7 +215,16 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
         assert differences(after["weights"], before["weights"]) == []
 
 
-@pytest.mark.parametrize(("layout", "new"), [("tp2-dp2", "dp1"), ("dp1", "tp2-sp"), ("cp2", "tp2"), *(pytest.param(*way, marks=slow) for way in LONG_WAYS)]
+@sampled(1)
+@pytest.mark.parametrize(
+    ("layout", "new"),
+    [
+        ("tp2-dp2", "dp1"),
+        ("dp1", "tp2-sp"),
+        ("cp2", "tp2"),
+        pytest.param("dp2", "cp2-tp2-sp", marks=slow),
+        pytest.param("cp2-tp2-sp", "tp2", marks=slow),
+    ],
 )
 def test_any_layout_reads_any_other(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, new: str) -> None:
     (world, changes), (new_world, new_changes) = LAYOUTS[layout], LAYOUTS[new]
@@ -220,6 +235,7 @@ def test_any_layout_reads_any_other(pool: WorkerPool, tiny_models: dict[str, Pat
     check_continuation(undisturbed, resumed)
 
 
+@slow
 def test_fsdp1_and_dtensor_read_each_other(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = tiny_models["llama"]
     divided, whole = dtensor_config(model, gbs=12, tp=2), fsdp1_config(model, gbs=12)
@@ -239,7 +255,9 @@ def check_continuation(undisturbed: dict[str, Any], resumed: dict[str, Any]) -> 
 # export and loading
 
 
-@pytest.mark.parametrize(("family", "layout"), few(["llama", "qwen2-tied"], LAYOUTS))
+@sampled(2)
+@pytest.mark.parametrize("layout", ANY)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     stored = reference.load(tiny_models[family]).state_dict()
@@ -262,6 +280,7 @@ EXPORTED: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(("world", "changes"), EXPORTED.values(), ids=EXPORTED)
 @pytest.mark.parametrize(("family", "precision"), [("qwen2-tied", "bfloat16"), ("llama", "float32")])
 def test_exports_in_buckets_are_the_parameters_one_by_one(
@@ -292,7 +311,9 @@ def test_every_rank_reads_its_own_slices_alone(pool: WorkerPool, tiny_models: di
 # generation
 
 
-@pytest.mark.parametrize(("family", "layout"), few(["llama", "qwen2-tied", "qwen3"], LAYOUTS))
+@sampled(2)
+@pytest.mark.parametrize("layout", ANY)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
 def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     batch = prompts()
@@ -304,6 +325,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Pat
         check_rows(rows)
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, sizes = LAYOUTS[layout]
@@ -319,6 +341,7 @@ def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path]
 # the rest of the contract
 
 
+@sampled(1)
 @pytest.mark.parametrize(("layout", "rotate"), [("cp2", None), ("cp2", "alltoall"), ("cp2-tp2-sp", "allgather")])
 def test_a_callers_own_loop_under_context_parallelism(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, rotate: str | None
@@ -337,6 +360,7 @@ def test_a_callers_own_loop_under_context_parallelism(
         assert [error.split(":")[0] for error in result["errors"]] == ["BatchError", "BatchError", "ConfigError"]
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", SOME)
 def test_names_of_the_contract(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]

@@ -21,11 +21,11 @@ from converters.command import main
 from converters.joined import join
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
-from tests.choice import newest_megatron
 from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled
 
 pytestmark = newest_megatron
 COMMON: dict[str, Any] = {
@@ -132,6 +132,7 @@ def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str,
     return weights
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -175,6 +176,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_megatron_core_saves_is_exported(case: str, pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, world, layout, metadata, own_names = CASES[case]

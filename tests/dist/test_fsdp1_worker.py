@@ -18,6 +18,7 @@ from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import likely_stop, prompts, transformers_greedy
 from tests.models import policy_config
+from tests.tiers import sampled
 
 BATCHES = [make_batch(rows=12, length=12, seed=seed) for seed in range(4)]
 SAVED_AFTER = 2
@@ -58,6 +59,7 @@ def test_every_method_of_the_contract_has_its_signature() -> None:
     assert constructor[:6] == ["config", "tokenizer", "weights_path", "optimizer_path", "init_optimizer", "init_reference_model"]
 
 
+@sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], world: int, precision: str) -> None:
@@ -68,6 +70,7 @@ def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path
         assert torch.equal(result["evaluated"]["global_loss"], result["trained"]["global_loss"])
 
 
+@sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], world: int, precision: str) -> None:
@@ -82,6 +85,7 @@ def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], world:
 # checkpoints
 
 
+@sampled(2)
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(("world", "precision"), [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")])
 def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, precision: str, live: bool) -> None:
@@ -94,6 +98,7 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
         assert fsdp1_jobs.differences(after["weights"], before["weights"]) == []
 
 
+@sampled(2)
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -120,6 +125,7 @@ def test_resume_of_other_optimizers_and_before_the_first_step(
     assert fsdp1_jobs.differences(resumed["snapshot"], undisturbed["snapshot"]) == []
 
 
+@sampled(2)
 @pytest.mark.parametrize(("world", "new_world"), [(1, 2), (2, 1), (3, 2), (2, 3)])
 def test_any_number_of_ranks_reads_any_other(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, new_world: int
@@ -167,6 +173,7 @@ def test_checkpoints_are_never_overwritten(pool: WorkerPool, tiny_models: dict[s
 # export
 
 
+@sampled(2)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, family: str, world: int) -> None:
@@ -184,6 +191,7 @@ def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
 # generation
 
 
+@sampled(2)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
 def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, world: int) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.errors import CheckpointError
-from tests.choice import newest_megatron
 from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
+from tests.tiers import newest_megatron, sampled
 
 BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in range(5)]
 SAVED_AFTER = 2
@@ -70,6 +70,7 @@ def model_for(tiny_models: dict[str, Path], family: str, *layouts: dict[str, Any
 
 
 @newest_megatron(live=[False])
+@sampled(3)
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(("world", "changes"), [case[1:] for case in SAME], ids=[case[0] for case in SAME])
 def test_resume_in_the_same_layout_is_exact(
@@ -84,6 +85,7 @@ def test_resume_in_the_same_layout_is_exact(
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_resume_in_half_precision_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
     """The float32 master weights have to come back, not only what they round to."""
@@ -106,6 +108,7 @@ OTHER = [
 
 
 @newest_megatron
+@sampled(2)
 @pytest.mark.parametrize(("world", "changes", "new_world", "new_changes"), [case[1:] for case in OTHER], ids=[case[0] for case in OTHER])
 def test_resume_in_another_layout(
     pool: WorkerPool,

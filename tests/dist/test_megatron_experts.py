@@ -1,11 +1,10 @@
 """Mixtures of experts on Megatron against one process of plain transformers: every layout, dispatcher and router option.
 
-Training meets every pair of layout, kind of micro-batch, dispatcher and balancing loss; ``MEGARL_TEST_SLOW=1`` adds the other combinations.
+The default tier trains in every layout once, with each kind of micro-batch, dispatcher and balancing loss among them.
 """
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError
-from tests.choice import newest_megatron, pairs_covered, rest_is_slow
 from tests.dist import jobs, mixtures, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -25,6 +23,7 @@ from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_layouts import DPO_LOSS
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled
 
 UNEVEN = {"first": 1, "last": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -51,9 +50,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 BATCHING = ["fixed", "dynamic", "packed"]
 DISPATCHERS = ["alltoall", "allgather"]
-BALANCING = ["none", "aux_loss", "seq_aux_loss"]
-EVERYTHING = list(itertools.product(LAYOUTS, BATCHING, DISPATCHERS, BALANCING))
-PAIRS = pairs_covered(LAYOUTS, BATCHING, DISPATCHERS, BALANCING)
 READ = [("fixed", "allgather"), ("dynamic", "alltoall"), ("packed", "allgather")]
 # layouts that together have every group and both pipeline schedules
 NEWEST = ("ep4", "tp2-sp-ep2-etp2", "pp2-vpp2-ep2", "cp2-tp2-sp-ep2")
@@ -75,12 +71,9 @@ def family_for(layout: str, otherwise: str) -> str:
 
 
 @newest_megatron(layout=NEWEST)
-@pytest.mark.parametrize(
-    ("layout", "batching", "dispatcher"),
-    rest_is_slow(
-        [(layout, *READ[number % len(READ)]) for number, layout in enumerate(LAYOUTS)], [(layout, *read) for layout in LAYOUTS for read in READ]
-    ),
-)
+@sampled(4)
+@pytest.mark.parametrize(("batching", "dispatcher"), READ)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "mixtral" if batching == "dynamic" else "qwen3_moe_mixed")]
@@ -111,25 +104,26 @@ def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, 
     return results
 
 
-def cases_of(balancing: list[str]) -> list[Any]:
-    """Parameters of a training test: layout, kind of micro-batch, dispatcher and balancing loss."""
-    pairs = [row for row in PAIRS if row[-1] in balancing]
-    return rest_is_slow(pairs[:: len(balancing)], [row for row in EVERYTHING if row[-1] in balancing])
-
-
 @newest_megatron(layout=NEWEST)
-@pytest.mark.parametrize(("layout", "batching", "dispatcher", "balancing"), cases_of(["none"]))
+@sampled(6)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_adam_steps_equal_transformers(
-    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str, balancing: str
+    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str
 ) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "qwen3_moe" if batching == "dynamic" else "mixtral")]
-    config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, balancing=balancing, **changes)
+    config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, balancing="none", **changes)
     check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS))
 
 
 @newest_megatron(layout=NEWEST)
-@pytest.mark.parametrize(("layout", "batching", "dispatcher", "balancing"), cases_of(["aux_loss", "seq_aux_loss"]))
+@sampled("values")
+@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_balancing_losses_equal_the_literal_formula(
     pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str, balancing: str
 ) -> None:
@@ -141,13 +135,9 @@ def test_balancing_losses_equal_the_literal_formula(
 
 
 @newest_megatron(layout=NEWEST[1:])
-@pytest.mark.parametrize(
-    ("layout", "dispatcher"),
-    rest_is_slow(
-        [*[(layout, "alltoall") for layout in list(LAYOUTS)[::2]], *[(layout, "allgather") for layout in ("ep4", "ep2-etp2", "pp2-ep2")]],
-        [*[(layout, "alltoall") for layout in LAYOUTS], *[(layout, "allgather") for layout in ("ep4", "ep2-etp2", "pp2-ep2")]],
-    ),
-)
+@sampled(3)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, dispatcher: str) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "mixtral" if dispatcher == "alltoall" else "qwen3_moe_mixed")]
@@ -160,6 +150,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models: dict[str, Path], rows: int) -> None:
     """One row for two replicas leaves one of them with none; sampling without seeds of one's own has to stay in step."""
@@ -180,14 +171,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp64": {"router_dtype": "fp64"},
     "overlap-freeze-recompute": {"overlap": True, "freeze_router": True, "recompute": True},
 }
-CHANGED = list(itertools.product(["ep2", "tp2-sp-ep2-dp2", "etp2", "pp2-ep2"], OPTIONS))
 
 
 @newest_megatron(layout=["tp2-sp-ep2-dp2"])
-# every other one of every layout: each option in two layouts, each layout with three options
-@pytest.mark.parametrize(
-    ("layout", "option"), rest_is_slow([case for number, case in enumerate(CHANGED) if (number + number // len(OPTIONS)) % 2 == 0], CHANGED)
-)
+@sampled(3)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2-dp2", "etp2", "pp2-ep2"])
 def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, option: str) -> None:
     """... but what they are about: a frozen router keeps its weights to the bit, and its gradient is in no norm."""
     (world, placed), changes = LAYOUTS[layout], OPTIONS[option]
@@ -202,6 +191,7 @@ def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_p
             assert torch.equal(results[0]["weights"][name], before[name]), name
 
 
+@sampled(2)
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
 def test_micro_batch_size_changes_no_balancing_loss(pool: WorkerPool, models: dict[str, Path], kind: str, micro_batch: int) -> None:
@@ -211,12 +201,14 @@ def test_micro_batch_size_changes_no_balancing_loss(pool: WorkerPool, models: di
     check_training(pool, 4, model, config, NLLLoss())
 
 
+@sampled(1)
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
 def test_the_models_own_coefficient_is_the_default(pool: WorkerPool, models: dict[str, Path], kind: str) -> None:
     config = policy_config(models["mixtral"], ep=2, balancing=kind)
     check_training(pool, 2, models["mixtral"], config, NLLLoss())
 
 
+@sampled(2)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2"])
 def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str) -> None:
@@ -225,6 +217,7 @@ def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], layout: str
     check_training(pool, world, models["mixtral"], config, DPOLossFn(DPO_LOSS))
 
 
+@sampled(1)
 @pytest.mark.parametrize("batching", BATCHING)
 def test_a_batch_without_any_real_token_leaves_no_trace(pool: WorkerPool, models: dict[str, Path], batching: str) -> None:
     """Zero gradient, finite figures, all ranks in step."""
@@ -246,6 +239,7 @@ def export(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -288,6 +282,7 @@ def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str,
 
 
 @newest_megatron
+@sampled("values")
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("changes", [{}, {"pp": 2, **UNEVEN}, {"tp": 2, "sp": True, "ep": 4}], ids=["ep2", "pp2-ep2", "tp2-sp-ep4"])
 def test_replicas_of_unequal_lengths(pool: WorkerPool, models: dict[str, Path], dispatcher: str, changes: dict[str, Any]) -> None:
@@ -317,6 +312,7 @@ def reference_logprobs(config: dict[str, Any], batch: dict[str, torch.Tensor]) -
 
 
 @newest_megatron(layout=["tp2-sp-ep2-etp2"])
+@sampled(1)
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2-etp2", "pp2-ep2"])
 def test_reference_policy_and_offload_hold_for_experts(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -345,13 +341,9 @@ ROUTERS = ["trained", "frozen"]
 
 
 @newest_megatron(written=["tp2-sp-ep2-etp2", "pp2-vpp2-ep2"])
-@pytest.mark.parametrize(
-    ("written", "read", "router"),
-    rest_is_slow(
-        [(*case, ROUTERS[number % 2]) for number, case in enumerate(CHECKPOINTS)],
-        [(*case, router) for case in CHECKPOINTS for router in ROUTERS],
-    ),
-)
+@sampled(2)
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(("written", "read"), CHECKPOINTS)
 def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, router: str) -> None:
     """A run goes on as the undisturbed one: bit for bit in the same layout, within rounding in another."""
     model = models["qwen3_moe_four" if "vpp" in written else "qwen3_moe_mixed"]
@@ -367,6 +359,7 @@ def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, writt
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
     """The balancing loss is scaled as the main loss is: its share of the first gradient norm is that of float32."""

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.choice import newest_megatron
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.dist.remembered import remembered
 from tests.dist.test_megatron_parity import LAYOUTS as DENSE_LAYOUTS
 from tests.models import policy_config
+from tests.tiers import newest_megatron, sampled
 
 EOS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -48,6 +48,7 @@ def likely_stop(model: Path, batch: dict[str, torch.Tensor]) -> int:
 
 
 @newest_megatron(family=["qwen3"], layout=["tp2-pp2", "cp2-tp2-sp"])
+@sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
 def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
@@ -62,6 +63,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Pat
         check_logprobs(result["rows"])
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sampling_is_the_same_in_every_layout(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]

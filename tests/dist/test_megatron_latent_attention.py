@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from tests.choice import newest_megatron, slow
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -24,6 +23,7 @@ from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_parity import PG_LOSS, run_reference
 from tests.models import make_tiny, policy_config
 from tests.prediction_layers import add_prediction_layers
+from tests.tiers import newest_megatron, sampled, slow
 
 FAMILIES = ("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_dense")
 NEWEST = ("tp2", "tp2-sp-ep2-etp2")
@@ -51,6 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(2)
 @pytest.mark.parametrize("layout", DENSE)
 def test_attention_trains_as_in_transformers(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     (world, changes), model = DENSE[layout], models["deepseek_v3_dense"]
@@ -66,6 +67,7 @@ def test_attention_trains_as_in_transformers(pool: WorkerPool, models: dict[str,
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(2)
 @pytest.mark.parametrize(("layout", "family", "batching", "dispatcher", "balancing"), SPARSE)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool, models: dict[str, Path], layout: str, family: str, batching: str, dispatcher: str, balancing: str
@@ -97,6 +99,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
 
 
 @newest_megatron
+@slow
 @pytest.mark.parametrize(
     ("written", "read"), [pytest.param("tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2", marks=slow), ("tp2-sp-ep2-etp2", "pp2-ep2")]
 )
@@ -132,6 +135,7 @@ def test_layers_that_predict_further_are_left_out_aloud(pool: WorkerPool, models
         assert any("1 layers that predict further tokens" in text for text in warnings)
 
 
+@slow
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=slow)])
 def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
     norms = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
-from tests.choice import newest_megatron, pairs_covered, rest_is_slow
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_parity import PG_LOSS, check_training
 from tests.models import policy_config
+from tests.tiers import newest_megatron, sampled
 
 UNEVEN = {"first": 1, "last": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -49,12 +48,9 @@ def family_for(layout: str) -> str:
     return "qwen3-tied-four" if "vpp" in layout else "llama"
 
 
-@pytest.mark.parametrize(
-    ("layout", "batching"),
-    rest_is_slow(
-        [(layout, BATCHING[number % len(BATCHING)]) for number, layout in enumerate(LAYOUTS)], itertools.product(LAYOUTS, BATCHING)
-    ),
-)
+@sampled("values")
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     model = tiny_models[family_for(layout)]
@@ -67,12 +63,9 @@ def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
 
 
 @newest_megatron(layout=["cp2-tp2-sp", "cp2-pp2", "pp2-vpp2-tp2-sp", "cp3-ring"])
-@pytest.mark.parametrize(
-    ("layout", "batching"),
-    rest_is_slow(
-        [(layout, BATCHING[(number + 1) % len(BATCHING)]) for number, layout in enumerate(LAYOUTS)], itertools.product(LAYOUTS, BATCHING)
-    ),
-)
+@sampled("values")
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     model = tiny_models[family_for(layout)]
@@ -81,10 +74,12 @@ def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict
 
 
 LOSSES = {"nll": NLLLoss(), "dpo": DPOLossFn(DPO_LOSS)}
-WITH_LOSSES = (["dp2", "cp2", "pp2"], BATCHING, LOSSES)
 
 
-@pytest.mark.parametrize(("layout", "batching", "loss"), rest_is_slow(pairs_covered(*WITH_LOSSES), itertools.product(*WITH_LOSSES)))
+@sampled("values")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2"])
 def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str, loss: str) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["llama"], mbs=2, batching=batching, **changes)
@@ -92,6 +87,7 @@ def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: st
 
 
 @newest_megatron(layout=["cp2-dp2"])
+@sampled("values")
 @pytest.mark.parametrize("changes", [{"overlap": True}, {"recompute": True}, {"distributed_optimizer": False}], ids=lambda c: "-".join(c))
 @pytest.mark.parametrize("layout", ["cp2-dp2", "cp3-ring", "pp2-vpp2"])
 def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any]) -> None:
@@ -102,6 +98,7 @@ def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], 
 
 
 @newest_megatron(micro_batch=[1, 8])
+@sampled(1, micro_batch=[8])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_any_number_of_micro_batches_goes_through_the_interleaved_pipeline(
     pool: WorkerPool, tiny_models: dict[str, Path], micro_batch: int

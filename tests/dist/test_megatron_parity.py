@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from tests.choice import newest_megatron, rest_is_slow
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
+from tests.tiers import newest_megatron, sampled
 
 TRAINED = ["llama", "qwen2-tied", "qwen3-tied"]
 FAMILIES = [*TRAINED, "qwen2", "qwen3"]
@@ -39,13 +38,10 @@ PG_LOSS = {
 }
 
 
-# in every layout the families that are not trained below, and one of the others
-READ = [(family, layout) for family in FAMILIES[3:] for layout in LAYOUTS]
-READ += [(TRAINED[number % 3], layout) for number, layout in enumerate(LAYOUTS)]
-
-
 @newest_megatron(layout=["tp2-pp2"])
-@pytest.mark.parametrize(("family", "layout"), rest_is_slow(READ, itertools.product(FAMILIES, LAYOUTS)))
+@sampled(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
     world, changes = LAYOUTS[layout]
     batch = make_batch(rows=10, length=13, seed=3)
@@ -69,6 +65,7 @@ def _run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, 
 
 
 @newest_megatron(layout=["tp2-pp2", "tp2-dp2"])
+@sampled("values")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", TRAINED)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
@@ -77,6 +74,7 @@ def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict
     check_training(pool, world, tiny_models[family], config, ClippedPGLossFn(PG_LOSS))
 
 
+@sampled(2)
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["tp2-dp2", "pp2-uneven"])
 def test_micro_batch_size_changes_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, micro_batch: int) -> None:
@@ -86,6 +84,7 @@ def test_micro_batch_size_changes_nothing(pool: WorkerPool, tiny_models: dict[st
 
 
 @newest_megatron
+@sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [

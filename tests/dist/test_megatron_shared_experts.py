@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from tests.choice import newest_megatron
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -22,6 +21,7 @@ from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled, slow
 
 GATE = "mlp.shared_expert_gate.weight"
 NEWEST = ("tp2-sp-ep2-etp2",)
@@ -50,6 +50,7 @@ def name_for(layout: str, otherwise: str) -> str:
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(2)
 @pytest.mark.parametrize(("layout", "batching", "dispatcher"), PLACED)
 def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -60,6 +61,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(2)
 @pytest.mark.parametrize(("layout", "batching", "dispatcher"), PLACED)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, batching: str, dispatcher: str
@@ -73,6 +75,7 @@ def test_three_adam_steps_equal_transformers(
     assert len(moved) == (4 if "vpp" in layout else 3)
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     "options",
     [{"recompute": True}, {"overlap": True}, {"distributed_optimizer": False}, {"balancing": "aux_loss", "aux": 0.7, "z": 0.3}],
@@ -85,6 +88,7 @@ def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], optio
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(1)
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2-etp2", "cp2-ep2", "pp2-ep2"])
 def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -95,6 +99,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
         check_logprobs(result["rows"])
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2-etp2", "pp2-tp2-sp-ep2"])
 def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -106,6 +111,7 @@ def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, P
 
 
 @newest_megatron
+@slow
 @pytest.mark.parametrize(
     ("written", "read"), [("tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2"), ("tp2-sp-ep2-etp2", "pp2-ep2"), ("ep2-dp2", "tp2-sp-ep4")]
 )
@@ -121,6 +127,7 @@ def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, writt
         assert written != read or torch.equal(resumed["weights"][name], tensor), name
 
 
+@sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
     norms = {}

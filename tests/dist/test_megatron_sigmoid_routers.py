@@ -16,7 +16,6 @@ from converters.import_plan import plan_import
 from converters.importing import import_model
 from converters.source import open_source
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from tests.choice import newest_megatron
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -25,6 +24,7 @@ from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled, slow
 
 BIAS = "mlp.gate.e_score_correction_bias"
 FAMILIES = ("glm4_moe", "glm4_moe_mixed")
@@ -45,6 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(2)
 @pytest.mark.parametrize(("layout", "family", "batching", "dispatcher", "balancing"), PLACED)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool,
@@ -74,6 +75,7 @@ def test_three_adam_steps_equal_transformers(
         assert result["weights"][name].dtype == torch.float32 and torch.equal(result["weights"][name], before[name])
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2-etp2", "pp2-ep2"])
 def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -84,6 +86,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
         check_logprobs(result["rows"])
 
 
+@sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, precision: str) -> None:
     """The correction in float32 also where everything else is bfloat16."""
@@ -97,6 +100,7 @@ def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, P
 
 
 @newest_megatron
+@slow
 def test_resume_in_another_layout(pool: WorkerPool, models: dict[str, Path], tmp_path: Path) -> None:
     """From a model with another correction, so that it has to come from the checkpoint."""
     model, (world, changes), (new_world, new_changes) = models["glm4_moe_mixed"], LAYOUTS["tp2-sp-ep2"], LAYOUTS["pp2-ep2"]

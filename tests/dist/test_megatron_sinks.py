@@ -9,7 +9,6 @@ import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.parity.pool import JobError
-from tests.choice import newest_megatron
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
@@ -18,6 +17,7 @@ from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled, slow
 
 NEWEST = ("tp2-sp-ep2",)
 PLACED = [
@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @newest_megatron(layout=NEWEST)
+@sampled(2)
 @pytest.mark.parametrize(("layout", "batching", "dispatcher", "balancing"), PLACED)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool, model: Path, tmp_path: Path, layout: str, batching: str, dispatcher: str, balancing: str
@@ -49,6 +50,7 @@ def test_three_adam_steps_equal_transformers(
     assert all(not torch.equal(result["weights"][name], tensor) for name, tensor in before.items()), "everything learns"
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2", "pp2-ep2"])
 def test_greedy_equals_transformers(pool: WorkerPool, model: Path, layout: str) -> None:
     (world, changes), batch = LAYOUTS[layout], prompts(rows=8)
@@ -58,6 +60,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, model: Path, layout: str) 
         check_logprobs(result["rows"])
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2", "pp2-ep2"])
 def test_export_gives_back_what_was_loaded(pool: WorkerPool, model: Path, tmp_path: Path, layout: str) -> None:
     """All experts of a layer together, transposed, with rows of gate and up in turns."""
@@ -70,6 +73,7 @@ def test_export_gives_back_what_was_loaded(pool: WorkerPool, model: Path, tmp_pa
 
 
 @newest_megatron
+@slow
 def test_resume_in_another_layout(pool: WorkerPool, model: Path, tmp_path: Path) -> None:
     (world, changes), (new_world, new_changes) = LAYOUTS["tp2-sp-ep2"], LAYOUTS["pp2-ep2"]
     other = make_tiny(tmp_path / "other", "gpt_oss", tied=False, seed=72)

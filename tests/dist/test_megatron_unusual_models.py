@@ -17,6 +17,7 @@ from tests.dist.test_megatron_generation import LAYOUTS as DENSE_LAYOUTS
 from tests.dist.test_megatron_generation import check_logprobs, prompts, transformers_greedy
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
+from tests.tiers import sampled
 
 LAYOUTS = {**test_megatron_experts.LAYOUTS, **DENSE_LAYOUTS}
 ROPE_LAYOUTS = ["tp1", "tp2-sp", "pp2-uneven", "cp2"]
@@ -68,6 +69,7 @@ def check_logprobs_equal_transformers(pool: WorkerPool, model: Path, layout: str
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", ROPE_LAYOUTS)
 def test_other_llama3_scaling(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -76,6 +78,7 @@ def test_other_llama3_scaling(pool: WorkerPool, models: dict[str, Path], layout:
     test_megatron_parity.check_training(pool, world, models["llama"], config, ClippedPGLossFn(PG_LOSS))
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ROPE_LAYOUTS)
 def test_other_llama3_scaling_generates(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -87,12 +90,14 @@ def test_other_llama3_scaling_generates(pool: WorkerPool, models: dict[str, Path
         check_logprobs(result["rows"])
 
 
+@sampled(3)
 @pytest.mark.parametrize("layout", ["tp2-sp", "ep2-dp2"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "odd", "odd-mixed"])
 def test_mixtures_log_probabilities(pool: WorkerPool, models: dict[str, Path], name: str, layout: str) -> None:
     check_logprobs_equal_transformers(pool, models[name], layout)
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -112,6 +117,7 @@ def test_mixtures_train(pool: WorkerPool, models: dict[str, Path], tmp_path: Pat
     test_megatron_experts.check_training(pool, world, models[name], config, NLLLoss())
 
 
+@sampled(1)
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_a_router_with_the_weight_one_gets_no_gradient(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, dispatcher: str) -> None:
     before = mixtures.weights_of(mixtures.load(models["mixtral"]), tmp_path / "before")

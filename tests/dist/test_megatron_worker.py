@@ -16,12 +16,12 @@ import torch
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.generation.sampling import SamplingSettings
 from tests import kept_tokens
-from tests.choice import newest_megatron
-from tests.dist.contract import parameters_of
 from tests.dist import jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
+from tests.dist.contract import parameters_of
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
+from tests.tiers import newest_megatron, sampled
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -101,6 +101,7 @@ def test_every_method_of_the_contract_has_its_signature() -> None:
 
 
 @newest_megatron(layout=["pp2", "dp2-overlap"])
+@sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -119,6 +120,7 @@ def test_evaluation_changes_no_bit_in_half_precision(pool: WorkerPool, tiny_mode
 
 
 @newest_megatron(recompute=[True])
+@sampled(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_logprobs_equal_those_inside_the_loss_to_the_bit(
@@ -133,6 +135,7 @@ def test_logprobs_equal_those_inside_the_loss_to_the_bit(
 
 
 @newest_megatron(precision=["bfloat16"])
+@sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["dp2-overlap", "pp2"])
 def test_reference_swap_leaves_no_trace(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
@@ -149,6 +152,7 @@ def test_reference_swap_leaves_no_trace(pool: WorkerPool, tiny_models: dict[str,
 
 
 @newest_megatron
+@sampled(2)
 @pytest.mark.parametrize("masked", ["tokens of one rank", "samples of one rank", "all tokens", "all samples"])
 def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, Path], masked: str) -> None:
     config = policy_config(tiny_models["qwen3"], overlap=True, weight_decay=0.0)
@@ -174,6 +178,7 @@ def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, P
 
 
 @newest_megatron
+@sampled(2)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("world", "changes"), [(2, {"overlap": True}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_half_precision_follows_float32(
@@ -204,6 +209,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, tiny_mo
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_resumes_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
     config = policy_config(tiny_models["qwen3"], precision=precision)
@@ -222,6 +228,7 @@ def sgd_reference(
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd(pool: WorkerPool, tiny_models: dict[str, Path], momentum: float) -> None:
     """Megatron's distributed optimizer knows Adam alone."""
@@ -236,6 +243,7 @@ def test_sgd(pool: WorkerPool, tiny_models: dict[str, Path], momentum: float) ->
 
 
 @newest_megatron(momentum=[0.9])
+@sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd_resumes_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, momentum: float, precision: str) -> None:
@@ -261,6 +269,7 @@ def schedule_by_formula(call: int, style: str, warmup: int, decay: int, init: fl
 
 
 @newest_megatron(warmup=[3])
+@sampled(3)
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
 def test_schedule_follows_the_formulas(pool: WorkerPool, tiny_models: dict[str, Path], style: str, warmup: int) -> None:
@@ -288,9 +297,16 @@ def test_schedule_follows_the_formulas(pool: WorkerPool, tiny_models: dict[str, 
     assert [decay for _, decay in values] == pytest.approx(growing[growth], rel=1e-9)
 
 
+@sampled("values")
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingSettings(), SamplingSettings(temperature=0.4), SamplingSettings(top_k=2), SamplingSettings(top_p=0.6), SamplingSettings(False, 2, 3, 0.7)],
+    [
+        SamplingSettings(),
+        SamplingSettings(temperature=0.4),
+        SamplingSettings(top_k=2),
+        SamplingSettings(top_p=0.6),
+        SamplingSettings(False, 2, 3, 0.7),
+    ],
     ids=["itself", "temperature", "top-k", "top-p", "all three"],
 )
 @pytest.mark.parametrize("world", [2, 4])
@@ -324,6 +340,7 @@ def test_a_vocabulary_shard_of_forbidden_tokens_alone(pool: WorkerPool) -> None:
 
 
 @newest_megatron(precision=["bfloat16"])
+@sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("world", "changes"), [(2, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})])
 def test_noise_reaches_all_copies_and_the_optimizer(
@@ -339,6 +356,7 @@ def test_noise_reaches_all_copies_and_the_optimizer(
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_small_methods_and_wrong_states(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, changes: dict[str, Any]
@@ -363,6 +381,7 @@ def test_small_methods_and_wrong_states(
 
 
 @newest_megatron
+@sampled(1)
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_moving_the_optimizer_leaves_the_model_where_it_is(
@@ -373,6 +392,7 @@ def test_moving_the_optimizer_leaves_the_model_where_it_is(
     assert pool.run(2, worker_jobs.move_optimizer_between_steps, config, make_batch(8, 9, seed=0)) == [[], []]
 
 
+@sampled(1)
 @pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})])
 def test_a_loss_may_report_itself(pool: WorkerPool, tiny_models: dict[str, Path], world: int, changes: dict[str, Any]) -> None:
     """Metrics that are the loss tensor itself, or still carry a graph, keep their value through a pipeline schedule."""
@@ -424,6 +444,7 @@ def generation_config(model: Path, changes: dict[str, Any], **generation: Any) -
     return policy_config(model, generation={"stop_token_ids": [], "max_new_tokens": 7, **generation}, **changes)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_stop_strings_of_rows_and_of_the_configuration(
     pool: WorkerPool, tiny_models: dict[str, Path], world: int, changes: dict[str, Any]
@@ -448,6 +469,7 @@ def test_stop_strings_of_rows_and_of_the_configuration(
         assert [row["ids"][-row["new"] :] for row in result["rows"]] == [answers[row][:end] for row, end in enumerate(expected)]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("world", "changes"), [(2, {"tp": 2, "sp": True}), (2, {"pp": 2, "first": 1, "last": 2})])
 @pytest.mark.parametrize(("new", "limit"), [(1, 64), (5, 9), (3, 10)])
 def test_length_limits(pool: WorkerPool, tiny_models: dict[str, Path], world: int, changes: dict[str, Any], new: int, limit: int) -> None:
@@ -462,6 +484,7 @@ def test_length_limits(pool: WorkerPool, tiny_models: dict[str, Path], world: in
             assert row["ids"] == whole["ids"][: length + row["new"]]
 
 
+@sampled(1)
 @pytest.mark.parametrize("greedy", [True, False])
 def test_more_replicas_than_prompts(pool: WorkerPool, tiny_models: dict[str, Path], greedy: bool) -> None:
     model, batch = tiny_models["qwen3"], prompts(rows=3)
@@ -492,6 +515,7 @@ worker.shutdown()
 
 @newest_megatron
 def test_torchrun_needs_no_ray(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Two processes start under torchrun, which takes twenty seconds: nothing else shows that a worker needs no Ray."""
     import json
 
     script, output = tmp_path / "script.py", tmp_path / "losses.json"

@@ -16,8 +16,8 @@ from megarl.parity.models import ModelShelf
 from megarl.parity.mutations import MUTATIONS
 from megarl.parity.runner import CaseRunner
 from megarl.parity.shrink import shrink
-from tests.choice import newest_megatron
 from tests.dist.pool import WorkerPool
+from tests.tiers import newest_megatron, sampled, slow
 
 FRESH = 3
 FIXED = (
@@ -81,11 +81,13 @@ def check(runner: CaseRunner, case: Case) -> None:
 
 
 @newest_megatron(line=[line for line in FIXED if "backend=" not in line])
+@sampled(6)
 @pytest.mark.parametrize("line", FIXED, ids=lambda line: "-".join(line.split()[:2]))
 def test_fixed_cases_agree(runner: CaseRunner, line: str) -> None:
     check(runner, parse(line))
 
 
+@sampled("values")
 @pytest.mark.parametrize("number", range(FRESH))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fresh_cases_agree(runner: CaseRunner, shelf: ModelShelf, backend: str, number: int) -> None:
@@ -96,6 +98,7 @@ def test_fresh_cases_agree(runner: CaseRunner, shelf: ModelShelf, backend: str, 
 
 
 @newest_megatron
+@sampled(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
     case = parse(FAULTS[name])
@@ -106,6 +109,7 @@ def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
     assert not outcome.error
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", HALF_FAULTS)
 def test_known_faults_are_caught_in_16_bit(runner: CaseRunner, name: str) -> None:
     case = parse(HALF_FAULTS[name])
@@ -116,6 +120,7 @@ def test_known_faults_are_caught_in_16_bit(runner: CaseRunner, name: str) -> Non
     assert not outcome.error
 
 
+@slow
 def test_a_fault_is_shrunk_to_the_ranks_it_needs(runner: CaseRunner) -> None:
     case = parse("tp=2 sp=1 kv=2 ffn=6 layers=2 dp=2 length=7 loss=pg+kl temperature=0.7 warmup=1 distopt=1 vocab=11")
     name = "norm-counts-copies"

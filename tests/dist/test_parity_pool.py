@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.parity.pool import JobError, WorkerPool
+from tests.tiers import slow
 
 
 def sum_of_ranks(offset: int) -> tuple[int, float, int]:
@@ -97,6 +98,7 @@ if __name__ == "__main__":
 """
 
 
+@slow
 def test_workers_end_with_the_process_that_started_them() -> None:
     answer = subprocess.run([sys.executable, "-c", SUDDEN_END], capture_output=True, text=True, check=False)
     assert answer.returncode == 3, answer.stderr

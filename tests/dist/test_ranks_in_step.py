@@ -19,6 +19,7 @@ from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import prompts
 from tests.models import make_tiny, policy_config
+from tests.tiers import sampled
 
 BUILD: dict[str, Callable[..., Any]] = {"megatron": jobs.build, "dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
 CONFIG: dict[str, Callable[..., dict[str, Any]]] = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
@@ -49,6 +50,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("mixture") / "mixtral", "mixtral", tied=False, seed=3)
 
 
+@sampled("values")
 @pytest.mark.parametrize("rows", [[2, 0], [0, 2], [4, 2]], ids=str)
 @pytest.mark.parametrize(("kind", "options"), [("megatron", {"ep": 2}), ("dtensor", {}), ("fsdp1", {})], ids=str)
 def test_replicas_whose_passes_meet_need_equal_numbers(
@@ -96,6 +98,7 @@ def generate_twice(kind: str, config: Mapping[str, Any], batches: list[Mapping[s
     return outcomes
 
 
+@sampled(3)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("kind", "world", "options"),

@@ -13,12 +13,12 @@ from converters.source import open_source
 from megarl.distributed.ports import free_port
 from megarl.weight_sync.memory import LIST_BYTES
 from megarl.weight_sync.tensor_info import padded_bytes
-from tests.choice import slow
 from tests.dist import refit_jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
+from tests.tiers import sampled, slow
 
 # backend, ranks and layout
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -58,6 +58,7 @@ def stored(model: Path) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name in source.names()}
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("layout", "family"), [(layout, "qwen3-tied-four") for layout in LAYOUTS] + [("megatron-tp2-sp", "qwen2"), ("fsdp1-dp3", "qwen2")]
 )
@@ -68,6 +69,7 @@ def test_an_engine_reads_the_policy_s_weights_at_every_step(
     check(pool.run(world, refit_jobs.refits, configured(backend, tiny_models[family], changes), BUDGET), expected[family])
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", SPARSE)
 def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, changes = SPARSE[layout]
@@ -75,6 +77,7 @@ def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_
     check(pool.run(world, refit_jobs.refits, configured("megatron", model, changes), BUDGET), stored(model))
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["ep2", "etp2-tp2", pytest.param("ep2-tp2-pp2", marks=slow)])
 def test_how_many_parameters_are_gathered_at_once_changes_no_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, changes = SPARSE[layout]
@@ -87,6 +90,7 @@ def test_how_many_parameters_are_gathered_at_once_changes_no_bit(pool: WorkerPoo
             assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "layout", ["megatron-tp2-pp2", "megatron-pp2-vpp2", pytest.param("megatron-pp2", marks=slow), "dtensor-dp2", "fsdp1-dp3"]
 )
@@ -136,6 +140,7 @@ def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(pool: 
     assert (first[3:], second[2:]) == (["", ""], [""])
 
 
+@sampled(1)
 @pytest.mark.parametrize(("backend", "changes"), [("megatron", {"pp": 2}), ("dtensor", {"tp": 2}), ("fsdp1", {})])
 def test_engines_hear_of_a_policy_that_has_nothing_to_send_and_take_the_next_refit(
     pool: WorkerPool, tiny_models: dict[str, Path], backend: str, changes: dict[str, Any]
@@ -160,6 +165,7 @@ def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: d
         assert (result["objects"], result["pickled"]) == ([], 0)
 
 
+@sampled(1)
 @pytest.mark.parametrize("backend", ["megatron", "dtensor", "fsdp1"])
 def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
     config = configured(backend, tiny_models["qwen2"], {})

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarl.models.engine.attention import SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
 from tests.dist.pool import WorkerPool
+from tests.tiers import sampled
 from tests.unit.test_context import slow_attention
 
 PACKED = {2: (0, 4, 4, 16, 24), 3: (0, 6, 18, 18, 48), 4: (0, 8, 24, 32)}
@@ -57,6 +58,7 @@ def expected(starts: tuple[int, ...], rows: int, window: int | None, seed: int) 
     return output.detach(), [leaf.grad for leaf in leaves]
 
 
+@sampled("values")
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 4])

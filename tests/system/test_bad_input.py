@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from megarl.algorithms import run as algorithms_run
 from megarl.cli import main
 from tests.system.whole_runs import Launches, Material, make_material, write_config
+from tests.tiers import sampled, slow
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,7 @@ def test_faults_are_found_before_workers_start(
     check_nothing_left(tmp_path / "run")
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["misspelt key", "broken line", "other vocabulary"])
 def test_faults_end_the_program_with_2(name: str, material: Material, launches: Launches, tmp_path: Path) -> None:
     [case] = [case for case in FAULTS if case.name == name]
@@ -194,6 +196,7 @@ def test_faults_end_the_program_with_2(name: str, material: Material, launches: 
     check_nothing_left(tmp_path / "run")
 
 
+@slow
 def test_fault_found_by_a_worker(material: Material, launches: Launches, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", "grpo", material)
     launch = launches.start(config, tmp_path / "run", loose_head(material.model, tmp_path))

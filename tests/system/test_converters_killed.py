@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.conversion import save_llama
+from tests.tiers import sampled
 
 SIZE = 60_000_000
 CAP_MIB = 640
@@ -104,6 +105,7 @@ def test_killed_at_random_points_and_run_again(
         assert not (tmp_path / f".{target.name}.partial").exists()
 
 
+@sampled(1)
 @pytest.mark.parametrize("action", ["import", "export"])
 def test_memory_stays_within_its_bound(
     action: str, server: ForkServerContext, source: Path, imported: tuple[Path, dict[str, object]], tmp_path: Path

@@ -20,6 +20,7 @@ from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from tests.dist import reference
 from tests.dist.batches import make_batch
 from tests.models import VOCABULARY, make_tiny, policy_config
+from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(local_ray: int, model: Path) -> Iterator[Policy]:
-    """TP2 x DP2."""
+    """TP2 x DP2 on Ray. Twenty seconds, for Ray and four workers that import Megatron; every test of this file uses it."""
     cluster = RayVirtualCluster([4], use_gpus=False, name="policy")
     policy = Policy(cluster, policy_config(model, tp=2), None, seed=3)
     yield policy
@@ -169,6 +170,7 @@ def test_weights_are_not_sent_to_nobody(policy: Policy) -> None:
         policy.get_weights_ipc_handles(list(policy.prepare_refit_info() or {})[:1])
 
 
+@slow
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])
 def test_batches_by_tokens_in_context_parallel_replicas(local_ray: int, model: Path, batching: str) -> None:
     """CP2 x DP2: any number of rows for log-probabilities, in their order; the loss of a training step is the true one."""

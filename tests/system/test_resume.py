@@ -1,7 +1,7 @@
 """Killed at any moment and started again, a run ends like one that nobody disturbed: the same log and the same weights, bit for bit.
 
 The program itself is started, with real Megatron on tensor parallel 2 over Ray, and killed so that nothing of it can tidy up. One run is
-killed several times where that tells as much. ``MEGARL_TEST_SLOW=1`` adds one run for each step, save period and further moments.
+killed several times where that tells as much. By default one kill is shown; ``--all`` adds the other moments, every step and save period.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.algorithms.stopping import STOPPED
 from megarl.checkpoint.manifest import verify
-from tests.choice import slow
 from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, make_material, read_rows, write_config
+from tests.tiers import slow
 
 # Five launches in one test: on a machine that does much else they take longer than the limit of other tests.
 pytestmark = pytest.mark.timeout(1800)
@@ -37,8 +38,21 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return make_material(tmp_path_factory.mktemp("material"))
 
 
+def on_one_rank(config: Path) -> Path:
+    """A configuration beside another that differs in the number of ranks alone."""
+    path = config.with_name(f"one-rank-{config.name}")
+    policy = {"megatron_cfg": {"tensor_model_parallel_size": 1}}
+    path.write_text(yaml.safe_dump({"defaults": str(config), "cluster": {"gpus_per_node": 1}, "policy": policy}))
+    return path
+
+
 def whole_run(algorithm: str, directory: Path, material: Material, launches: Launches) -> Path:
-    launch = launches.start(write_config(directory / f"{algorithm}.yaml", algorithm, material), directory / algorithm)
+    return finished(write_config(directory / f"{algorithm}.yaml", algorithm, material), directory / algorithm, launches)
+
+
+def finished(config: Path, run_dir: Path, launches: Launches) -> Path:
+    """The directory of a run that nobody disturbed."""
+    launch = launches.start(config, run_dir)
     assert launch.finish() == 0, launch.output()[-5000:]
     check_leftovers(launch.run_dir, 1)
     return launch.run_dir
@@ -116,7 +130,8 @@ def inside(step: int, undisturbed: Path, seed: int) -> Moment:
     return moment
 
 
-def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
+def something_to_lose(whole: Path) -> None:
+    """Fail where a run learned nothing, so that no loss of it would be seen."""
     rows = [row for row in comparable(whole) if row["step"]]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert sum(0 < row["train/reward"] < 1 for row in rows) >= 2, "without rewards nothing is trained and nothing can differ"
@@ -124,6 +139,22 @@ def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
     assert len({row["train/loss"] for row in rows}) == STEPS
 
 
+@slow
+def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
+    something_to_lose(whole)
+
+
+def test_killed_inside_a_step(material: Material, launches: Launches, tmp_path: Path) -> None:
+    """On one rank, which starts sooner. Three launches take a minute and show that a lost machine costs only time."""
+    undisturbed = finished(on_one_rank(write_config(tmp_path / "whole.yaml", "grpo", material)), tmp_path / "whole", launches)
+    something_to_lose(undisturbed)
+    config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=2))
+    assert run_with_kills(config, tmp_path / "run", [inside(3, undisturbed, seed=5)], launches) == [2]
+    check_leftovers(tmp_path / "run", 2)
+    check_same(tmp_path / "run", undisturbed)
+
+
+@slow
 def test_kills_inside_a_step_inside_a_checkpoint_and_between_two(
     whole: Path, material: Material, launches: Launches, tmp_path: Path
 ) -> None:
@@ -144,6 +175,7 @@ def test_kills_where_each_step_is_saved(whole: Path, material: Material, launche
     check_same(tmp_path / "run", whole)
 
 
+@slow
 def test_supervised_training_resumes(whole_sft: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", "sft", material, save_period=2)
     [resumed] = run_with_kills(config, tmp_path / "run", [inside(3, whole_sft, seed=6)], launches)
@@ -152,6 +184,7 @@ def test_supervised_training_resumes(whole_sft: Path, material: Material, launch
     check_same(tmp_path / "run", whole_sft)
 
 
+@slow
 def test_asked_to_stop_it_saves_and_goes_on(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
     """Where no checkpoint is due. Ray has a handler of its own for this signal, which would end the driver at once."""
     config, run_dir = write_config(tmp_path / "run.yaml", "grpo", material, save_period=STEPS + 1), tmp_path / "run"
@@ -207,6 +240,7 @@ def test_killed_at_chosen_moments(where: str, whole: Path, material: Material, l
     check_same(run_dir, whole)
 
 
+@slow
 def test_ray_leaves_in_the_end(launches: Launches) -> None:
     for launch in launches.all:
         launch.check_nothing_runs(agents_too=True)

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from megarl import env
+from tests.tiers import slow
+
+# several Ray nodes start one after the other, which takes half a minute
+pytestmark = slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,7 +24,6 @@ from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
-from tests.choice import slow
 from tests.dist.batches import make_batch
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
 from tests.models import VOCABULARY, policy_config
@@ -41,10 +40,10 @@ from tests.system.vllm_engines import (
     resident_bytes,
     rows_of,
 )
+from tests.tiers import slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
-ALWAYS = ("megatron-tp2-pp2", "dtensor-tp2", "fsdp1-dp2")
 REFITS_AFTER = (0, 1, 2, 10)
 BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"input_lengths": torch.tensor([4, 0, 3])}, r"input_lengths\[1\] = 0: a sequence has at least 1 token"),
@@ -95,7 +94,8 @@ def policy(untrained: Policy) -> Policy:
     return untrained
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else slow) for name in POLICIES])
+@slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_answers_are_those_of_the_export_at_every_step(
     colocated: VllmGeneration, apart: VllmGeneration, model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -147,6 +147,13 @@ def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
     assert rows_of(generation.generate(turned)) == rows_of(drawn)[::-1]
 
 
+def test_a_refitted_engine_answers_what_transformers_answers(colocated: VllmGeneration, policy: Policy, model: Path) -> None:
+    colocated.prepare_refit_info(policy.prepare_refit_info() or {})
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == greedy_answers(model)
+
+
+@slow
 def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGeneration, policy: Policy) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
@@ -168,6 +175,7 @@ def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGenera
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == free
 
 
+@slow
 def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGeneration, policy: Policy) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
@@ -186,6 +194,7 @@ def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGene
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
 
 
+@slow
 def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, policy: Policy) -> None:
     apart.prepare_refit_info(policy.prepare_refit_info() or {})
     connect(policy, apart)
@@ -212,6 +221,7 @@ def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, 
     assert rows_of(apart.generate(PROMPTS, greedy=True)) == before
 
 
+@slow
 def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_it_is_refitted(
     colocated: VllmGeneration, policy: Policy
 ) -> None:
@@ -272,6 +282,7 @@ def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_pat
     assert generation.shutdown() and policy.shutdown()
 
 
+@slow
 def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(apart: VllmGeneration, model: Path) -> None:
     with pytest.raises(RefitError, match="the refit info is not"):
         apart.prepare_refit_info({"weight": (2, 3)})
@@ -280,16 +291,19 @@ def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(apart: Vllm
         apart.init_collective("127.0.0.1", 1, 9)
 
 
+@slow
 def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size = 2: it does not divide the 3 places"):
         engines(model, "odd", colocated=True, places=3, tensor_parallel=2)
 
 
+@slow
 def test_the_engines_have_the_environment_of_their_section(colocated: VllmGeneration) -> None:
     [environment] = colocated.worker_group.get_all_worker_results(colocated.worker_group.run_all_workers_single_data("environment"))
     assert environment["VLLM_CPU_CI_ENV"] == "1" and environment["VLLM_LOGGING_LEVEL"] == "ERROR"
 
 
+@slow
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
 def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool) -> None:
     """Two steps, each with a validation and a checkpoint; a second launch goes on from there and stops at a bound of no difference."""

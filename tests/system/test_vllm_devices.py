@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 from megarl import env
+from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
 
 
+@slow
 def test_engines_of_two_ranks_have_the_policy_s_gpus_beside_it_and_others_apart_from_it() -> None:
     variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
     command = [sys.executable, "-m", "tests.system.engine_devices"]

@@ -13,18 +13,18 @@ import pytest
 from megarl.algorithms.refit import Refit
 from megarl.errors import RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
-from tests.choice import slow
 from tests.memory_limit import no_more_memory_than
 from tests.system.vllm_engines import PROMPTS, dense_model, engines, greedy_answers, policy_of, processes_of, resident_bytes, rows_of
+from tests.tiers import slow
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [slow, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")]
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.mark.parametrize(
     ("shared", "ranks"),
-    [(True, 1), pytest.param(False, 1, marks=slow), pytest.param(True, 2, marks=slow)],
+    [(True, 1), (False, 1), (True, 2)],
     ids=["colocated", "apart", "colocated-two-ranks"],
 )
 def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(local_ray: int, tmp_path: Path, shared: bool, ranks: int) -> None:
@@ -68,7 +68,7 @@ def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(local_r
     assert generation.shutdown() and policy.shutdown()
 
 
-@pytest.mark.parametrize("killed", ["core", pytest.param("rank", marks=slow), pytest.param("actor", marks=slow)])
+@pytest.mark.parametrize("killed", ["core", "rank", "actor"])
 def test_an_engine_of_two_ranks_leaves_nothing_behind_however_it_ends(
     local_ray: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, killed: str
 ) -> None:

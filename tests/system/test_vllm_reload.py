@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megarl.errors import RefitError
+from tests.tiers import slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -122,6 +123,7 @@ class Breaking:
         return result
 
 
+@slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_the_next_reload_fills_a_model_in_which_one_broke_off(engine: Any, monkeypatch: pytest.MonkeyPatch, step: str, after: bool) -> None:

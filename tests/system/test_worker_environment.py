@@ -10,6 +10,7 @@ import pytest
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.models.policy.lm_policy import Policy
 from tests.models import make_tiny
+from tests.tiers import sampled
 
 # get_gpu_info reports variables whose names begin with CUDA
 NAME = "CUDA_OF_THE_SECTION"
@@ -32,6 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("environment") / "qwen2", "qwen2", tied=True, layers=1)
 
 
+@sampled(1)
 @pytest.mark.parametrize("backend", SECTIONS)
 def test_workers_have_the_environment_of_their_section(local_ray: int, model: Path, backend: str) -> None:
     config: Any = {

@@ -22,6 +22,7 @@ from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ClusterError, ConfigError, DeadlineError, StateError, WorkerError, WorkerLostError
+from tests.tiers import sampled
 
 SAMPLES = "tests.system.sample_workers"
 POLICY_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
@@ -208,6 +209,7 @@ def test_other_errors_become_worker_errors_and_the_group_lives_on(policy_group: 
     assert len(policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("echo"))) == 6
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("way", "words"), [("raise", "RuntimeError: broke on purpose"), ("kill", "worker process died"), ("exit", "worker process died")]
 )
@@ -312,6 +314,7 @@ def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> No
         assert all(item["GLOO_SOCKET_IFNAME"] for item in chosen)
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("way", "error", "words"), [("raise", BatchError, "refused on rank 1"), ("kill", WorkerLostError, "worker process died")]
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from converters.boxes import whole
 from converters.command import main
 from converters.torch_dist.reader import TorchDistCheckpoint
+from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 from tests.unit.foreign_checkpoints import write_checkpoint
 from tests.unit.test_lora import ATTENTION, adapter, merged_by_peft
@@ -53,6 +54,7 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         assert other[name].dtype == tensor.dtype and torch.equal(other[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_bit_for_bit(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And merging is the same, from whichever side."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 
 pytestmark = newest_megatron
 

@@ -21,6 +21,7 @@ from benchmarks.lengths import PROFILES, draw_lengths
 from benchmarks.memory import MEBIBYTE, peak_of, saved_for_backward
 from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
+from tests.tiers import slow
 
 HERE = __name__
 
@@ -77,6 +78,7 @@ def test_a_case_without_points_is_no_success(tmp_path: Path, monkeypatch: pytest
     assert (result["success"], result["error"]) == (False, "the case measured nothing")
 
 
+@slow
 def test_a_case_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CASE_SECONDS", 3.0)
     monkeypatch.setattr(runner, "LAST_WORDS_SECONDS", 0.1)

@@ -16,6 +16,7 @@ from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import verify
 from megarl.errors import CheckpointError
+from tests.tiers import sampled
 
 OPERATIONS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
@@ -117,6 +118,7 @@ def count_operations(directory: Path, step: int) -> int:
     return len(seen)
 
 
+@sampled(1)
 @pytest.mark.parametrize("step", [2, 3], ids=["step_saved_again", "new_step"])
 def test_death_at_any_operation_leaves_a_loadable_checkpoint(tmp_path: Path, step: int) -> None:
     directory = tmp_path / "run"

@@ -22,7 +22,7 @@ from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
 from converters.work import Outcome, RunOptions
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
 
 pytestmark = newest_megatron
@@ -55,6 +55,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         assert torch.equal(tensor.view(torch.uint8), right[name].view(torch.uint8)), name
 
 
+@sampled("values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back_is_bit_exact(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_there_and_back_is_bit_exact(name: str, dtype: torch.dtype, tmp_path: Pa
     assert verify(open_any(tmp_path / "mcore"), open_any(tmp_path / "back")) == []
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"])
 def test_stacked_experts_come_back_stacked(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", name, stacked_experts=True)
@@ -171,6 +173,7 @@ def first_byte(safetensors: bytearray, name: str) -> int:
     return 8 + length + int(json.loads(safetensors[8 : 8 + length])[name]["data_offsets"][0])
 
 
+@sampled(4)
 @pytest.mark.parametrize("direction", ["import", "export"])
 @pytest.mark.parametrize("after", [0, 1, 5, 17, 40])
 def test_an_interrupted_run_goes_on(direction: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

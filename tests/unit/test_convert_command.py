@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from converters.command import main, read_size
 from converters.torch_dist.index import read_index
+from tests.tiers import slow
 from tests.unit.converters_tiny import save_tiny
 
 
@@ -225,6 +226,7 @@ def test_the_support_table_names_every_family(capsys: pytest.CaptureFixture[str]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families) and len(families) == 11
 
 
+@slow
 def test_both_names_of_the_command(tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "llama")
     for command in (["-m", "converters"], ["-m", "megarl.cli", "convert"]):

@@ -19,7 +19,7 @@ from transformers import BertConfig, LlamaConfig
 from converters.architecture import Architecture, read_architecture
 from converters.errors import ConversionError
 from converters.megatron_settings import megatron_settings
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, SIZES, tiny_config, tiny_model
 
 pytestmark = newest_megatron

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from converters.architecture import read_architecture
 from converters.errors import ConversionError
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import tiny_config
 
 pytestmark = newest_megatron

@@ -25,7 +25,7 @@ from converters.mixture import MixtureOfExperts
 from converters.rules import all_megatron_names, hf_names, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import HuggingFaceSource, open_source
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron, slow
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron
@@ -122,6 +122,7 @@ def test_a_rank_reads_no_byte_of_other_ranks(stacked: bool, tmp_path: Path, monk
             elements.clear()
 
 
+@slow
 def test_one_expert_of_a_huge_stack_costs_no_memory(tmp_path: Path) -> None:
     """The stack of 3 GiB is larger than what the process may grow by; the file is sparse, so that it takes no disk."""
     experts, width, hidden = 512, 768, 2048

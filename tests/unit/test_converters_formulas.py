@@ -10,7 +10,7 @@ import pytest
 from converters.architecture import read_architecture
 from converters.formulas import formula_of, formula_of_parameter
 from converters.rules import all_rules, rule_for
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, tiny_config
 
 pytestmark = newest_megatron

@@ -27,7 +27,7 @@ from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.work import RunOptions
 from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron

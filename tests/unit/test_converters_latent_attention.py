@@ -16,7 +16,7 @@ from converters.latent_settings import latent_settings
 from converters.megatron_settings import megatron_settings
 from converters.rules import hf_tensors, rule_for
 from converters.torch_dist.keys import stored_place
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import DEEPSEEK_YARN, tiny_config
 
 pytestmark = newest_megatron

@@ -28,7 +28,7 @@ from megarl.models.megatron.cuda_redirect import CudaLiterals
 from megarl.models.megatron.latent_attention import LatentSelfAttention, set_latent_norm_epsilon
 from megarl.models.megatron.moe_router import teach_routing
 from megarl.models.megatron.specs import PortableAttention, with_our_router
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import CONFIGS, DEEPSEEK_YARN, save_tiny, stored_tensors
 
 pytestmark = newest_megatron
@@ -133,6 +133,7 @@ def cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
 
+@sampled(20)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("one_process_group", "cpu_device")
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from converters.architecture import read_architecture
 from converters.command import main
 from converters.errors import ConversionError
 from converters.families import FAMILIES
+from tests.tiers import sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
 
 NESTED: list[Any] = []
@@ -35,6 +36,7 @@ ALSO = [
 FULL = {config.model_type: json.loads(json.dumps(config.to_dict())) for config in map(tiny_config, CONFIGS)}
 
 
+@sampled(3)
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("family", sorted(FULL))

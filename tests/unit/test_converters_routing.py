@@ -24,7 +24,7 @@ from converters.routing import Routing
 from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.moe_choice import choose
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron

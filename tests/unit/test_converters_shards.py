@@ -19,7 +19,7 @@ from converters.rule import Kind, Rule
 from converters.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import open_source
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import ALONE, save_tiny, stored_tensors, tiny_config
 
@@ -81,6 +81,7 @@ def test_any_shape_equals_the_reference_and_comes_back(drawn: DrawnModel) -> Non
     check_both_ways(drawn.architecture, drawn.tensor_size, drawn.padded_vocab, drawn.expert_tensor_size)
 
 
+@sampled("values")
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_every_family_equals_the_reference(name: str, tp_size: int) -> None:
@@ -92,6 +93,7 @@ def test_more_ranks_than_groups_cut_through_a_group() -> None:
     check_both_ways(dataclasses.replace(read_architecture(tiny_config("llama_one_group")), ffn_hidden_size=54, head_dim=12), 3, 102)
 
 
+@sampled(25)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ALONE)
 def test_saved_models_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

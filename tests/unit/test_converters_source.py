@@ -17,7 +17,7 @@ from converters.architecture import read_architecture
 from converters.check import check_source
 from converters.errors import ConversionError
 from converters.source import open_source
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, tiny_config
 
 pytestmark = newest_megatron

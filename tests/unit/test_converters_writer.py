@@ -21,7 +21,7 @@ from converters.rules import all_megatron_names, hf_names, rule_for
 from converters.shards import load_shard, to_hf
 from converters.source import HuggingFaceSource, open_source
 from converters.writer import write_hf
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import ALONE, save_tiny, tiny_config
 
 pytestmark = newest_megatron
@@ -45,6 +45,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+@sampled(20)
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 30_000, 1])
 @pytest.mark.parametrize("name", ALONE)
 def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: float, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.models.megatron import cuda_redirect
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron, slow
 
 pytestmark = newest_megatron
 
@@ -115,6 +115,7 @@ def test_a_failure_inside_the_literals_leaves_no_mode_behind() -> None:
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 
+@slow
 def test_without_a_device_megatron_is_imported_without_a_compiler() -> None:
     """Its functions are what they were written as, torch's compiler is not even loaded, and torch.compile is torch's own afterwards."""
     script = (

@@ -19,6 +19,7 @@ from megarl.cli import report
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError
 from megarl.observe.launches import read_launches
+from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 from tests.unit.tiny_model import make_tiny_model
@@ -118,6 +119,7 @@ def test_a_mismatch_is_logged_at_every_step_and_ends_the_run_at_its_bound(
     assert "step 1: token_mult_prob_error = 1.062 is above grpo.max_token_mult_prob_error = 1.05" in capsys.readouterr().err
 
 
+@sampled(1)
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
     model = models[algorithm]

@@ -19,7 +19,7 @@ from converters.foreign.common_state import arguments_of, read_common_state
 from converters.foreign.settings import ROPE_FACTOR
 from converters.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import DEEPSEEK_YARN, save_tiny, stored_tensors, tiny_config
 from tests.unit.foreign_checkpoints import assert_exported, config_of, is_refused, tensors_of, write_checkpoint
 

@@ -117,7 +117,7 @@ class Bomb:
         return self.call, self.arguments
 
 
-@pytest.mark.parametrize("call", [eval, exec, Path.touch, __import__, json.loads], ids=str)
+@pytest.mark.parametrize("call", [eval, exec, Path.touch, __import__, json.loads], ids=lambda call: call.__qualname__)
 def test_arguments_cannot_run_code(call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = write_with_head(tmp_path, "llama", load=Bomb(call, "open('exploded', 'w')"))

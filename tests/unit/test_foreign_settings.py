@@ -15,7 +15,7 @@ from converters.foreign.agreement import check_agreement
 from converters.foreign.flags import read_token_ids
 from converters.foreign.known_settings import NEUTRAL, NEUTRAL_OF_MIXTURES, READ, is_inert, is_suspicious
 from converters.foreign.settings import ForeignSettings, settings_from_arguments
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import tiny_config
 from tests.unit.foreign_checkpoints import ARGUMENTS, arguments_for
 

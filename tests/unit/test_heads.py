@@ -19,6 +19,7 @@ from converters.heads import ScoreHead
 from converters.megatron_settings import megatron_settings
 from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
+from tests.tiers import sampled
 from tests.unit.converters_tiny import stored_tensors, tiny_config
 
 SEQUENCE, TOKEN = AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -50,6 +51,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
+@sampled(3)
 @pytest.mark.parametrize(("name", "kind", "labels", "dtype", "changes"), CASES)
 def test_there_and_back(
     name: str, kind: Any, labels: int, dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from converters import lora, work
 from converters.command import main
 from converters.verify import open_any
+from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -69,6 +70,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
+@sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, options = CASES[case]

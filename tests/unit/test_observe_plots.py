@@ -19,6 +19,7 @@ from megarl.observe.metrics_file import read_metrics, stream_metrics
 from megarl.observe.plots import compare_runs, plot_run
 from megarl.observe.series import Log, Series, collect_log, collect_series, mean_over_runs, running_mean, smoothing_window
 from megarl.observe.sinks import open_sinks
+from tests.tiers import sampled
 
 pytest.importorskip("matplotlib")
 
@@ -44,6 +45,7 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
+@sampled(2)
 @pytest.mark.parametrize("steps", [1, 2, 13, 131])
 def test_grpo_run(tmp_path: Path, steps: int) -> None:
     paths = plot_run(train(tmp_path / "run", steps))

@@ -52,7 +52,7 @@ def test_packer_collects_when_asked(caplog: pytest.LogCaptureFixture) -> None:
     assert packer.get_aggregated_metrics()["num_sequences"] == 4
     assert packer.compute_metrics([6, 4, 5], bins)["num_bins"] == 2
     assert packer.get_aggregated_metrics()["num_packings"] == 2
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="megarl"):
         packer.metrics.print_aggregated_stats()
     assert "num_sequences = 4" in caplog.text
     packer.reset_metrics()

@@ -14,6 +14,7 @@ from megarl.parity.draw import Drawer
 from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import refusal
+from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +63,14 @@ def test_mixtures_and_16_bit_have_their_shares(drawn: list[Case]) -> None:
     assert all(case.lr > 0.002 for case in drawn if case.half)
 
 
+@slow
 def test_given_words_decide_what_is_drawn_with_them(shelf: ModelShelf) -> None:
     drawer = Drawer(shelf, BACKENDS, 4, {"precision": "float16", "family": "mixtral"})
     cases = [drawer.draw(5, number) for number in range(5)]
     assert all(case.half and case.experts >= 2 and case.backend == "megatron" and case.lr > 0.002 for case in cases)
 
 
+@slow
 def test_the_rules_decide_and_are_counted(shelf: ModelShelf) -> None:
     drawer = Drawer(shelf, ["dtensor"], 2, {"family": "mixtral", "experts": 2, "topk": 2})
     with pytest.raises(ConfigError, match=r"no case in \d+ draws for dtensor"):

@@ -31,8 +31,8 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
 from converters.work import Outcome
 from megarl.models.megatron.specs import PortableAttention
-from tests.choice import newest_megatron
 from tests.prediction_layers import add_prediction_layers
+from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 from tests.unit.test_converters_megatron import cpu_device, one_process_group
 

@@ -196,6 +196,8 @@ def test_stop_strings_may_span_tokens_and_differ_by_row() -> None:
     assert stop.finished([0, 1, 2], newest, [[0, 1, 2], [0, 1, 2], [1, 2, 0]]) == [True, False, True]
     assert stop.finished([1], torch.tensor([25]), [[25]]) == [True]
     assert stop.finished([2], torch.tensor([2]), [[0, 2]]) == [False]
+    # "ca" stops the third row, not the first
+    assert stop.finished([0, 2], torch.tensor([0, 0]), [[2, 0], [2, 0]]) == [False, True]
 
 
 def test_without_stop_strings_no_tokenizer_is_needed() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from megarl.algorithms.run import run
 from megarl.algorithms.stopping import LAST_CHECKPOINT_FILE, STOP_FILE, STOPPED, Attempt, StopRequest, listening_for_stop, this_attempt
+from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 from tests.unit.tiny_model import make_tiny_model
 
@@ -63,6 +64,7 @@ def at(call: int, action: Callable[[], None]) -> Callable[[int], None]:
     return lambda number: action() if number == call else None
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("algorithm", "step", "way"), [("sft", 1, WAYS[0]), ("sft", 2, WAYS[1]), ("sft", 3, WAYS[2]), ("sft", 1, WAYS[3]), ("grpo", 3, WAYS[1])]
 )

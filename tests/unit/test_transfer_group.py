@@ -19,6 +19,7 @@ from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.lifelines import Lifelines
 from megarl.weight_sync.transfer_group import TransferGroup
+from tests.tiers import sampled, slow
 
 HOST = "127.0.0.1"
 BYTES = 2**28
@@ -52,6 +53,7 @@ def other_side(port: int, rank: int, dies: bool, world_size: int = 2) -> None:
     group.wait(works)
 
 
+@sampled(1)
 @pytest.mark.parametrize("killed", [0, 1], ids=["sender", "listener"])
 def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_works(killed: int) -> None:
     spawn = multiprocessing.get_context("spawn")
@@ -108,6 +110,7 @@ def survive(port: int, sender: int) -> None:
     assert [thread.name for thread in threading.enumerate() if thread.daemon] == ["weights-in-flight"]
 
 
+@slow
 @pytest.mark.timeout(120)
 def test_who_missed_another_can_end_though_an_operation_waits_for_an_hour() -> None:
     spawn = multiprocessing.get_context("spawn")
@@ -163,6 +166,7 @@ def test_who_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
         Lifelines.keep(dist.HashStore(), "door", HOST, 1, 1, datetime.timedelta(seconds=0.2))
 
 
+@slow
 def test_who_gives_up_is_missed_by_those_that_had_come() -> None:
     store, left = dist.HashStore(), datetime.timedelta(seconds=20)
     with ThreadPoolExecutor(1) as pool:

@@ -21,7 +21,7 @@ from converters.shards import load_shard, to_hf
 from megarl.models.engine.assembly import in_buckets
 from megarl.models.megatron.assembly import assembly_of
 from megarl.weight_sync.copies import Copy, merged
-from tests.choice import newest_megatron
+from tests.tiers import newest_megatron
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import tiny_config
 

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.distributed.ports import free_port
 from megarl.errors import RefitError
+from tests.tiers import sampled, slow
 from tests.unit.weight_processes import HOST, Actor, Engine, Policy, expected, open_files, shared_files
 
 Start = Callable[..., Actor]
@@ -64,6 +65,7 @@ def broadcast(policy: Actor | list[Actor], engines: list[Actor], step: int) -> l
 # shared memory
 
 
+@slow
 def test_an_engine_killed_within_a_refit_is_not_waited_for(start: Start) -> None:
     policy, engine, other = start(Policy), start(Engine), start(Engine)
     first, *rest = policy.do("groups", 1)
@@ -124,6 +126,7 @@ def test_two_runs_on_one_machine_do_not_see_each_other(start: Start) -> None:
 # a broadcast
 
 
+@sampled(1)
 @pytest.mark.parametrize("where", ["layer.0.weight", "layer.4.weight"], ids=["in-the-first-group", "when-all-has-come"])
 def test_an_engine_killed_within_a_broadcast_ends_it_for_all(start: Start, where: str) -> None:
     policy, engine, other = start(Policy), start(Engine), start(Engine)
@@ -166,6 +169,7 @@ def connect_stages(stages: list[Actor], engines: list[Actor]) -> None:
     assert [actor.answer() for actor in (*stages, *engines)] == ["joined"] * (len(stages) + len(engines))
 
 
+@sampled(1)
 @pytest.mark.parametrize(("killed", "before"), [(0, 2), (1, 1), (1, None)], ids=["first-stage", "later-stage", "when-all-has-come"])
 def test_a_stage_killed_within_a_broadcast_ends_it_for_all(start: Start, killed: int, before: int | None) -> None:
     stages, engines = [start(Policy), start(Policy)], [start(Engine), start(Engine)]

@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,21 @@ def test_groups_out_of_order_are_refused(sender: WeightSender, receiver: WeightR
     sent = list(payloads(sender, 0, 25_600))
     with pytest.raises(RefitError, match="came where the first group of a refit was next"), receiver.group(sent[1]):
         pass
+
+
+def test_a_group_that_was_passed_over_is_refused(model: Model) -> None:
+    model.state = {name: torch.full((5, 3), float(number)) for number, name in enumerate("abc")}
+    with (
+        closing(WeightSender(model.stream, DeviceRuntime(CPU, "gloo"))) as sender,
+        closing(WeightReceiver(Manifest.from_description(sender.manifest.description()), CPU)) as receiver,
+    ):
+        stream = payloads(sender, 0, 256)
+        with receiver.group(next(stream)):
+            pass
+        _, third = stream
+        with pytest.raises(RefitError, match=r"weight 2 of refit .* came where weight 1 of refit"), receiver.group(third):
+            pass
+        assert receiver.version is None
 
 
 def test_a_failure_while_loading_gives_the_refit_up(sender: WeightSender, receiver: WeightReceiver) -> None:

@@ -1,0 +1,267 @@
+"""What the tiers are worth: known faults go in, and the tests that cover them have to fail.
+
+Each break below is one line of the library said otherwise; the rest are the faults that ``megarl parity --prove`` plants, put into every
+job that the pool of workers runs (``MEGARL_TEST_FAULT``). A break is put into a copy of the tree, and the tests of a tier that cover it run
+there until the first failure.
+
+    python -m tests.breaks                      every break and fault against the default tier
+    python -m tests.breaks --all NAME ...       some of them against everything
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.parity.mutations import MUTATIONS
+from tests.dist.pool import FAULT_VARIABLE
+from tests.tiers import SEED_VARIABLE
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """One line of a file said otherwise, and the tests that cover the file: paths below ``tests/``, those that should see it first."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+BREAKS: Mapping[str, Break] = {
+    "config: ranks that do not divide": Break(
+        "megarl/config/rules/parallel.py", "if world % copy == 0:", "if True:", ("unit/test_config_rules.py", "unit/test_config_layout.py")
+    ),
+    "data: an epoch begins with its second record": Break(
+        "megarl/data/sampler.py",
+        "self._go_to(self._epoch + 1, 0)",
+        "self._go_to(self._epoch + 1, 1 % self.size)",
+        ("unit/test_sampler.py",),
+    ),
+    "data: packing spreads over too few bins": Break(
+        "megarl/data/packing/algorithms.py", "if wanted > len(bins):", "if wanted > len(bins) + 1:", ("unit/test_packing.py",)
+    ),
+    "distributed: shards overlap by a row": Break(
+        "megarl/distributed/batched_data_dict.py",
+        "return self.slice(rank * share, (rank + 1) * share)",
+        "return self.slice(max(0, rank * share - 1), (rank + 1) * share - (rank > 0))",
+        ("unit/test_batched_data_dict.py", "unit/test_batched_data_dict_sharding.py"),
+    ),
+    "distributed: a group of another run is let in": Break(
+        "megarl/distributed/rendezvous.py",
+        "    check_membership(store, endpoint, rank, world_size)\n",
+        "",
+        ("system/test_rendezvous.py", "system/test_worker_groups.py"),
+    ),
+    "algorithms: the baseline counts its own row": Break(
+        "megarl/algorithms/advantages.py", "others = count - own_count", "others = count", ("unit/test_advantages.py",)
+    ),
+    "algorithms: clipping takes the smaller loss": Break(
+        "megarl/algorithms/loss_functions.py",
+        "values = torch.maximum(-advantages * ratio",
+        "values = torch.minimum(-advantages * ratio",
+        ("unit/test_losses.py",),
+    ),
+    "algorithms: an importance weight has a gradient": Break(
+        "megarl/algorithms/loss_functions.py",
+        "raw_weight = torch.exp(previous - generation).detach()",
+        "raw_weight = torch.exp(current - generation)",
+        ("unit/test_losses.py",),
+    ),
+    "algorithms: checkpoints one step late": Break(
+        "megarl/algorithms/resume.py",
+        "step % self.save_period == 0",
+        "step % self.save_period == 1",
+        ("unit/test_drivers.py", "unit/test_stopping.py"),
+    ),
+    "environments: white space counts": Break(
+        "megarl/environments/rewards.py", "response.strip() == answer.strip()", "response == answer.strip()", ("unit/test_rewards.py",)
+    ),
+    "engine: the first token counts as valid": Break(
+        "megarl/models/engine/normalizers.py", 'data["token_mask"][:, 1:]', 'data["token_mask"]', ("dist/test_megatron_parity.py",)
+    ),
+    "engine: context-parallel parts are not balanced back": Break(
+        "megarl/models/engine/context.py",
+        "last = 2 * self.size - 1 - self.rank",
+        "last = self.size + self.rank",
+        ("unit/test_context.py", "dist/test_megatron_layouts.py"),
+    ),
+    "generation: top-p leaves out the token that reaches it": Break(
+        "megarl/models/generation/sampling.py",
+        "(before < settings.top_p).sum(dim=-1, keepdim=True).sub_(1)",
+        "(before < settings.top_p).sum(dim=-1, keepdim=True).sub_(2)",
+        ("unit/test_sampling.py",),
+    ),
+    "generation: stop strings of one row stop all": Break(
+        "megarl/models/generation/stopping.py",
+        "return any(stop in text for stop in self._strings[row])",
+        "return any(stop in text for stops in self._strings for stop in stops)",
+        ("unit/test_sampling.py", "unit/test_generation_interfaces.py", "dist/test_fsdp1_worker.py", "dist/test_megatron_worker.py"),
+    ),
+    "megatron: a stage's layers are numbered from one": Break(
+        "megarl/models/megatron/hf_state.py",
+        "layer.layer_number - 1}",
+        "index}",
+        ("dist/test_megatron_experts.py", "dist/test_megatron_parity.py"),
+    ),
+    "dtensor: a piece is sent from its second element": Break(
+        "megarl/models/dtensor/weight_stream.py",
+        "space[: len(piece)].copy_(piece)",
+        "space[: len(piece)].copy_(piece.roll(1))",
+        ("dist/test_dtensor_worker.py",),
+    ),
+    "checkpoint: damaged bytes are not seen": Break(
+        "megarl/checkpoint/manifest.py",
+        "found = _hash(root / name)",
+        "found = expected",
+        ("unit/test_checkpoint_manager.py", "unit/test_checkpoint_faults.py"),
+    ),
+    "checkpoint: the best is not kept": Break(
+        "megarl/checkpoint/retention.py",
+        "ranked_steps(metrics, higher_is_better)[:keep_top_k]",
+        "ranked_steps(metrics, not higher_is_better)[:keep_top_k]",
+        ("unit/test_checkpoint_manager.py",),
+    ),
+    "weight_sync: a checksum is not compared": Break(
+        "megarl/weight_sync/receiver.py",
+        'if payload["checksum"] is not None and',
+        'if payload["checksum"] is False and',
+        ("unit/test_weight_sync.py",),
+    ),
+    "weight_sync: a group out of order is taken": Break(
+        "megarl/weight_sync/receiver.py", 'or payload["first"] != self._next:', "or False:", ("unit/test_weight_sync.py",)
+    ),
+    "observe: extremes are added": Break(
+        "megarl/observe/metrics.py",
+        'if bare_name.endswith("_min"):',
+        'if bare_name.endswith("_minimum"):',
+        ("unit/test_observe_metrics.py",),
+    ),
+    "converters: ranks read one another's rows": Break(
+        "converters/layouts.py",
+        "spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))",
+        "spans = tuple(_clip(_qkv_spans(rule, head_dim), 0, stop - start))",
+        ("unit/test_converters_shards.py",),
+    ),
+    "converters: configurations are not compared": Break(
+        "converters/verify.py",
+        "    found += config_differences(one.model.architecture, other.model.architecture)\n",
+        "",
+        ("unit/test_convert_command.py", "unit/test_prediction_layers.py", "unit/test_converters_verify.py"),
+    ),
+    "converters: any class is unpickled": Break(
+        "converters/restricted.py",
+        "found = self._known(module, name)",
+        "found = self._known(module, name) or super().find_class(module, name)",
+        ("unit/test_converters_hostile.py", "unit/test_checkpoint_manager.py"),
+    ),
+    "launch: a stopped job is not requeued": Break(
+        "launch/slurm_job.sh", "75) go_on_later", "74) go_on_later", ("launch/test_slurm_scripts.py",)
+    ),
+    "launch: an environment is never made again": Break(
+        "launch/environment.sh", "for path in sys.argv[3:]:", "for path in []:", ("launch/test_scripts.py",)
+    ),
+    "observe: a repeated step is logged twice": Break(
+        "megarl/observe/metrics_file.py",
+        'row["step"] > step:',
+        'row["step"] > step + 1:',
+        ("unit/test_observe_sinks.py", "system/test_resume.py"),
+    ),
+    "run: a resumed run begins its records anew": Break(
+        "megarl/algorithms/run.py", "sampler.load_state(start.sampler_state)", "pass", ("unit/test_drivers.py", "system/test_resume.py")
+    ),
+    "cli: every error ends with 1": Break(
+        "megarl/cli.py",
+        "code = USER_FAULT if found_by_worker else error.exit_code",
+        "code = 1",
+        ("unit/test_cli.py", "system/test_bad_input.py"),
+    ),
+}
+# by backend of a fault: the tests that train and compare; mixtures have faults of their own
+PARITY = {
+    "dense": (
+        "dist/test_megatron_parity.py",
+        "dist/test_megatron_layouts.py",
+        "dist/test_parity_fuzzer.py",
+        "dist/test_dtensor_parity.py",
+        "dist/test_megatron_worker.py",
+    ),
+    "mixtures": ("dist/test_megatron_experts.py", "dist/test_megatron_unusual_models.py", "dist/test_parity_fuzzer.py"),
+    "dtensor": ("dist/test_dtensor_parity.py", "dist/test_parity_fuzzer.py", "dist/test_dtensor_worker.py"),
+    "fsdp1": ("dist/test_fsdp1_parity.py", "dist/test_parity_fuzzer.py", "dist/test_fsdp1_worker.py"),
+}
+
+
+def covering(name: str) -> tuple[str, ...]:
+    """The tests that cover a break, or a fault of the prover's."""
+    if name in BREAKS:
+        return BREAKS[name].tests
+    fault = MUTATIONS[name]
+    if "megatron" in fault.backends:
+        return PARITY["mixtures" if "family=mixtral" in fault.needs or "_moe" in fault.needs else "dense"]
+    return tuple(path for backend in fault.backends for path in PARITY[backend])
+
+
+def caught_by(name: str, everything: bool) -> str | None:
+    """The first test that fails with a break or fault, and why, as pytest says it; None if it survives.
+
+    Raises:
+        RuntimeError: the tests did not run, or the break does not fit the file any more.
+    """
+    with tempfile.TemporaryDirectory(prefix="megarl-break-") as directory:
+        tree = Path(directory) / "tree"
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for path in filter(None, listed.split("\0")):
+            if (ROOT / path).is_file():
+                (tree / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, tree / path)
+        variables = {**os.environ, "PYTHONPATH": str(tree), SEED_VARIABLE: os.environ.get(SEED_VARIABLE, "0"), "COLUMNS": "300"}
+        if name in BREAKS:
+            each = BREAKS[name]
+            text = (tree / each.file).read_text()
+            if text.count(each.old) != 1:
+                raise RuntimeError(f"{name}: {each.old!r} stands {text.count(each.old)} times in {each.file}, once is wanted")
+            (tree / each.file).write_text(text.replace(each.old, each.new))
+        else:
+            variables[FAULT_VARIABLE] = name
+        chosen = [f"tests/{path}" for path in covering(name)]
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *(["--all"] if everything else []), *chosen]
+        done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, check=False)
+    failed = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode == 1 and failed:
+        return failed[0]
+    if done.returncode == 0:
+        return None
+    raise RuntimeError(f"{name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints each break with the test that caught it; the exit code is 1 when one survives."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.breaks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="against everything, not the default tier alone")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="breaks or faults (default: all)")
+    chosen = parser.parse_args(arguments)
+    survived = []
+    for name in chosen.names or [*BREAKS, *MUTATIONS]:
+        started = time.monotonic()
+        caught = caught_by(name, chosen.all)
+        survived += [] if caught else [name]
+        print(f"{time.monotonic() - started:5.0f} s  {name}: {caught or 'SURVIVES'}", flush=True)
+    print(f"{len(survived)} survive{': ' if survived else ''}{'; '.join(survived)}")
+    return int(bool(survived))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
