@@ -205,6 +205,8 @@ def _in_group(store: dist.Store, name: str, rank: int, world: int, function: Cal
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout)
     try:
+        # a rank that is done before another has connected would close the connection that the other one waits for
+        dist.barrier()
         return function(*arguments)
     finally:
         with contextlib.suppress(Exception):

@@ -15,6 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,14 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
     parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
     parser.add_argument("--generation", choices=GENERATION, default="policy", help="what answers the problems (default: policy)")
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)")
     parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
     chosen = parser.parse_args(arguments)
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with ExitStack() as stack:
+        return _run_all(chosen, console, stack)
+
+
+def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> int:
+    """Run every seed on one Ray, which both parts of each share; the exit code."""
+    import ray
+
+    from megarl.distributed.ray_runtime import init_ray
+
     try:
-        summaries = [
-            run_once(seed, _directory(chosen, seed), chosen.backend, chosen.generation, chosen.overrides, console) for seed in chosen.seeds
-        ]
+        if not ray.is_initialized():
+            init_ray()
+            stack.callback(ray.shutdown)
+        summaries = [run_once(seed, _directory(chosen, seed), _changes(chosen), console) for seed in chosen.seeds]
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
         return error.exit_code
@@ -91,7 +104,22 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
         number += 1
 
 
-def run_once(seed: int, directory: Path, backend: str, generation: str, overrides: Sequence[str], console: Console) -> Summary:
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """What a run does otherwise than the two recipes: names of ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
+
+    backend: str
+    generation: str
+    sft: list[str]
+    grpo: list[str]
+
+
+def _changes(chosen: argparse.Namespace) -> _Changes:
+    sft, grpo = ([], []) if chosen.steps is None else ([f"sft.max_num_steps={chosen.steps[0]}"], [f"grpo.max_num_steps={chosen.steps[1]}"])
+    return _Changes(chosen.backend, chosen.generation, sft, [*grpo, *chosen.overrides])
+
+
+def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
     """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
     from transformers.utils import logging as hugging_face_logging
 
@@ -113,18 +141,18 @@ def run_once(seed: int, directory: Path, backend: str, generation: str, override
         write_problems(train, TRAIN_PROBLEMS, seed)
         write_problems(validation, VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
 
-    console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[backend]}")
+    console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[changes.backend]}")
     sft = directory / "sft"
-    common, layers = [f"seed={seed}"], [CONFIGS / f"{backend}.yaml"]
-    changes = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}"]
-    _train(load_config(CONFIGS / "sft.yaml", changes, layers))
+    common, layers = [f"seed={seed}"], [CONFIGS / f"{changes.backend}.yaml"]
+    overrides = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}", *changes.sft]
+    _train(load_config(CONFIGS / "sft.yaml", overrides, layers))
 
-    answering = "" if generation == "policy" else f", {generation} answers"
-    console.rule(f"seed {seed}: GRPO, {BACKENDS[backend]}{answering}")
+    answering = "" if changes.generation == "policy" else f", {changes.generation} answers"
+    console.rule(f"seed {seed}: GRPO, {BACKENDS[changes.backend]}{answering}")
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
-    changes = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *overrides]
-    _train(load_config(CONFIGS / "grpo.yaml", changes, [*layers, *(CONFIGS / layer for layer in GENERATION[generation])]))
+    overrides = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *changes.grpo]
+    _train(load_config(CONFIGS / "grpo.yaml", overrides, [*layers, *(CONFIGS / layer for layer in GENERATION[changes.generation])]))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)
