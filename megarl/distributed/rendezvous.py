@@ -139,21 +139,24 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
 
 
 def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: int) -> None:
-    """Compare what this rank was told with what the first comer was told, at once instead of after the collective timeout.
+    """Compare what this rank was told with what rank 0, whose store it is, was told, at once instead of after the collective timeout.
+
+    Waits until rank 0 is there: whoever else comes first does not decide whose group this is.
 
     Raises:
         ClusterError: other run id, other world size, rank out of range, or a second process with the same rank.
+        DeadlineError: rank 0 did not come within the store's timeout, or is gone.
     """
     where = f"at {endpoint.address}:{endpoint.port}"
     if not 0 <= rank < world_size:
         raise ClusterError(f"RANK = {rank} {where}: it must lie in [0, {world_size}). Fix: check RANK and WORLD_SIZE of the workers")
-    run_id = store.compare_set("run_id", "", endpoint.run_id).decode()
+    run_id = _agreed_value(store, "run_id", endpoint.run_id, rank, where)
     if run_id != endpoint.run_id:
         raise ClusterError(
             f"rank {rank} came with run id {endpoint.run_id!r}, the group {where} has {run_id!r}: another group meets there. "
             "Fix: give every group its own rank 0"
         )
-    agreed = store.compare_set("world_size", "", str(world_size)).decode()
+    agreed = _agreed_value(store, "world_size", str(world_size), rank, where)
     if agreed != str(world_size):
         raise ClusterError(
             f"rank {rank} came with WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = {agreed}: they must be equal. "
@@ -161,6 +164,18 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
         )
     if store.add(f"rank_{rank}", 1) > 1:
         raise ClusterError(f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process its own rank")
+
+
+def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> str:
+    """The value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is what this rank was told."""
+    import torch.distributed as dist
+
+    try:
+        return (store.compare_set(key, "", own) if rank == 0 else store.get(key)).decode()
+    except dist.DistError as error:
+        raise DeadlineError(
+            f"rendezvous of rank {rank} {where} failed: rank 0 did not say its {key} ({error}). Fix: see why rank 0 stopped"
+        ) from error
 
 
 def _keep_gloo_on_loopback(address: str) -> None:

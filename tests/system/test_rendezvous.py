@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.distributed.ports import free_port
 from megarl.distributed.rendezvous import Endpoint, check_membership
-from megarl.errors import ClusterError
+from megarl.errors import ClusterError, DeadlineError
 
 # Children are forked after torch is imported, so that forty ranks start in a moment.
 MANY_GROUPS = """
@@ -105,6 +107,50 @@ def test_members_that_do_not_fit_are_told_why(run_id: str, rank: int, world_size
     check_membership(store, Endpoint("127.0.0.1", 1, "a"), 0, 3)
     with pytest.raises(ClusterError, match=message):
         check_membership(store, Endpoint("127.0.0.1", 1, run_id), rank, world_size)
+
+
+def test_who_comes_before_rank_0_does_not_decide_whose_group_it_is() -> None:
+    store = membership_store()
+    with ThreadPoolExecutor(2) as pool:
+        other_run = pool.submit(check_membership, store, Endpoint("127.0.0.1", 1, "b"), 1, 3)
+        other_size = pool.submit(check_membership, store, Endpoint("127.0.0.1", 1, "a"), 2, 4)
+        assert not wait([other_run, other_size], timeout=0.1).done
+        check_membership(store, Endpoint("127.0.0.1", 1, "a"), 0, 3)
+        with pytest.raises(ClusterError, match=r"run id 'b'.* has 'a'"):
+            other_run.result()
+        with pytest.raises(ClusterError, match=r"WORLD_SIZE = 4, the group .* has WORLD_SIZE = 3"):
+            other_size.result()
+    check_membership(store, Endpoint("127.0.0.1", 1, "a"), 1, 3)
+
+
+def test_a_rank_0_that_does_not_come_is_named() -> None:
+    store = membership_store()
+    store.set_timeout(datetime.timedelta(milliseconds=10))
+    with pytest.raises(DeadlineError, match=r"rank 1 at 127\.0\.0\.1:1 failed: rank 0 did not say its run_id .*see why rank 0 stopped"):
+        check_membership(store, Endpoint("127.0.0.1", 1, "a"), 1, 3)
+
+
+def test_a_process_of_another_run_is_turned_away_before_any_group_is_made() -> None:
+    code = (
+        "import os, threading, torch\n"
+        "from megarl.distributed import rendezvous\n"
+        "from megarl.errors import ClusterError\n"
+        "os.environ.update(RANK='0', WORLD_SIZE='2')\n"
+        "port = rendezvous.open_listener('127.0.0.1')\n"
+        "if os.fork():\n"
+        "    rendezvous.set_endpoint(rendezvous.Endpoint('127.0.0.1', port, 'ours'))\n"
+        "    threading.Thread(target=rendezvous.init_process_group, args=('gloo',), daemon=True).start()\n"
+        "    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        "rendezvous._rendezvous.listener = None\n"
+        "os.environ['RANK'] = '1'\n"
+        "rendezvous.set_endpoint(rendezvous.Endpoint('127.0.0.1', port, 'theirs'))\n"
+        "try: rendezvous.init_process_group('gloo')\n"
+        "except ClusterError as error: print(error)\n"
+        "os._exit(0)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    result = subprocess.run([sys.executable, "-u", "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert "rank 1 came with run id 'theirs'" in result.stdout, result.stdout + result.stderr[-3000:]
 
 
 def test_a_foreign_address_cannot_be_bound() -> None:
