@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from megarl.errors import BatchError
 
-# Relative to the mean; some twenty units in the last place of a float32 reward.
+# Relative to the mean, some twenty units in the last place of a float32 reward; absolute, what is left where parts of size 1 cancel.
 _ROUNDING = 1e-6
 
 
@@ -41,7 +43,7 @@ def calculate_baseline_and_std_per_prompt(
             f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask {list(valid_mask.shape)} "
             "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
         )
-    group = torch.unique(prompts, dim=0, return_inverse=True)[1] if prompts.numel() else torch.zeros_like(rewards, dtype=torch.int64)
+    group = _groups(prompts)
     valid = (valid_mask != 0).double()
     values = torch.where(valid != 0, rewards.double(), 0.0)
 
@@ -66,18 +68,32 @@ def group_advantages(
     valid_mask: Tensor,
     leave_one_out_baseline: bool,
     normalize_rewards: bool,
+    std: Literal["population", "sample"] = "population",
 ) -> Tensor:
     """Reward minus the group's baseline, [B], optionally divided by the group's standard deviation (GRPO, arXiv 2402.03300).
 
     The deviation is that of the whole group even when the baseline leaves the row out: with n answers no advantage then exceeds
-    n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree. Groups that agree entirely, and invalid rows, get 0.
+    n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree. Groups that agree entirely, but for rounding, and
+    invalid rows get 0. ``std`` divides the squares by n (``population``) or by n - 1 (``sample``).
     """
     baseline, _ = calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_one_out_baseline)
-    group_mean, std = calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_one_out_baseline=False)
+    group_mean, deviation = calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_one_out_baseline=False)
     # A group of equal rewards can differ from its mean by rounding only; dividing that by itself would make noise an advantage.
-    agreed = std <= _ROUNDING * group_mean.abs()
+    agreed = deviation <= _ROUNDING * group_mean.abs().clamp(min=1.0)
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
-    return torch.where(agreed, 0.0, advantages / torch.where(agreed, 1.0, std)) if normalize_rewards else advantages
+    if not normalize_rewards:
+        return advantages
+    if std == "sample":
+        count = _group_sums((valid_mask != 0).to(rewards.dtype), _groups(prompts))
+        deviation = deviation * (count / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(agreed, 0.0, advantages / torch.where(agreed, 1.0, deviation))
+
+
+def _groups(prompts: Tensor) -> Tensor:
+    """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one."""
+    if prompts.numel() == 0:
+        return torch.zeros(prompts.shape[0], dtype=torch.int64, device=prompts.device)
+    return torch.unique(prompts, dim=0, return_inverse=True)[1]
 
 
 def _group_sums(values: Tensor, group: Tensor) -> Tensor:

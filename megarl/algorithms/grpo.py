@@ -14,7 +14,7 @@ from megarl.algorithms.mismatch import check_mismatch, mismatch_metrics
 from megarl.algorithms.rollouts import generate_samples, sampling_seeds
 from megarl.algorithms.train_results import step_metrics
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.environments.rewards import RewardFunction, compute_rewards
+from megarl.environments.rewards import RewardFunction, Rewards, compute_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class GRPO:
         samples = self._answer(examples, generations, sampling_seeds(self.seed, step, len(examples), generations))
         with self.timer.phase("reward"):
             rewards = self._rewards(samples, examples, generations)
-            advantages = self._advantages(samples, rewards)
+            advantages = self._advantages(samples, rewards.values)
         batch = self._training_batch(samples, advantages)
         mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         mismatch = mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], mask)
@@ -81,11 +81,11 @@ class GRPO:
             self.policy.finish_training()
         if self.refit is not None:
             self.refit.stale = True
-        answers = _sample_metrics(samples, rewards, advantages)
+        answers = {**_sample_metrics(samples, rewards.values, advantages), "rewards_timed_out": rewards.timed_out}
         return {**step_metrics(result, self.loss_fn), **answers, **mismatch, "epoch": self.sampler.epoch}
 
     def validate(self) -> dict[str, float]:
-        """Greedy answers to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths."""
+        """Greedy answers to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths, what timed out."""
         if self.validation_data is None:
             return {}
         examples = self.validation_data.examples[: self.config.get("max_val_samples")]
@@ -102,7 +102,8 @@ class GRPO:
             # the engines may have had its devices; whoever saves or exports next finds it there again
             self.policy.prepare_for_lp_inference()
         return {
-            "accuracy": float(torch.cat(rewards).mean()),
+            "accuracy": float(torch.cat([reward.values for reward in rewards]).mean()),
+            "rewards_timed_out": sum(reward.timed_out for reward in rewards),
             "samples": len(examples),
             "generation_length": float(torch.cat(lengths).double().mean()),
             "truncated": float(torch.cat(truncated).double().mean()),
@@ -125,8 +126,8 @@ class GRPO:
             engine.finish_generation()
         return samples
 
-    def _rewards(self, samples: BatchedDataDict[Any], examples: Sequence[Example], generations: int) -> Tensor:
-        """[B] float32, in the order of the samples."""
+    def _rewards(self, samples: BatchedDataDict[Any], examples: Sequence[Example], generations: int) -> Rewards:
+        """In the order of the samples."""
         answers = [example.answer for example in examples for _ in range(generations)]
         return compute_rewards(self.reward, samples["response_text"], answers)
 
@@ -138,6 +139,7 @@ class GRPO:
             samples["sample_mask"],
             leave_one_out_baseline=self.config.get("use_leave_one_out_baseline", True),
             normalize_rewards=self.config.get("normalize_rewards", True),
+            std=self.config.get("std", "population"),
         )
 
     def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
 from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
+from megarl.config.defaults import LOSS
 from megarl.config.sections import ClippedPGLossConfig, DPOLossConfig
 from megarl.errors import BatchError, ConfigError, Violation
 from megarl.observe.metrics import Reduction
@@ -73,7 +74,15 @@ class ClippedPGLossFn:
         clipped    = min(clipped, -A ratio_clip_c) where A < 0                             dual clip, arXiv 1912.09729
         loss       = mean(w clipped) + mean(v beta k3(current, reference))                 k3: see calculate_kl_penalty_joschu2020
         w          = exp(previous - generation) with use_importance_sampling_correction, else 1
-        v          = exp(current - generation), no gradient, with use_on_policy_kl_approximation, else 1
+        v          = exp(current - generation) with use_on_policy_kl_approximation, else exp(current - sg(current)), which is 1
+
+    The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it has a score-function part,
+    k3 times the gradient of the log-probability, beside the gradient of k3 (arXiv 2506.09477, arXiv 2512.21852). v carries it
+    (``reference_policy_kl_gradient: exact``). ``pathwise`` takes v as a constant, as arXiv 2402.03300 and most trainers have it: its
+    expectation is the gradient of the divergence only in the limit of equal policies.
+
+    The log ratio current - previous is clamped to +-``log_ratio_clamp_value``, reference - current to +-``kl_input_clamp_value``, k3 to
+    ``kl_output_clamp_value``; null is no clamp. A clamped value passes no gradient, and v is a constant there.
 
     ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
     of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows.
@@ -104,6 +113,7 @@ class ClippedPGLossFn:
     )
 
     def __init__(self, cfg: ClippedPGLossConfig) -> None:
+        cfg = cast("ClippedPGLossConfig", {**LOSS, **cfg})
         clip_c = cfg["ratio_clip_c"]
         if clip_c is not None and not clip_c > 1:
             fix = "write a number above 1, or null for no dual clip"
@@ -114,7 +124,11 @@ class ClippedPGLossFn:
         self.ratio_clip_c = clip_c
         self.use_on_policy_kl_approximation = cfg["use_on_policy_kl_approximation"]
         self.use_importance_sampling_correction = cfg["use_importance_sampling_correction"]
-        self.disable_ppo_ratio = cfg.get("disable_ppo_ratio", False)
+        self.disable_ppo_ratio = cfg["disable_ppo_ratio"]
+        self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact"
+        self.log_ratio_bound = cfg["log_ratio_clamp_value"]
+        self.kl_input_bound = cfg["kl_input_clamp_value"]
+        self.kl_output_bound = cfg["kl_output_clamp_value"]
         self.loss_type = LossType.TOKEN_LEVEL if cfg["token_level_loss"] else LossType.SEQUENCE_LEVEL
 
     def __call__(
@@ -148,8 +162,7 @@ class ClippedPGLossFn:
         generation = visible(data["generation_logprobs"][:, 1:])
 
         ratio, clamped = self._ratios(current, previous)
-        raw_weight = torch.exp(previous - generation).detach()
-        weight = _finite_or_zero(raw_weight)
+        weight, finite = _importance_weight((previous - generation).detach())
         policy_values = self._clipped(visible(data["advantages"][:, 1:]), ratio, clamped)
         loss = mean(weight * policy_values if self.use_importance_sampling_correction else policy_values)
         penalty = mean(self._kl(data, current, generation, visible)) if self.kl_penalty else loss.new_zeros(())
@@ -166,7 +179,7 @@ class ClippedPGLossFn:
             "kl_penalty": penalty.detach(),
             "token_mult_prob_error": token_mean(torch.exp((generation - previous).abs())),
             "sampling_importance_ratio": token_mean(weight),
-            "nonfinite_importance_weights": (~torch.isfinite(raw_weight)).sum().to(loss.dtype),
+            "nonfinite_importance_weights": (~finite).sum().to(loss.dtype),
             "num_valid_samples": sample_mask.sum(),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
         }
@@ -176,7 +189,7 @@ class ClippedPGLossFn:
         """The probability ratio and its clipped form, both [B, S-1]."""
         if self.disable_ppo_ratio:
             return current, current
-        ratio = torch.exp(current - previous)
+        ratio = torch.exp(_clamped(current - previous, self.log_ratio_bound))
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
 
     def _clipped(self, advantages: Tensor, ratio: Tensor, clamped: Tensor) -> Tensor:
@@ -189,10 +202,14 @@ class ClippedPGLossFn:
     def _kl(self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]) -> Tensor:
         """The KL estimate of every token, [B, S-1], without its coefficient."""
         _check_batch("ClippedPGLossFn with reference_policy_kl_penalty > 0", data, current, ["reference_policy_logprobs"])
-        estimate = calculate_kl_penalty_joschu2020(current, visible(data["reference_policy_logprobs"][:, 1:]))
-        if self.use_on_policy_kl_approximation:
-            estimate = _finite_or_zero(torch.exp(current - generation).detach()) * estimate
-        return estimate
+        reference = visible(data["reference_policy_logprobs"][:, 1:])
+        unclamped = calculate_kl_penalty_joschu2020(current.detach(), reference, self.kl_input_bound)
+        estimate = calculate_kl_penalty_joschu2020(current, reference, self.kl_input_bound, self.kl_output_bound)
+        # Where a clamp changed something the penalty has no gradient at all, neither its own nor that of its weight.
+        changed = _beyond(reference - current.detach(), self.kl_input_bound) | _beyond(unclamped, self.kl_output_bound)
+        score = torch.where(changed, current.detach(), current) if self.exact_kl_gradient else current.detach()
+        weight, _ = _importance_weight(score - (generation if self.use_on_policy_kl_approximation else current.detach()))
+        return weight * estimate
 
 
 class NLLLoss:
@@ -339,8 +356,19 @@ def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
     return sums / mask.sum(dim=-1).clamp(min=1.0) if average else sums
 
 
-def _finite_or_zero(weights: Tensor) -> Tensor:
-    return torch.nan_to_num(weights, nan=0.0, posinf=0.0, neginf=0.0)
+def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """``exp(log_ratio)``, and 0 without any gradient where that is not finite; where it is finite, bool."""
+    finite = torch.isfinite(torch.exp(log_ratio.detach()))
+    # masked before the exponential: the gradient of a discarded infinity would be 0 times infinity
+    return torch.where(finite, torch.exp(torch.where(finite, log_ratio, 0.0)), 0.0), finite
+
+
+def _beyond(values: Tensor, bound: float | None) -> Tensor:
+    return torch.zeros_like(values, dtype=torch.bool) if bound is None else values.abs() > bound
+
+
+def _clamped(values: Tensor, bound: float | None) -> Tensor:
+    return values if bound is None else values.clamp(-bound, bound)
 
 
 def _masked_extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], identity: float) -> Tensor:

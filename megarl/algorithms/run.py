@@ -27,7 +27,7 @@ from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
 from megarl.data.tokenization import get_tokenizer
-from megarl.environments.rewards import get_reward
+from megarl.environments.rewards import FAULT_OF_REFERENCE, get_reward
 from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
@@ -149,9 +149,10 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
 def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[Dataset, Dataset | None]:
     """Training data and, where there is any, validation data."""
     data, with_answers = config["data"], config["algorithm"] == "sft"
+    fault_of_answer = None if with_answers else FAULT_OF_REFERENCE.get(config["env"]["reward"])
 
     def load(source: DataSource) -> Dataset:
-        dataset = load_dataset(source, data, tokenizer, with_answers)
+        dataset = load_dataset(source, data, tokenizer, with_answers, fault_of_answer)
         check_tokens(dataset, tokenizer, vocab_size, with_answers)
         return dataset
 

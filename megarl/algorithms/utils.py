@@ -37,14 +37,27 @@ def masked_mean(
     return total / (factor + _EPSILON)
 
 
-def calculate_kl_penalty_joschu2020(logprobs_policy: Tensor, logprobs_reference: Tensor) -> Tensor:
-    """Unbiased, never negative estimate of KL(policy || reference) for each token sampled from the policy.
+def calculate_kl_penalty_joschu2020(
+    logprobs_policy: Tensor,
+    logprobs_reference: Tensor,
+    input_clamp_value: float | None = None,
+    output_clamp_value: float | None = None,
+) -> Tensor:
+    """Estimate of KL(policy || reference) for each token sampled from the policy, unbiased and never negative.
 
-    ``exp(d) - d - 1`` with ``d = reference - policy``: the estimator "k3" of J. Schulman, "Approximating KL Divergence", 2020.
-    Same shape and dtype as the inputs.
+    ``exp(d) - d - 1`` with ``d = reference - policy``: the estimator "k3" of J. Schulman, "Approximating KL Divergence", 2020. Its value
+    is unbiased; the gradient of its value is not that of the divergence (see ``ClippedPGLossFn``). Same shape and dtype as the inputs.
+
+    Args:
+        logprobs_policy, logprobs_reference: same shape, float.
+        input_clamp_value: d is clamped to plus and minus this; None for no clamp.
+        output_clamp_value: the estimate is clamped to this; None for no clamp. No gradient passes what either clamp changed.
     """
     difference = logprobs_reference - logprobs_policy
-    return torch.exp(difference) - difference - 1
+    if input_clamp_value is not None:
+        difference = difference.clamp(-input_clamp_value, input_clamp_value)
+    estimate = torch.exp(difference) - difference - 1
+    return estimate if output_clamp_value is None else estimate.clamp(max=output_clamp_value)
 
 
 def set_seed(seed: int) -> None:

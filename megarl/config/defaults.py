@@ -35,6 +35,14 @@ GRPO = {
     "max_val_samples": None,
     "max_rollout_turns": 1,
     "max_token_mult_prob_error": None,
+    "std": "population",
+}
+LOSS: Config = {
+    "disable_ppo_ratio": False,
+    "reference_policy_kl_gradient": "exact",
+    "log_ratio_clamp_value": 20.0,
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
 }
 SFT = {"max_num_epochs": None, "val_period": 0, "val_batches": None, "val_at_start": False}
 CHECKPOINTING = {
@@ -159,7 +167,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run.setdefault("run_dir", str(Path("runs") / name))
     run["deadlines"] = _fill(_section(run, "deadlines"), DEADLINES)
     run["policy"] = complete_policy(_section(run, "policy"))
-    for key, defaults in (("grpo", GRPO), ("sft", SFT), ("env", {"strip": True}), ("data", DATA)):
+    for key, defaults in (("grpo", GRPO), ("loss_fn", LOSS), ("sft", SFT), ("env", {"strip": True}), ("data", DATA)):
         if isinstance(run.get(key), dict):
             run[key] = _fill(run[key], defaults)
     _fill_sizes_of_validation(run)

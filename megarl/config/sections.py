@@ -21,6 +21,10 @@ class ClippedPGLossConfig(TypedDict):
         use_importance_sampling_correction: weigh each token by the ratio of training to generation policy.
         token_level_loss: mean over tokens; otherwise mean over each sequence, then over sequences.
         disable_ppo_ratio: plain policy gradient, no ratio to previous log-probabilities.
+        reference_policy_kl_gradient: `exact` for the gradient of the divergence; `pathwise` leaves out its score-function part.
+        log_ratio_clamp_value: the logarithm of the probability ratio is clamped to plus and minus this; null for no clamp.
+        kl_input_clamp_value: the difference of log-probabilities in the divergence is clamped alike.
+        kl_output_clamp_value: the divergence of a token is clamped to this.
     """
 
     reference_policy_kl_penalty: float
@@ -31,6 +35,10 @@ class ClippedPGLossConfig(TypedDict):
     use_importance_sampling_correction: bool
     token_level_loss: bool
     disable_ppo_ratio: NotRequired[bool]
+    reference_policy_kl_gradient: NotRequired[Literal["exact", "pathwise"]]
+    log_ratio_clamp_value: NotRequired[float | None]
+    kl_input_clamp_value: NotRequired[float | None]
+    kl_output_clamp_value: NotRequired[float | None]
 
 
 class DPOLossConfig(TypedDict):
@@ -60,6 +68,8 @@ class GRPOConfig(TypedDict):
         max_num_steps: steps of the run.
         max_num_epochs: passes over the training data after which the run ends even so; null for no such end.
         normalize_rewards: divide advantages by the standard deviation of the group.
+        std: `population` divides the squares by the number n of answers, `sample` by n - 1; advantages of the first are
+            sqrt(n / (n - 1)) times those of the second, which TRL has: 1.155 times for 4 answers.
         use_leave_one_out_baseline: the baseline of an answer is the mean of the group's other answers.
         val_period: steps between validations; 0 for none.
         val_at_start: validate before the first step.
@@ -76,6 +86,7 @@ class GRPOConfig(TypedDict):
     max_num_steps: int
     max_num_epochs: NotRequired[int | None]
     normalize_rewards: NotRequired[bool]
+    std: NotRequired[Literal["population", "sample"]]
     use_leave_one_out_baseline: NotRequired[bool]
     val_period: NotRequired[int]
     val_at_start: NotRequired[bool]

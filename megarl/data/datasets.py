@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.data.records import Record, fingerprint, load_records
 from megarl.data.tokenization import PromptEncoder, encode_answers, refuse_empty_and_long
+from megarl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 1024
 _PROGRESS_EVERY = 100_000
+_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,13 @@ class Dataset:
         return [self.examples[index] for index in indices]
 
 
-def load_dataset(source: DataSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> Dataset:
+def load_dataset(
+    source: DataSource,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    with_answers: bool,
+    fault_of_answer: Callable[[str], str | None] | None = None,
+) -> Dataset:
     """Read and tokenize a data source.
 
     Args:
@@ -61,17 +69,34 @@ def load_dataset(source: DataSource, config: DataConfig, tokenizer: PreTrainedTo
         config: the ``data`` section: templates and ``max_input_seq_length``.
         tokenizer: from ``get_tokenizer``.
         with_answers: True when the answer is part of the model's input, and so counts towards ``max_input_seq_length``.
+        fault_of_answer: says why a reference answer is of no use, None for one that is.
 
     Raises:
-        DataError: a record is broken, empty or too long; the message says which.
+        DataError: a record is broken, empty or too long, or its answer is of no use; the message says which.
     """
     records = load_records(source)
+    if fault_of_answer is not None:
+        _refuse_useless_answers(records, fault_of_answer)
     examples = tokenize(records, PromptEncoder.from_config(tokenizer, config), tokenizer)
     refuse_empty_and_long([len(example.prompt_ids) for example in examples], records, config["max_input_seq_length"], "prompts")
     if with_answers:
         totals = [len(example.prompt_ids) + len(example.answer_ids) for example in examples]
         refuse_empty_and_long(totals, records, config["max_input_seq_length"], "prompts with answers")
     return Dataset(examples, fingerprint(records))
+
+
+def _refuse_useless_answers(records: Sequence[Record], fault_of_answer: Callable[[str], str | None]) -> None:
+    faults = {answer: fault_of_answer(answer) for answer in dict.fromkeys(record.answer for record in records)}
+    offenders = [(place, record) for place, record in enumerate(records) if faults[record.answer] is not None]
+    if offenders:
+        shown = "; ".join(
+            f"index {place} ({record.origin}): {record.answer[:80]!r}: {faults[record.answer]}" for place, record in offenders[:_SHOWN]
+        )
+        more = f" and {len(offenders) - _SHOWN} more" if len(offenders) > _SHOWN else ""
+        raise DataError(
+            f"{len(offenders)} of {len(records)} reference answers are of no use to env.reward: every answer to those prompts would be "
+            f"wrong. Fix: correct or remove them. They are: {shown}{more}"
+        )
 
 
 def tokenize(records: Sequence[Record], encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase) -> tuple[Example, ...]:

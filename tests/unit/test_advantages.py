@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,30 @@ def test_equal_rewards_have_no_advantage(reward: float, leave_one_out: bool) -> 
     prompts = torch.zeros(7, 2, dtype=torch.int64)
     advantages = group_advantages(prompts, torch.full((7,), reward), torch.ones(7), leave_one_out, normalize_rewards=True)
     assert torch.equal(advantages, torch.zeros(7))
+
+
+@pytest.mark.parametrize("rewards", [[0.1 + 0.2 - 0.3, 0, 0, 0], [5e-7, -5e-7, 0, 0], [0.7 + 0.1 - 0.8 + 1, 1, 1, 1]])
+@pytest.mark.parametrize("std", ["population", "sample"])
+def test_rewards_that_differ_by_rounding_have_no_advantage(rewards: list[float], std: Any) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    advantages = group_advantages(torch.zeros(4, 2, dtype=torch.int64), values, torch.ones(4), True, normalize_rewards=True, std=std)
+    assert torch.equal(advantages, torch.zeros(4, dtype=torch.float64))
+
+
+def test_rewards_that_differ_by_more_than_rounding_have_an_advantage() -> None:
+    values = torch.tensor([1e-5, 0.0, 0.0, 0.0], dtype=torch.float64)
+    advantages = group_advantages(torch.zeros(4, 2, dtype=torch.int64), values, torch.ones(4), False, normalize_rewards=True)
+    assert advantages.tolist() == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+
+
+def test_either_standard_deviation() -> None:
+    prompts = torch.tensor([[1], [1], [1], [1], [2], [2], [2], [3]])
+    rewards, valid = torch.tensor([1.0, 0.5, 0.0, 0.25, 3.0, 1.0, 9.0, 1.0]), torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 1])
+    sample = group_advantages(prompts, rewards, valid, False, normalize_rewards=True, std="sample")
+    expected = [*((rewards[:4] - rewards[:4].mean()) / rewards[:4].std()), 1 / 2**0.5, -1 / 2**0.5, 0.0, 0.0]
+    assert sample.tolist() == pytest.approx([float(value) for value in expected])
+    population = group_advantages(prompts, rewards, valid, False, normalize_rewards=True)
+    assert float(population[0] / sample[0]) == pytest.approx(1.1547, rel=1e-4)
 
 
 def test_one_right_answer_among_wrong_ones_stays_bounded() -> None:

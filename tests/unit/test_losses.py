@@ -126,8 +126,10 @@ def test_policy_gradient_equals_the_formulas(change: dict[str, Any], seed: int) 
 
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_policy_gradient_gradient_equals_finite_differences(change: dict[str, Any]) -> None:
-    # The on-policy KL weight is treated as a constant, which finite differences cannot see.
-    config = PG_CONFIG | change | {"use_on_policy_kl_approximation": False}
+    # With the on-policy weight the loss is the divergence as a function of the policy; without it that is so of its value alone.
+    config = PG_CONFIG | change
+    if not config["use_on_policy_kl_approximation"]:
+        config["reference_policy_kl_gradient"] = "pathwise"
     data = policy_gradient_batch(4, rows=4, length=5)
     rows, tokens = normalizers(data)
     loss_fn = ClippedPGLossFn(config)
@@ -135,16 +137,114 @@ def test_policy_gradient_gradient_equals_finite_differences(change: dict[str, An
     assert torch.autograd.gradcheck(lambda logprobs: loss_fn(data, rows, tokens, next_token_logprobs=logprobs)[0], current, eps=1e-7)
 
 
-def test_kl_weight_passes_no_gradient() -> None:
+def test_pathwise_kl_has_a_weight_without_gradient() -> None:
     data = policy_gradient_batch(5)
     rows, tokens = normalizers(data)
     data["advantages"].zero_()
     current = data["current"][:, 1:].clone().requires_grad_()
-    ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=current)[0].backward()
+    config = PG_CONFIG | {"reference_policy_kl_gradient": "pathwise"}
+    ClippedPGLossFn(config)(data, rows, tokens, next_token_logprobs=current)[0].backward()
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     weight = torch.exp(current.detach() - data["generation_logprobs"][:, 1:])
     slope = 1 - torch.exp(data["reference_policy_logprobs"][:, 1:] - current.detach())
     torch.testing.assert_close(current.grad, 0.3 * mask * weight * slope / tokens, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("distance", [0.1, 0.5, 1.0, 2.0])
+def test_the_exact_kl_gradient_is_that_of_the_divergence(distance: float, off_policy: bool) -> None:
+    """The expectation over all twenty actions of one position, against autograd through the divergence itself."""
+    generator = torch.Generator().manual_seed(20)
+    normal = lambda: torch.randn(20, generator=generator, dtype=torch.float64)  # noqa: E731
+    logits = normal().requires_grad_()
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(logits.detach() + distance * normal(), 0)
+    drawn_from = torch.log_softmax(logits.detach() + 0.3 * normal(), 0) if off_policy else policy.detach()
+    divergence = (policy.exp() * (policy - reference)).sum()
+    (true,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+
+    def column(values: torch.Tensor) -> torch.Tensor:
+        return torch.stack((torch.zeros_like(values), values), dim=1)
+
+    def expected(form: str) -> torch.Tensor:
+        unclamped = {"kl_input_clamp_value": None, "kl_output_clamp_value": None, "log_ratio_clamp_value": None}
+        config = PG_CONFIG | unclamped | {"use_on_policy_kl_approximation": off_policy, "reference_policy_kl_gradient": form}
+        # the expectation is the sum over actions weighted by how often each is drawn: advantages are 0, so the divergence alone is left
+        data = {
+            "advantages": torch.zeros(20, 2, dtype=torch.float64),
+            "prev_logprobs": column(drawn_from),
+            "generation_logprobs": column(drawn_from),
+            "reference_policy_logprobs": column(reference),
+            "token_mask": column(drawn_from.exp()),
+            "sample_mask": torch.ones(20, dtype=torch.float64),
+        }
+        one = torch.ones((), dtype=torch.float64)
+        loss, metrics = ClippedPGLossFn(config)(data, one, one, next_token_logprobs=policy[:, None])
+        assert float(metrics["kl_penalty"]) == pytest.approx(divergence.item(), rel=1e-6)
+        return torch.autograd.grad(loss / config["reference_policy_kl_penalty"], logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(expected("exact"), true, rtol=1e-6, atol=1e-12)
+    cosine = torch.nn.functional.cosine_similarity(expected("pathwise"), true, dim=0)
+    assert cosine < 0.9999, "the other form is another gradient"
+
+
+CLAMPS = {"log_ratio_clamp_value": 2.0, "kl_input_clamp_value": 2.0, "kl_output_clamp_value": 1.5}
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("form", ["exact", "pathwise"])
+@pytest.mark.parametrize("reference", [-0.5, -1.9, -2.1, -4.0, -50.0, -2000.0, 0.5, 1.4, 1.6, 50.0, 2000.0])
+def test_clamped_divergence(reference: float, form: str, off_policy: bool) -> None:
+    """Values inside the clamps are as without; outside, value and gradient are those of a constant."""
+    current = torch.tensor([[-0.7]], dtype=torch.float64, requires_grad=True)
+    data = {
+        "advantages": torch.zeros(1, 2, dtype=torch.float64),
+        "prev_logprobs": torch.full((1, 2), -0.7, dtype=torch.float64),
+        "generation_logprobs": torch.full((1, 2), -0.9, dtype=torch.float64),
+        "reference_policy_logprobs": torch.full((1, 2), -0.7 + reference, dtype=torch.float64),
+        "token_mask": torch.ones(1, 2, dtype=torch.float64),
+        "sample_mask": torch.ones(1, dtype=torch.float64),
+    }
+    config = PG_CONFIG | CLAMPS | {"reference_policy_kl_penalty": 1.0, "reference_policy_kl_gradient": form}
+    config["use_on_policy_kl_approximation"] = off_policy
+    one = torch.ones((), dtype=torch.float64)
+    loss, _ = ClippedPGLossFn(config)(data, one, one, next_token_logprobs=current)
+    (gradient,) = torch.autograd.grad(loss, current)
+    weight = math.exp(0.2) if off_policy else 1.0
+    difference = min(max(reference, -2.0), 2.0)
+    estimate = min(math.exp(difference) - difference - 1, 1.5)
+    assert float(loss.detach()) == pytest.approx(weight * estimate)
+    slope = weight * (1 - math.exp(difference)) + (weight * estimate if form == "exact" else 0.0)
+    assert float(gradient) == pytest.approx(slope if reference == difference and estimate < 1.5 else 0.0)
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("log_ratio", [-200.0, -21.0, -19.0, -0.1, 0.1, 19.0, 21.0, 89.0, 200.0])
+@pytest.mark.parametrize("ceiling", [None, 3.0])
+def test_a_far_log_ratio_leaves_no_infinity_in_a_gradient(log_ratio: float, advantage: float, ceiling: float | None) -> None:
+    """The branch that clipping discards must not turn 0 times infinity into NaN; float32, where exp(89) overflows."""
+    current = torch.tensor([[-300.0]], requires_grad=True)
+    data = {
+        "advantages": torch.full((1, 2), advantage),
+        "prev_logprobs": torch.full((1, 2), -300.0 - log_ratio),
+        "generation_logprobs": torch.full((1, 2), -300.0 - log_ratio),
+        "reference_policy_logprobs": torch.full((1, 2), -300.0 - log_ratio),
+        "token_mask": torch.ones(1, 2),
+        "sample_mask": torch.ones(1),
+    }
+    config = PG_CONFIG | {"reference_policy_kl_penalty": 0.0, "ratio_clip_c": ceiling}
+    loss, _ = ClippedPGLossFn(config)(data, torch.ones(()), torch.ones(()), next_token_logprobs=current)
+    (gradient,) = torch.autograd.grad(loss, current)
+    ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
+    clipped = min(max(ratio, 0.8), 1.28)
+    kept = -advantage * ratio >= -advantage * clipped and not (ceiling and advantage < 0 and -advantage * ratio > -advantage * ceiling)
+    assert float(loss.detach()) == pytest.approx(
+        min(max(-advantage * ratio, -advantage * clipped), -advantage * ceiling if ceiling and advantage < 0 else math.inf), rel=1e-5
+    )
+    assert float(gradient) == pytest.approx(-advantage * ratio if kept and abs(log_ratio) < 20 else 0.0, rel=1e-4)
+    penalised = PG_CONFIG | {"reference_policy_kl_penalty": 0.5}
+    loss, _ = ClippedPGLossFn(penalised)(data, torch.ones(()), torch.ones(()), next_token_logprobs=current)
+    assert bool(torch.isfinite(torch.autograd.grad(loss, current)[0]).all()) and math.isfinite(float(loss.detach()))
 
 
 def all_losses() -> list[LossFunction]:

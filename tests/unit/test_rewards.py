@@ -52,7 +52,8 @@ def test_unknown_rewards_are_refused() -> None:
 
 def test_compute_rewards() -> None:
     rewards = compute_rewards(get_reward("exact_match"), ["1", "2", "x"], ["1", "3", "x"])
-    assert rewards.dtype == torch.float32
-    assert rewards.tolist() == [1.0, 0.0, 1.0]
+    assert rewards.values.dtype == torch.float32
+    assert rewards.values.tolist() == [1.0, 0.0, 1.0]
+    assert rewards.timed_out == 0
     with pytest.raises(ValueError):
         compute_rewards(get_reward("exact_match"), ["1"], [])

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.datasets import load_dataset
 from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
+from megarl.environments.mathematics import fault_of_reference
 from megarl.errors import DataError, ModelError
 
 WORDS = ["<pad>", "</s>", "<s>", "<user>", "<bot>", "<unk>", "two", "plus", "three", "five", "be", "kind", "Q", "A"]
@@ -113,3 +114,15 @@ def test_empty_prompts_are_refused(tmp_path: Path) -> None:
     source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
     with pytest.raises(DataError, match="1 of 1 prompts have no tokens"):
         load_dataset(source, {"train": source, "max_input_seq_length": 9}, tokenizer, with_answers=False)
+
+
+def test_answers_that_no_reward_can_compare_are_refused_with_their_places(tmp_path: Path) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t")})
+    answers = ["five", "", "5", *[" "] * 6]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"p": "two", "a": answer}) for answer in answers))
+    source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
+    config = {"train": source, "max_input_seq_length": 9}
+    expected = r"7 of 9 reference answers .*index 1 \(.*line 2\): '': no mathematical expression .* and 2 more"
+    with pytest.raises(DataError, match=expected):
+        load_dataset(source, config, tokenizer, with_answers=False, fault_of_answer=fault_of_reference)
+    assert len(load_dataset(source, config, tokenizer, with_answers=False)) == 9
