@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -158,13 +159,23 @@ _INDEX_CLASSES = frozenset(
 )
 
 
-def load_plain(path: Path) -> Any:
-    """What ``torch.save`` wrote: tensors and plain values.
+def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
+    """What ``torch.save`` wrote: tensors, plain values and memory files of bytes.
+
+    Args:
+        source: the file, or its content.
+        what: to call it by in errors.
 
     Raises:
         ConversionError: the file is missing, damaged, or holds more than that.
     """
     try:
-        return torch.load(path, weights_only=True)
+        with torch.serialization.safe_globals([io.BytesIO]):
+            return torch.load(source, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConversionError(
+            f"{what or source} is damaged or holds more than plain values, and loading it could run code: {error}",
+            "do not trust this file",
+        ) from error
     except (OSError, RuntimeError, *DAMAGED) as error:
-        raise ConversionError(f"{path} cannot be read: {error}", "it is damaged or of another kind; take another one") from error
+        raise ConversionError(f"{what or source} cannot be read: {error}", "it is damaged or of another kind; take another one") from error

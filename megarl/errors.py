@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class MegarlError(Exception):
@@ -76,6 +77,12 @@ class CheckpointError(MegarlError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the run that wants to load it."""
 
 
+class UnusableCheckpointError(CheckpointError):
+    """A checkpoint that nothing can go on from: damaged, of another run, or one whose loading could run code."""
+
+    exit_code = 2
+
+
 class StateError(MegarlError, RuntimeError):
     """A method was called in a state that does not allow it, for example training while the optimizer is offloaded."""
 
@@ -90,6 +97,20 @@ class RefitError(MegarlError, RuntimeError):
 
 class MismatchError(MegarlError, RuntimeError):
     """Generation and training disagree about the probabilities of the same tokens more than the run allows."""
+
+
+class NonFiniteError(MegarlError, RuntimeError):
+    """A loss, a gradient or a weight is NaN or infinite. No weight was changed by it.
+
+    Attributes:
+        skipped: the global batches it is about, as plain values; empty where it is about weights.
+    """
+
+    skipped: list[dict[str, Any]]
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.skipped = []
 
 
 class WorkerError(MegarlError, RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.algorithms.advantages import group_advantages
 from megarl.algorithms.mismatch import check_mismatch, mismatch_metrics
 from megarl.algorithms.rollouts import generate_samples, sampling_seeds
+from megarl.algorithms.skipped_batches import SkippedBatches
 from megarl.algorithms.train_results import step_metrics
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.environments.rewards import RewardFunction, Rewards, compute_rewards
@@ -48,6 +49,7 @@ class GRPO:
         seed: the run's seed, from which every answer's random numbers come.
         stop_token_ids: tokens that end an answer; None for the end-of-sequence token.
         refit: the engines that generate and how they get the policy's weights; None where the policy itself generates.
+        skipped: keeps batches that could not be trained on.
     """
 
     policy: Policy
@@ -62,6 +64,7 @@ class GRPO:
     seed: int
     stop_token_ids: Sequence[int] | None = None
     refit: Refit | None = None
+    skipped: SkippedBatches = field(default_factory=SkippedBatches)
 
     def step(self, step: int) -> dict[str, float]:
         """Answer the next prompts and train on the answers."""
@@ -77,7 +80,8 @@ class GRPO:
         check_mismatch(mismatch, self.config.get("max_token_mult_prob_error"), step)
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            result = self.policy.train(batch, self.loss_fn)
+            records = [example.index for example in examples for _ in range(generations)]
+            result = self.skipped.train(self.policy, batch, self.loss_fn, step, records)
             self.policy.finish_training()
         if self.refit is not None:
             self.refit.stale = True

@@ -18,6 +18,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point
 from megarl.algorithms.sft import SFT
+from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import check_vllm, start_engines, start_policy
 from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
@@ -96,7 +97,9 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         policy = (make_policy or start_policy)(config, tokenizer, start, stack)
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures)
-        parts = _Parts(config, policy, refit, tokenizer, train_data, validation_data, sampler, reporting.timer)
+        parts = _Parts(
+            config, SkippedBatches(run_dir / DIRECTORY), policy, refit, tokenizer, train_data, validation_data, sampler, reporting.timer
+        )
         algorithm = _ALGORITHMS[config["algorithm"]](parts)
         writer = _writer(manager, policy, config, attempt)
 
@@ -132,6 +135,7 @@ class _Parts:
     """What an algorithm is made of."""
 
     config: Config
+    skipped: SkippedBatches
     policy: Policy
     refit: Refit | None
     tokenizer: PreTrainedTokenizerBase
@@ -199,6 +203,7 @@ def _make_sft(parts: _Parts) -> SFT:
         validation_data=parts.validation_data,
         sampler=parts.sampler,
         timer=parts.timer,
+        skipped=parts.skipped,
     )
 
 
@@ -217,6 +222,7 @@ def _make_grpo(parts: _Parts) -> GRPO:
         timer=parts.timer,
         seed=config["seed"],
         stop_token_ids=config["policy"]["generation"]["stop_token_ids"],
+        skipped=parts.skipped,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.batches import supervised_batch
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.algorithms.skipped_batches import SkippedBatches
 from megarl.algorithms.train_results import step_metrics
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class SFT:
         validation_data: the same, never trained on; None for no validation.
         sampler: the order of the training data.
         timer: told the phases of a step.
+        skipped: keeps batches that could not be trained on.
     """
 
     policy: PolicyInterface
@@ -42,13 +44,15 @@ class SFT:
     sampler: ResumableSampler
     timer: PhaseTimer
     loss_fn: NLLLoss = field(default_factory=NLLLoss)
+    skipped: SkippedBatches = field(default_factory=SkippedBatches)
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next global batch."""
-        batch = supervised_batch(self.train_data.select(self.sampler.take(self.global_batch_size)), self.pad_token_id)
+        examples = self.train_data.select(self.sampler.take(self.global_batch_size))
+        batch = supervised_batch(examples, self.pad_token_id)
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            result = self.policy.train(batch, self.loss_fn)
+            result = self.skipped.train(self.policy, batch, self.loss_fn, step, [example.index for example in examples])
             self.policy.finish_training()
         return {**step_metrics(result, self.loss_fn), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
 

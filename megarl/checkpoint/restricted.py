@@ -1,32 +1,36 @@
-"""Reads the two kinds of file that torch writes as pickles, so that neither can run code: see :mod:`converters.restricted`."""
+"""Reads the kinds of file that torch writes as pickles, so that none can run code: see :mod:`converters.restricted`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from converters.errors import ConversionError
 from converters.restricted import load_plain
 from converters.torch_dist.index import INDEX_FILE as METADATA_FILE
 from converters.torch_dist.index import read_index
-from megarl.errors import CheckpointError
+from megarl.errors import UnusableCheckpointError
 
-__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain"]
+__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "restricted_loading"]
 
 
 def read_plain(path: Path) -> dict[str, Any]:
     """What is no tensor of an optimizer checkpoint: hyperparameters, counters, the schedule.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain values.
+        UnusableCheckpointError: the file is missing, damaged, or holds more than plain values.
     """
     try:
         plain: dict[str, Any] = load_plain(path)
     except ConversionError as error:
-        raise CheckpointError(str(error)) from error
+        raise UnusableCheckpointError(str(error)) from error
     return plain
 
 
@@ -34,11 +38,39 @@ class RestrictedReader(dcp.FileSystemReader):
     """DCP's reader, with an index that cannot run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return _read_metadata(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def restricted_loading() -> Iterator[None]:
+    """Inside, every reader of DCP's, whoever makes it, is a :class:`RestrictedReader`, and objects among the tensors are plain values."""
+    load_bytes = DefaultLoadPlanner.load_bytes
+
+    def load_plain_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
         try:
-            metadata = read_index(Path(self.path))
+            load_plain(value, f"the object {read_item.storage_index.fqn} of the checkpoint")
         except ConversionError as error:
-            raise CheckpointError(str(error)) from error
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            raise UnusableCheckpointError(str(error)) from error
+        value.seek(0)
+        load_bytes(self, read_item, value)
+
+    replaced = ((dcp.FileSystemReader, "read_metadata", _read_metadata), (DefaultLoadPlanner, "load_bytes", load_plain_bytes))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    try:
+        metadata = read_index(Path(self.path))
+    except ConversionError as error:
+        raise UnusableCheckpointError(str(error)) from error
+    if metadata.storage_meta is None:
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata

@@ -147,6 +147,8 @@ POLICY = {
     "sequence_packing": {"enabled": False},
     "make_sequence_length_divisible_by": 1,
     "max_grad_norm": 1.0,
+    "on_nonfinite": "skip",
+    "max_consecutive_skips": 3,
     "refit_buffer_size_gb": None,
     "refit_checksum": False,
     "fsdp_offload_enabled": False,

@@ -197,7 +197,9 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     trace = f"\n--- traceback of the worker ---\n{_COLOURS.sub('', str(error))}"
     if isinstance(cause, MegarlError):
         try:
-            return type(cause)(f"{label} {cause}{also}{trace}")
+            translated = type(cause)(f"{label} {cause}{also}{trace}")
+            vars(translated).update(vars(cause))
+            return translated
         except TypeError:
             # The class has a constructor of its own; its name still stands in the message.
             pass

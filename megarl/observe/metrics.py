@@ -18,7 +18,17 @@ class Reduction(Enum):
 
 
 # The same number is reported by every micro-batch, so adding them would multiply it.
-_REPEATED_NAMES = ("lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "grad_norm", "moe_aux_loss", "moe_z_loss")
+_REPEATED_NAMES = (
+    "lr",
+    "wd",
+    "reward",
+    "global_valid_seqs",
+    "global_valid_toks",
+    "grad_norm",
+    "skipped_steps",
+    "moe_aux_loss",
+    "moe_z_loss",
+)
 
 DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({name: Reduction.MEAN for name in _REPEATED_NAMES})
 """Reductions of the names that are not sums and that no loss has to declare."""

@@ -63,9 +63,9 @@ class Watch(TorchDispatchMode):
             with self._in_phase("pass"):
                 return forward_backward(inputs, head, backward=backward)
 
-        def watched_step() -> Any:
+        def watched_step(accepts: Any) -> Any:
             with self._in_phase("step"):
-                return apply_gradients()
+                return apply_gradients(accepts)
 
         backend.forward_backward, backend.apply_gradients = watched_pass, watched_step
 

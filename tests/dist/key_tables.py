@@ -62,6 +62,8 @@ SHARED: dict[str, Demonstration] = {
     "make_sequence_length_divisible_by": Changes(4, "scored.micro_batches"),
     "max_total_sequence_length": Changes(6, "generated.answers"),
     "max_grad_norm": Changes(None, "trained.weights"),
+    "on_nonfinite": ShownBy("tests.dist.test_nonfinite:test_all_ranks_end_where_it_is_not_allowed"),
+    "max_consecutive_skips": ShownBy("tests.dist.test_nonfinite:test_too_many_in_a_row_end_the_run"),
     "refit_buffer_size_gb": ShownBy("tests.dist.test_refit:test_the_buffer_has_the_configured_size"),
     "refit_checksum": ShownBy("tests.dist.test_refit:test_weights_carry_a_checksum_where_it_is_configured"),
     "dynamic_batching.enabled": Changes(False, "trained.micro_batches", beside=DYNAMIC),

@@ -60,6 +60,7 @@ RANGES: dict[str, Range] = {
     "policy.make_sequence_length_divisible_by": AT_LEAST_1,
     "policy.max_total_sequence_length": Range(low=2),
     "policy.max_grad_norm": ABOVE_0,
+    "policy.max_consecutive_skips": AT_LEAST_1,
     "policy.refit_buffer_size_gb": ABOVE_0,
     "policy.dynamic_batching.train_mb_tokens": AT_LEAST_1,
     "policy.dynamic_batching.logprob_mb_tokens": AT_LEAST_1,

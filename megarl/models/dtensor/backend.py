@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,15 @@ class DTensorBackend:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def apply_gradients(self) -> StepOutcome:
+    def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
         parameters, factor = self._divided().values(), self.loss_scale.factor
         norm = global_norm(parameters, self.groups.tensor_rank, self.runtime.device) / factor
         if not self.loss_scale.accepts(norm):
+            return StepOutcome(norm, False, overflowed=factor > 1.0)
+        if not accepts(norm):
             return StepOutcome(norm, False)
-        if self._replicas is not None and math.isfinite(norm):
+        if self._replicas is not None:
             self._replicas()
         gradients = local_gradients(parameters)
         if factor != 1.0:

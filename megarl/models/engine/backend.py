@@ -3,7 +3,7 @@ differs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -29,12 +29,14 @@ class StepOutcome:
 
     Attributes:
         grad_norm: L2 norm of the whole model's gradient before clipping.
-        stepped: False when the step was skipped because gradients overflowed (float16 loss scaling).
+        stepped: False when no step was taken: gradients overflowed (float16 loss scaling), or were not accepted.
+        overflowed: the loss scale of float16 was too large, and has been lowered.
         metrics: further figures of the global batch, the same on all ranks.
     """
 
     grad_norm: float
     stepped: bool
+    overflowed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -74,8 +76,9 @@ class Backend(Protocol):
     def zero_grad(self) -> None:
         """Clear all gradients. Local."""
 
-    def apply_gradients(self) -> StepOutcome:
-        """Clip and take an optimizer step."""
+    def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
+        """Clip and take an optimizer step, unless ``accepts``, a collective that is given the gradient's norm, refuses: then nothing
+        changes."""
 
     def lr_step(self) -> None:
         """Advance the learning-rate and weight-decay schedule by one ``train()`` call. Local."""

@@ -28,11 +28,13 @@ class HeadOutput:
         tensors: per-row results, detached.
         metrics: numbers or 0-d tensors, to be reduced as the loss declares; read only after the pass, so that no micro-batch waits for
             the device.
+        gradient_peaks: once the backward pass is through, the largest absolute entry of the loss's gradient by the log-probabilities, 0-d.
     """
 
     loss: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    gradient_peaks: list[torch.Tensor] = field(default_factory=list)
 
 
 class Head(Protocol):
@@ -81,12 +83,15 @@ class LossHead:
     normalizers: Normalizers
 
     def __call__(self, logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
+        logprobs, peaks = self.logprobs.next_token_logprobs(logits, model_input), []
+        if logprobs.requires_grad and logprobs.numel():
+            logprobs.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
         loss, metrics = self.loss_fn(
             model_input.micro_batch.data,
             self.normalizers.valid_sequences,
             self.normalizers.valid_tokens,
-            next_token_logprobs=self.logprobs.next_token_logprobs(logits, model_input),
+            next_token_logprobs=logprobs,
         )
         # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
         kept = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-        return HeadOutput(loss=loss, metrics=kept)
+        return HeadOutput(loss=loss, metrics=kept, gradient_peaks=peaks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import BatchError
-from megarl.models.engine.backend import Backend
+from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead
 from megarl.models.engine.microbatches import fit_sequences
 from megarl.models.engine.model_input import lay_out_all
+from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
@@ -30,11 +32,13 @@ class TrainResult:
         losses: float32 [global batches], each the true loss of its global batch.
         grad_norms: one a global batch; empty in evaluation.
         micro_batch_metrics: a list for each metric over this rank's micro-batches.
+        skipped: global batches after which no step was taken, because their loss or gradient was not finite.
     """
 
     losses: torch.Tensor
     grad_norms: list[float]
     micro_batch_metrics: dict[str, list[float]]
+    skipped: list[SkippedBatch]
 
 
 @contextlib.contextmanager
@@ -111,9 +115,11 @@ def train_on_batch(
     batching: Batching,
     *,
     sampling: SamplingSettings,
-    update: bool,
+    limit: SkipLimit | None,
 ) -> TrainResult:
-    """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, when ``update`` is False.
+    """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a ``limit``.
+
+    No step follows a global batch whose loss or gradient is not finite on any rank: weights, optimizer and schedule stay as they are.
 
     Args:
         backend: the model.
@@ -121,27 +127,63 @@ def train_on_batch(
         loss_fn: a loss of the contract; what it returns adds up over micro-batches and ranks.
         batching: this rank's part of each global batch, and how its rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
-        update: take optimizer steps and advance the schedule once at the end.
+        limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many may be skipped.
+
+    Raises:
+        NonFiniteError: on all ranks, as ``limit`` says.
     """
+    update = limit is not None
     losses: list[torch.Tensor] = []
     grad_norms: list[float] = []
     metrics: dict[str, list[float]] = defaultdict(list)
+    skipped: list[SkippedBatch] = []
+    steps = 0
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
     chunks = batching.chunks(data)
     with mode:
-        for chunk in chunks:
-            loss, outputs, extra = _global_batch(backend, chunk, loss_fn, sampling, update)
-            losses.append(loss)
-            if update:
-                outcome = backend.apply_gradients()
+        for number, chunk in enumerate(chunks):
+            done = _global_batch(backend, chunk, loss_fn, sampling, update)
+            losses.append(done.loss)
+            extra = done.metrics
+            if limit is not None:
+                outcome, is_finite = _step(backend, done.loss)
                 grad_norms.append(outcome.grad_norm)
-                extra |= {"grad_norm": outcome.grad_norm, "skipped_steps": float(not outcome.stepped), **outcome.metrics}
-            for measured in (*outputs, extra):
+                extra = {**extra, "grad_norm": outcome.grad_norm, **outcome.metrics}
+                steps += outcome.stepped
+                if outcome.stepped:
+                    limit.stepped()
+                elif not is_finite:
+                    first_row = sum(earlier.rows for earlier in chunks[:number])
+                    seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
+                    skipped.append(SkippedBatch(number, float(done.loss), outcome.grad_norm, seen))
+                    limit.skipped(skipped[-1])
+            for measured in (*done.measured, extra):
                 for name, value in measured.items():
                     metrics[name].append(value)
+    figures = _averaged_over_batches(metrics, loss_fn, len(chunks))
     if update:
-        backend.lr_step()
-    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, _averaged_over_batches(metrics, loss_fn, len(chunks)))
+        # every replica gives the number for the whole call
+        figures["skipped_steps"] = [float(len(chunks) - steps)]
+        if steps:
+            backend.lr_step()
+    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, figures, skipped)
+
+
+def _step(backend: Backend, loss: torch.Tensor) -> tuple[StepOutcome, bool]:
+    """An optimizer step where loss and gradient are finite on all ranks; whether they are, but for an overflow of float16's scaling."""
+    device, loss_is_finite = loss.device, bool(torch.isfinite(loss))
+    outcome = backend.apply_gradients(lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device))
+    return outcome, outcome.stepped or (outcome.overflowed and on_all_ranks(loss_is_finite, device))
+
+
+@dataclass(frozen=True, slots=True)
+class _GlobalBatch:
+    """What came of one: its loss, float64 0-d, this rank's results a micro-batch, metrics a micro-batch, and of the batch as a whole."""
+
+    loss: torch.Tensor
+    outputs: Sequence[HeadOutput]
+    measured: Sequence[Mapping[str, float]]
+    metrics: Mapping[str, float]
 
 
 def _global_batch(
@@ -150,8 +192,8 @@ def _global_batch(
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
     sampling: SamplingSettings,
     update: bool,
-) -> tuple[torch.Tensor, Sequence[Mapping[str, float]], dict[str, float]]:
-    """Loss of one global batch (gradients are left in the backend), metrics a micro-batch, and metrics of the batch as a whole."""
+) -> _GlobalBatch:
+    """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
     normalizers = global_normalizers(chunk.data, backend.groups)
     head = LossHead(loss_fn, LogprobHead(backend.vocabulary, sampling), normalizers)
     if update:
@@ -166,7 +208,7 @@ def _global_batch(
         "global_valid_toks": float(normalizers.valid_tokens),
         **backend.schedule_values(),
     }
-    return loss, measured, batch_metrics
+    return _GlobalBatch(loss, outputs, measured, batch_metrics)
 
 
 def _averaged_over_batches(metrics: Mapping[str, list[float]], loss_fn: Any, count: int) -> dict[str, list[float]]:

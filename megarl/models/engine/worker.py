@@ -20,12 +20,13 @@ from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.rendezvous import init_process_group
-from megarl.errors import BatchError, RefitError, StateError
+from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.first_rank import on_first_rank
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
+from megarl.models.engine.nonfinite import SkipLimit, require_finite
 from megarl.models.engine.reference import ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
@@ -78,6 +79,7 @@ class EngineWorker:
         self.lifecycle = Lifecycle(backend.move, has_optimizer)
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
+        self._skips = SkipLimit.of(config)
         self._weights_version = 0
         self._with_checksum = bool(config.get("refit_checksum"))
         self._sender = WeightSender(
@@ -90,6 +92,7 @@ class EngineWorker:
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
         self._stages: Stages | None = None
+        self._require_finite_weights(f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError)
 
     def continue_from(self, weights_path: str | None, optimizer_path: str | None) -> None:
         """Start from a checkpoint, where one is given."""
@@ -120,7 +123,10 @@ class EngineWorker:
 
         Returns:
             ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in evaluation), ``rank``,
-            ``all_mb_metrics`` a list for each metric.
+            ``all_mb_metrics`` a list for each metric, ``skipped`` global batches without a step (rows counted in this replica's share).
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go on.
         """
         self._require("train", optimizer=not eval_mode)
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
@@ -134,7 +140,7 @@ class EngineWorker:
             loss_fn,
             batching,
             sampling=self.sampling,
-            update=not eval_mode,
+            limit=None if eval_mode else self._skips,
         )
         self._weights_version += not eval_mode
         return {
@@ -142,6 +148,7 @@ class EngineWorker:
             "grad_norm": torch.tensor(result.grad_norms[-1]) if result.grad_norms else None,
             "rank": dist.get_rank(),
             "all_mb_metrics": result.micro_batch_metrics,
+            "skipped": [batch.as_record() for batch in result.skipped],
         }
 
     def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
@@ -371,10 +378,12 @@ class EngineWorker:
 
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
+            NonFiniteError: a weight is NaN or infinite.
             StateError: inside ``use_reference_model()``, or the parameters are in host memory.
         """
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
+        self._require_finite_weights(f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError)
         self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
         with on_first_rank() as first:
             if first and tokenizer_path:
@@ -384,12 +393,13 @@ class EngineWorker:
         """Read what :meth:`save_checkpoint` wrote, also on a live worker and from any other layout.
 
         Raises:
-            CheckpointError: a directory is missing or holds another model.
+            CheckpointError: a directory is missing, or holds another model or weights that are not finite.
             StateError: inside ``use_reference_model()``, or the parameters are in host memory.
         """
         self._refuse_reference("load_checkpoint")
         self._require("load_checkpoint", remedy="prepare_for_training")
         self.backend.load(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        self._require_finite_weights(f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError)
         self._weights_version += 1
 
     def export_hf(self, path: str) -> None:
@@ -398,8 +408,10 @@ class EngineWorker:
         Raises:
             ConversionError: on rank 0, ``path`` exists already.
             CheckpointError: on the other ranks, when rank 0 could not write.
+            NonFiniteError: a weight is NaN or infinite.
         """
         self._require("export_hf")
+        self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
         stream = self.backend.export_hf()
         with on_first_rank() as first:
             try:
@@ -407,6 +419,10 @@ class EngineWorker:
                     write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
             finally:
                 drain(stream)
+
+    def _require_finite_weights(self, consequence: str, kind: type[MegarlError]) -> None:
+        self.backend.sync_parameters()
+        require_finite(self.backend.parameters(), self.runtime.device, consequence, kind)
 
     @property
     def hf_config(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,12 @@ class FSDP1Backend:
         for _, parameter in self.model.parameters():
             parameter.grad = None
 
-    def apply_gradients(self) -> StepOutcome:
+    def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
         gradients = [parameter.grad for _, parameter in self.model.parameters() if parameter.grad is not None]
         norm = float(self.model.sum_over_ranks(squared_norm(gradients, self.runtime.device)).sqrt())
+        if not accepts(norm):
+            return StepOutcome(norm, False)
         clip(gradients, norm, self.policy.get("max_grad_norm"))
         self.optimizer.step()
         return StepOutcome(norm, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_lengths import in_step
 from megarl.models.megatron.moe_passes import RecordedPasses
 from megarl.models.megatron.mover import move_part
-from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values
+from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values, step_where_accepted
 from megarl.models.megatron.schedule import forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
@@ -153,13 +153,12 @@ class MegatronBackend:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def apply_gradients(self) -> StepOutcome:
+    def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
         with cuda_redirect.cuda_literals():
-            stepped, grad_norm, _ = self.optimizer.step()
+            outcome = step_where_accepted(self.optimizer, accepts)
         self._empty_cache(2)
-        norm = float("nan") if grad_norm is None else float(grad_norm)
-        return StepOutcome(norm, bool(stepped), self._recorded.metrics() if self._recorded is not None else {})
+        return replace(outcome, metrics=self._recorded.metrics()) if self._recorded is not None else outcome
 
     def _empty_cache(self, level: int) -> None:
         """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a pass, from 2 also after a step."""

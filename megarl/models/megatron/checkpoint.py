@@ -6,6 +6,7 @@ A checkpoint directory appears whole or not at all: everything is written beside
 from __future__ import annotations
 
 import json
+import pickle
 import queue
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,13 +27,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
+from megarl.checkpoint.restricted import restricted_loading
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.optimizer import fused_style_adam
 from megarl.models.megatron.optimizer_state import exact_offsets
 
 SCHEDULE_FILE = "schedule.json"
+_EXTRA_STATE = "_extra_state"
 
 
 def _metadata() -> dict[str, Any]:
@@ -75,7 +78,10 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
     with cuda_literals():
         loaded = _load(_sharded(chunks), directory, "weights")
         for index, chunk in enumerate(chunks):
-            chunk.module.load_state_dict(loaded[_entry(index)] if len(chunks) > 1 else loaded, strict=False)
+            state = loaded[_entry(index)] if len(chunks) > 1 else loaded
+            # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
+            weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
+            chunk.module.load_state_dict(weights, strict=False)
 
 
 def save_optimizer(
@@ -145,7 +151,13 @@ def _save(state: dict[str, Any], directory: Path) -> None:
 def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
     """What ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
     try:
-        loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RETURN_ALL)
+        with restricted_loading():
+            loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RETURN_ALL)
+    except pickle.UnpicklingError as error:  # of common.pt, which Megatron-Core has torch read with plain values alone
+        raise UnusableCheckpointError(f"{directory} holds more than plain values: {error}. Fix: do not trust this checkpoint") from error
+    except CheckpointException as error:
+        refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None)
+        raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
     except (CheckpointingException, KeyError, ValueError) as error:
         raise CheckpointError(f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path") from error
     only_there, only_here = _tensor_keys(missing), _tensor_keys(unexpected)
@@ -160,7 +172,7 @@ def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:
     """Names of tensors; the (empty) extra state of linear layers differs between layer specs and does not count."""
-    return sorted(key for key in keys if not key.endswith("_extra_state"))
+    return sorted(key for key in keys if not key.endswith(_EXTRA_STATE))
 
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:

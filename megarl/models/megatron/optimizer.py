@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -12,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megarl.models.engine.backend import StepOutcome
 from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
 from megarl.models.megatron.settings import optimizer_config
 
@@ -89,6 +91,41 @@ def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> 
         wd_incr_style=scheduler.get("weight_decay_incr_style", "constant"),
         use_checkpoint_opt_param_scheduler=True,
     )
+
+
+def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float], bool]) -> StepOutcome:
+    """``optimizer.step()``, whose last part, the update, runs only where ``accepts`` says so of the gradient's norm.
+
+    Megatron works out the norm within ``step()`` and steps whatever it is; its own ``get_grad_norm`` and ``step_with_ready_grads`` are
+    wrapped for the time of the call.
+    """
+    norms: list[float] = []
+    overflow_is_mended = _scale_can_fall(optimizer)
+    norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+
+    def get_grad_norm() -> float:
+        norms.append(float(norm_of()))
+        return norms[-1]
+
+    def step_with_ready_grads() -> bool:
+        return accepts(norms[-1]) and bool(update())
+
+    for function in (get_grad_norm, step_with_ready_grads):
+        setattr(optimizer, function.__name__, function)
+    try:
+        stepped, _, _ = optimizer.step()
+    finally:
+        for function in (get_grad_norm, step_with_ready_grads):
+            delattr(optimizer, function.__name__)
+    # before any norm: float16's scaler has found an infinity
+    return StepOutcome(norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended)
+
+
+def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
+    """Whether an overflow lowers float16's loss scale, so that the next batch may well pass."""
+    scaler = getattr(next(iter(getattr(optimizer, "chained_optimizers", [optimizer]))), "grad_scaler", None)
+    least = getattr(scaler, "min_scale", None)
+    return scaler is not None and least is not None and float(scaler.scale) > float(least)
 
 
 def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:

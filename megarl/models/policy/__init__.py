@@ -287,6 +287,9 @@ class PolicyConfig(TypedDict):
         make_sequence_length_divisible_by: batches are padded to a multiple of this.
         max_total_sequence_length: longest sequence, prompt and answer together, in tokens.
         max_grad_norm: largest norm of the gradient of the whole model; null turns clipping off.
+        on_nonfinite: what follows a loss or a gradient that is not finite on any rank: ``skip`` takes no step after that global batch,
+            ``raise`` ends the run. Weights, optimizer and schedule are left as they are, and the batch is kept in the run's directory.
+        max_consecutive_skips: the run ends when this many steps in a row were skipped so.
         refit_buffer_size_gb: GiB that a refit may take on a rank of the policy: the buffer in which weights are handed to an engine on the
             same device, both halves together, or to engines elsewhere two buffers, as large on each of their ranks; what is gathered for
             them; and on a CPU lists of them. A parameter that takes more than a sixteenth of it is gathered all the same, and FSDP1 gathers
@@ -316,6 +319,8 @@ class PolicyConfig(TypedDict):
     make_sequence_length_divisible_by: NotRequired[int]
     max_total_sequence_length: int
     max_grad_norm: NotRequired[float | None]
+    on_nonfinite: NotRequired[Literal["skip", "raise"]]
+    max_consecutive_skips: NotRequired[int]
     refit_buffer_size_gb: NotRequired[float | None]
     refit_checksum: NotRequired[bool]
     fsdp_offload_enabled: NotRequired[bool]

@@ -37,6 +37,11 @@ class ShardedBatch:
     order: list[int]
     rows: int
 
+    def rows_of(self, replica: int, first: int, last: int) -> list[int]:
+        """Rows of the batch that a replica has as its rows ``first`` to ``last`` (exclusive)."""
+        before = sum(shard.size for shard in self.shards[:replica])
+        return self.order[before + first : before + last]
+
     def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """What each replica gave for its rows, in the order of the batch."""
         stacked = torch.cat(list(parts))

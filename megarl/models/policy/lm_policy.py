@@ -22,13 +22,13 @@ from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ConfigError, RefitError, StateError
+from megarl.errors import BatchError, ConfigError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
-from megarl.models.policy.batch_plan import shard_batch
+from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 from megarl.weight_sync.manifest import Manifest
 
@@ -162,10 +162,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """One optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
 
         ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all
-        micro-batches of all data-parallel replicas.
+        micro-batches of all data-parallel replicas. ``skipped`` says which global batches no step was taken after, why, and in which rows
+        of ``data`` that was seen first.
 
         Raises:
             BatchError: the batch cannot be trained on.
+            NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or ``policy.max_consecutive_skips`` does not
+                allow to go on; its ``skipped`` is as above.
         """
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
@@ -173,7 +176,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
         together = getattr(loss_fn, "rows_together", 1)
         self._check_batch_arithmetic(data.size, global_batch, micro_batch, together)
-        shards = shard_batch(
+        sharded = shard_batch(
             data,
             self.cfg,
             self.data_parallel_size,
@@ -181,14 +184,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             global_batch=global_batch,
             rows_together=together,
             hidden_size=self._hidden_size,
-        ).shards
+        )
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
-        results = self._call_sharded("train", shards, options)
+        try:
+            results = self._call_sharded("train", sharded.shards, options)
+        except NonFiniteError as error:
+            error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
+            raise
         metrics: dict[str, list[float]] = defaultdict(list)
         for result in results:
             for name, values in result["all_mb_metrics"].items():
                 metrics[name].extend(values)
-        return {"loss": results[0]["global_loss"], "grad_norm": results[0]["grad_norm"], "all_mb_metrics": dict(metrics)}
+        return {
+            "loss": results[0]["global_loss"],
+            "grad_norm": results[0]["grad_norm"],
+            "all_mb_metrics": dict(metrics),
+            "skipped": _with_rows_of_batch(results[0]["skipped"], sharded, global_batch),
+        }
 
     def _check_batch_arithmetic(self, rows: int, global_batch: int, micro_batch: int, together: int) -> None:
         replicas = self.data_parallel_size
@@ -417,6 +429,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _results(self, method: str, **options: Any) -> list[Any]:
         """The answers of all workers, by rank."""
         return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+
+
+def _with_rows_of_batch(skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int) -> list[dict[str, Any]]:
+    """What workers say of global batches without a step, with the rows of the whole batch in place of those of a replica."""
+    return [
+        {
+            **batch,
+            "rows": [batch["global_batch"] * global_batch, (batch["global_batch"] + 1) * global_batch],
+            "seen": [{**seen, "rows": sorted(sharded.rows_of(seen["data_rank"], *seen["rows"]))} for seen in batch["seen"]],
+        }
+        for batch in skipped
+    ]
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:

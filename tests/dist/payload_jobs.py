@@ -1,0 +1,40 @@
+"""What a rank does with a checkpoint in which somebody has put code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import MegarlError
+from tests.dist.refit_jobs import build
+
+
+def save(config: Mapping[str, Any], batch: Mapping[str, Any], directory: str) -> None:
+    """A checkpoint after one step."""
+    worker = build(config)
+    groups = worker.backend.groups
+    worker.train(data=BatchedDataDict(batch).shard_by_batch_size(groups.data_size)[groups.data_rank], loss_fn=NLLLoss())
+    worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
+    _close(worker)
+
+
+def load(config: Mapping[str, Any], directories: list[str]) -> list[tuple[str, int, str]]:
+    """For each checkpoint: the error's class, its exit code and text; the last of them shall load."""
+    worker = build(config)
+    told = []
+    for directory in directories:
+        try:
+            worker.load_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
+            told.append(("", 0, ""))
+        except MegarlError as error:
+            told.append((type(error).__name__, error.exit_code, str(error)))
+    _close(worker)
+    return told
+
+
+def _close(worker: Any) -> None:
+    close = getattr(worker.backend, "close", None)
+    if close is not None:
+        close()
