@@ -21,7 +21,6 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
     """
     metrics = reduce_metrics(result["all_mb_metrics"], loss_fn.metric_reductions)
     metrics["loss"] = float(torch.as_tensor(result["loss"], dtype=torch.float64).mean())
-    metrics.pop("grad_norm", None)
-    if result.get("grad_norm") is not None:
+    if "grad_norm" not in metrics and result.get("grad_norm") is not None:
         metrics["grad_norm"] = float(torch.as_tensor(result["grad_norm"], dtype=torch.float64).mean())
     return metrics

@@ -22,12 +22,16 @@ from typing import Any
 import ray
 
 from megarl import env
-from megarl.errors import ClusterError
+from megarl.errors import ClusterError, DeadlineError
+from megarl.time_limit import OutOfTimeError, time_limit
 
 logger = logging.getLogger(__name__)
 
 # CPUs are book-keeping for Ray; a laptop must be able to hold more ranks than it has cores.
 DEFAULT_LOCAL_CPUS = 64
+
+INIT_SECONDS = 300.0
+"""How long ``ray.init`` may take; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
 
 # Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
 _LONGEST_LOG_DIR = 40
@@ -103,10 +107,29 @@ def _termination_handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def _init_with_one_retry(options: Mapping[str, Any]) -> None:
+    """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late for the others."""
+    try:
+        _init_in_time(options)
+    except Exception as error:
+        logger.warning("Ray did not start (%s); trying once more", error)
+        ray.shutdown()
+        _init_in_time(options)
+
+
+def _init_in_time(options: Mapping[str, Any]) -> None:
+    try:
+        with time_limit(INIT_SECONDS):
+            ray.init(**options)
+    except OutOfTimeError:
+        ray.shutdown()
+        raise DeadlineError(f"ray.init did not come back within {INIT_SECONDS:g} s") from None
+
+
 def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool) -> None:
     try:
-        ray.init(address=address, runtime_env=runtime_env, log_to_driver=log_to_driver, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        _init_in_time({"address": address, "runtime_env": runtime_env, "log_to_driver": log_to_driver, "logging_level": logging.WARNING})
+    except Exception as error:
         raise ClusterError(
             f"RAY_ADDRESS = {address!r}: no Ray cluster can be joined there ({error}). "
             "Fix: start it (ray start --head), correct RAY_ADDRESS, or unset RAY_ADDRESS to run a local Ray"
@@ -123,19 +146,21 @@ def _start_local(
     slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
     # Ray warns that token authentication is on, which is what is wanted here
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    options = {
+        "address": "local",
+        "num_cpus": slots,
+        "include_dashboard": False,
+        "log_to_driver": log_to_driver,
+        "logging_level": logging.WARNING,
+        "object_store_memory": object_store_bytes,
+        "runtime_env": runtime_env,
+        "_temp_dir": _usable_log_dir(log_dir),
+    }
     try:
         with _loopback_only():
-            ray.init(
-                address="local",
-                num_cpus=slots,
-                include_dashboard=False,
-                log_to_driver=log_to_driver,
-                logging_level=logging.WARNING,
-                object_store_memory=object_store_bytes,
-                runtime_env=runtime_env,
-                _temp_dir=_usable_log_dir(log_dir),
-            )
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
+            _init_with_one_retry(options)
+    except Exception as error:
+        # Ray raises plain Exceptions where a process of its own does not come up
         raise ClusterError(f"a local Ray with {slots} slots did not start ({error}). Fix: see the newest session below /tmp/ray") from error
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:

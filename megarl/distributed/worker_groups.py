@@ -31,7 +31,7 @@ from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBu
 from megarl.distributed.worker_places import WorkerPlace, place_workers
 from megarl.distributed.worker_results import Deadline, Roster, await_results
 from megarl.distributed.worker_shell import WorkerHandle
-from megarl.errors import BatchError, ConfigError, MegarlError
+from megarl.errors import BatchError, ConfigError, MegarlError, StateError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "WorkerHandle"]
 
@@ -304,7 +304,12 @@ class RayWorkerGroup:
             for worker in self._workers:
                 kill_actor(worker.actor)
 
+    def _require_workers(self, method: str) -> None:
+        if not self._workers:
+            raise StateError(f"{method}(): the workers of this group were shut down. Fix: make a new policy")
+
     def _submit(self, method: str, calls: Sequence[WorkerCall]) -> list[Any]:
+        self._require_workers(method)
         self._roster.check_free(method)
         shared = _share(calls)
         return [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from megarl.errors import DeadlineError
+from megarl.time_limit import OutOfTimeError, time_limit
 
 CHECK_SECONDS = 5.0
 """How long one answer may take to be judged."""
@@ -23,10 +22,6 @@ _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
 class JudgementTimeoutError(DeadlineError):
     """An answer could not be judged within ``CHECK_SECONDS``."""
-
-
-class _AlarmError(BaseException):
-    """Raised by the alarm. The libraries below catch every ``Exception``, and their own ``TimeoutException``, and go on."""
 
 
 def math_verify(response: str, answer: str) -> float:
@@ -112,23 +107,13 @@ def _as_text(expression: str) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises JudgementTimeoutError where the block takes longer; there is no limit outside the main thread, which alone has signals."""
-    from math_verify.errors import TimeoutException
+    """Raises JudgementTimeoutError where the block takes longer, in the main thread."""
+    from math_verify.errors import TimeoutException  # no Exception either
 
-    def ring(signum: int, frame: object) -> None:
-        raise _AlarmError
-
-    has_signals = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, ring) if has_signals else None
     try:
-        if has_signals:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    except (_AlarmError, TimeoutException):
+        with time_limit(seconds):
+            yield
+    except (OutOfTimeError, TimeoutException):
         raise JudgementTimeoutError(
             f"an answer could not be judged within {seconds:g} s; it counts as wrong. Fix: nothing, unless there are many"
         ) from None
-    finally:
-        if has_signals:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)

@@ -45,7 +45,7 @@ def batches(*poisoned: int, count: int = 4, rows: int = 8) -> list[dict[str, tor
 
 
 @newest_megatron(layout=["megatron-dp2", "megatron-pp2-tp2-sp"])
-@sampled("values")
+@sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantity", ["loss", "gradient"])
@@ -125,7 +125,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "good", "good-optimizer"]
 
 
-@sampled("values")
+@sampled(3)
 @pytest.mark.parametrize("layout", ["megatron-dp2", "megatron-pp2-tp2-sp", "dtensor-dp2", "dtensor-tp2-dp2", "fsdp1-dp2", "fsdp1-alone"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_model_that_arrives_so_is_refused(

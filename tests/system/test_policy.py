@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.algorithms.train_results import step_metrics
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, StateError
 from megarl.models.policy.lm_policy import Policy
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.receiver import WeightReceiver, payload_for
-from tests.dist import reference
+from tests.dist import nonfinite_jobs, reference
 from tests.dist.batches import make_batch
 from tests.models import VOCABULARY, make_tiny, policy_config
 from tests.tiers import slow
@@ -168,6 +170,46 @@ def test_weights_are_not_sent_to_nobody(policy: Policy) -> None:
         policy.worker_group.get_all_worker_results(policy.broadcast_weights_for_collective())
     with pytest.raises(StateError, match=r"call prepare_weights_for_ipc\(\) first"):
         policy.get_weights_ipc_handles(list(policy.prepare_refit_info() or {})[:1])
+
+
+def test_a_batch_that_is_not_finite_is_named_by_its_rows(policy: Policy) -> None:
+    batch = make_batch(8, 11, seed=5)
+    batch["sample_mask"][5] = nonfinite_jobs.MARK
+    policy.prepare_for_training()
+    result = policy.train(BatchedDataDict(batch), nonfinite_jobs.PoisonedLoss("gradient"))
+    (skipped,) = result["skipped"]
+    assert (skipped["global_batch"], skipped["rows"]) == (0, [0, 8])
+    assert {tuple(place["rows"]) for place in skipped["seen"]} == {(4, 5)}, "rows of the whole batch, not of a replica"
+    assert {place["data_rank"] for place in skipped["seen"]} == {1}
+    metrics = step_metrics(result, NLLLoss())
+    assert metrics["skipped_steps"] == 1.0, "steps, not replicas"
+    assert math.isnan(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
+    assert step_metrics(policy.train(BatchedDataDict(make_batch(8, 11, seed=6)), NLLLoss()), NLLLoss())["skipped_steps"] == 0.0
+
+
+def test_a_tokenizer_that_is_not_there_is_missed_before_anything_is_written(policy: Policy, tmp_path: Path) -> None:
+    policy.prepare_for_training()
+    with pytest.raises(StateError, match=r"built without a tokenizer; leave the path out"):
+        policy.save_checkpoint(tmp_path / "weights", tokenizer_path=tmp_path / "tokenizer")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_that_was_shut_down_says_so(policy: Policy, tmp_path: Path) -> None:
+    """The last test of the module's policy."""
+    assert policy.shutdown()
+    batch: BatchedDataDict[Any] = BatchedDataDict(make_batch(8, 11, seed=5))
+    calls: list[Callable[[], Any]] = [
+        lambda: policy.save_checkpoint(tmp_path / "weights"),
+        lambda: policy.load_checkpoint("nowhere"),
+        lambda: policy.export_hf(tmp_path / "hf"),
+        lambda: policy.train(batch, NLLLoss()),
+        lambda: policy.get_logprobs(batch),
+        policy.prepare_for_training,
+    ]
+    for call in calls:
+        with pytest.raises(StateError, match=r"the workers of this group were shut down. Fix: make a new policy"):
+            call()
+    assert policy.shutdown() and not list(tmp_path.iterdir())
 
 
 @slow

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from converters.writer import write_hf
-from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.rendezvous import init_process_group
 from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
+from megarl.models.engine.device_info import device_info
 from megarl.models.engine.first_rank import on_first_rank
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
@@ -379,10 +378,12 @@ class EngineWorker:
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
             NonFiniteError: a weight is NaN or infinite.
-            StateError: inside ``use_reference_model()``, or the parameters are in host memory.
+            StateError: inside ``use_reference_model()``, the parameters are in host memory, or there is no tokenizer to write.
         """
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
+        if tokenizer_path and self.tokenizer is None:
+            raise StateError(f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the path out")
         self._require_finite_weights(f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError)
         self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
         with on_first_rank() as first:
@@ -441,27 +442,7 @@ class EngineWorker:
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Rank, device, memory figures (MiB) and one parameter as a sample."""
-        name, parameter = next(iter(self.backend.parameters()))
-        local_rank = env.integer("LOCAL_RANK", 0)
-        figures = self.runtime.memory()
-        return {
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
-            "local_rank": local_rank,
-            "local_device_id": self.runtime.device.index if self.runtime.is_cuda else None,
-            "global_device_id": local_rank,
-            "device_count": torch.cuda.device_count() if self.runtime.is_cuda else 0,
-            "device_name": self.runtime.device_name,
-            "host": socket.gethostname(),
-            "memory_allocated_mb": figures.allocated_mb,
-            "memory_reserved_mb": figures.reserved_mb,
-            "peak_memory_allocated_mb": figures.peak_allocated_mb,
-            "peak_memory_reserved_mb": figures.peak_reserved_mb,
-            "parameter_sample": {name: {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}},
-            "env_vars": {
-                key: value for key, value in env.snapshot().items() if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
-            },
-        }
+        return device_info(self.backend, self.runtime)
 
     def report_device_id(self) -> str:
         """What tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""

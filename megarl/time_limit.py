@@ -1,0 +1,34 @@
+"""A time limit on a block of code that may never come back by itself."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class OutOfTimeError(BaseException):
+    """Raised in a block whose time is over. No ``Exception``: libraries catch those and go on."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTimeError inside a block that takes longer.
+
+    An alarm does it, between two steps of the interpreter; outside the main thread, which alone gets signals, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(signum: int, frame: object) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
