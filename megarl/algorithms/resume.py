@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import CheckpointError
+import yaml
+
+from megarl.checkpoint.manager import CONFIG_NAME
+from megarl.config.resume_changes import check_changes
+from megarl.errors import CheckpointError, UnusableCheckpointError
+from megarl.observe.redact import redacted
 
 if TYPE_CHECKING:
     from megarl.checkpoint.manager import CheckpointManager
     from megarl.models.policy.interfaces import PolicyInterface
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS, OPTIMIZER, TOKENIZER = Path("policy/weights"), Path("policy/optimizer"), Path("policy/tokenizer")
 
@@ -26,12 +34,14 @@ class ResumePoint:
         sampler_state: for ``ResumableSampler.load_state``; None for a fresh run.
         weights_path: checkpoint of the weights; None takes those of the model.
         optimizer_path: checkpoint of the optimizer.
+        checkpoint: the whole of it.
     """
 
     step: int = 0
     sampler_state: Mapping[str, Any] | None = None
     weights_path: Path | None = None
     optimizer_path: Path | None = None
+    checkpoint: Path | None = None
 
 
 def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
@@ -42,10 +52,12 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
         resume: ``"auto"``, or ``"never"`` for the beginning.
 
     Raises:
-        CheckpointError: the latest checkpoint does not say where training stood, or a run that is not to resume finds one.
+        UnusableCheckpointError: there are checkpoints, and none of them can be used.
+        CheckpointError: a run that is not to resume finds a checkpoint that another launch would resume from.
     """
     path = manager.get_latest_checkpoint_path()
     if path is None:
+        _refuse_to_forget(manager, resume)
         return ResumePoint()
     if resume == "never":
         # Left there, it would be what the next automatic resume of this run goes on from.
@@ -56,11 +68,40 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
     info = manager.load_training_info(path) or {}
     step, sampler = info.get("step"), info.get("sampler")
     if not isinstance(step, int) or not isinstance(sampler, Mapping):
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"checkpoint {path}: training_info has step = {step!r} and sampler = {sampler!r}, expected a whole number and an object. "
             f"Fix: remove {path} to resume from an earlier one"
         )
-    return ResumePoint(step, sampler, path / WEIGHTS, path / OPTIMIZER)
+    return ResumePoint(step, sampler, path / WEIGHTS, path / OPTIMIZER, path)
+
+
+def _refuse_to_forget(manager: CheckpointManager, resume: str) -> None:
+    """Refuse to start a run over in silence, whose checkpoints are all damaged."""
+    found = manager.checkpoints()
+    if not found or resume == "never":
+        return
+    faults = "; ".join(f"{path}: {', '.join(manager.problems(path)[:3])}" for _, path in found)
+    raise UnusableCheckpointError(
+        f"the run has {len(found)} checkpoints and none can be used. {faults}. "
+        "Fix: bring one back from a copy, or start over with checkpointing.resume=never; the rows of metrics.jsonl are kept beside then"
+    )
+
+
+def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
+    """Compare the configuration with that of the checkpoint that a run goes on from, and say what is another one.
+
+    Raises:
+        ConfigError: a change would do nothing, or is not accepted (``checkpointing.accept_changes``).
+    """
+    if start.checkpoint is None or not (start.checkpoint / CONFIG_NAME).is_file():
+        return
+    try:
+        before = yaml.safe_load((start.checkpoint / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UnusableCheckpointError(f"{start.checkpoint / CONFIG_NAME} cannot be read: {error}. Fix: resume from another one") from error
+    name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
+    for key, (old, new) in check_changes(before, redacted(config), name, config["checkpointing"]["accept_changes"]).items():
+        logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.loop import Algorithm, Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.algorithms.model_check import check_model, check_tokens
-from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point
+from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
 from megarl.algorithms.sft import SFT
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import check_vllm, start_engines, start_policy
@@ -32,6 +32,7 @@ from megarl.environments.rewards import FAULT_OF_REFERENCE, get_reward
 from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
+from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
@@ -51,6 +52,7 @@ PolicyFactory = Callable[[Config, "PreTrainedTokenizerBase", ResumePoint, ExitSt
 """Makes the policy of a run, and leaves on the stack what shuts it down."""
 
 CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
 EXPORT_DIRECTORY = "hf"
 NOT_SAVED = 1
 
@@ -81,15 +83,19 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         lock = stack.enter_context(RunLock(run_dir))
         attempt = this_attempt()
         stop = stack.enter_context(listening_for_stop(run_dir, attempt))
-        _write_config(run_dir / CONFIG_FILE, config)
         check_vllm(config)
         tokenizer = _tokenizer(config)
         if config["policy"]["generation"] is not None:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
         vocab_size = check_model(config["policy"])
         train_data, validation_data = _load_datasets(config, tokenizer, vocab_size)
+        if config["checkpointing"]["enabled"]:
+            # Another run may have been told to write there too.
+            stack.enter_context(RunLock(config["checkpointing"]["checkpoint_dir"]))
         manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
+        report_changes(start, config)
+        _write_config(run_dir, config)
         schedule = _schedule(config, len(train_data))
         sampler = _sampler(config, train_data, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
@@ -180,12 +186,17 @@ def _schedule(config: Config, num_records: int) -> Schedule:
 def _sampler(config: Config, train: Dataset, start: ResumePoint) -> ResumableSampler:
     sampler = ResumableSampler(len(train), config["seed"], config["data"]["shuffle"], train.fingerprint)
     if start.sampler_state is not None:
-        sampler.load_state(start.sampler_state)
+        if config["checkpointing"]["accept_changes"] and not sampler.goes_on_from(start.sampler_state):
+            logger.warning("the data or their order are not those of the checkpoint: they begin anew")
+        else:
+            sampler.load_state(start.sampler_state)
     return sampler
 
 
 def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: ResumePoint, stack: ExitStack) -> Reporting:
     """Sinks, with what an interrupted launch logged after the checkpoint taken back, console and timer."""
+    if config["checkpointing"]["resume"] == "never":
+        _set_aside(run_dir / METRICS_FILE)
     sinks = stack.enter_context(open_sinks(config["logger"], run_dir, config))
     sinks.truncate_after(start.step if start.step else -1)
     console = TrainingConsole(schedule.total_steps, f"{config['algorithm'].upper()} {Path(config['policy']['model_name']).name}")
@@ -239,7 +250,19 @@ def _export(policy: Policy, path: Path, console: TrainingConsole) -> None:
     console.note(f"Hugging Face model: {path}")
 
 
-def _write_config(path: Path, config: Config) -> None:
+def _set_aside(path: Path) -> None:
+    """Give a file that is not empty another name, with a number, so that nothing of it is lost."""
+    if path.is_file() and path.stat().st_size:
+        number = 1 + len(list(path.parent.glob(f"{path.stem}.before-*{path.suffix}")))
+        path.rename(path.with_name(f"{path.stem}.before-{number}{path.suffix}"))
+
+
+def _write_config(run_dir: Path, config: Config) -> None:
+    """Leave the configuration in the run's directory; what follows from that directory still does when it is copied or moved."""
+    written = redacted(config)
+    if Path(config["checkpointing"]["checkpoint_dir"]).absolute() == run_dir / CHECKPOINTS:
+        del written["checkpointing"]["checkpoint_dir"]
+    path = run_dir / CONFIG_FILE
     temporary = path.with_name(f".{path.name}.tmp")
-    write_bytes_durably(temporary, yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True).encode())
+    write_bytes_durably(temporary, yaml.safe_dump(written, sort_keys=False, allow_unicode=True).encode())
     os.replace(temporary, path)

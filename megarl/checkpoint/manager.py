@@ -193,6 +193,10 @@ class CheckpointManager:
         if problems:
             raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
 
+    def problems(self, checkpoint_path: str | Path) -> list[str]:
+        """What is wrong with a checkpoint; empty for a whole one."""
+        return verify(checkpoint_path, self._verify_hashes)
+
     def unfinished(self) -> list[Path]:
         """Directories of checkpoints that were begun and not committed, by name."""
         if not self.checkpoint_dir.is_dir():

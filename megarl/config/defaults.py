@@ -52,6 +52,7 @@ CHECKPOINTING = {
     "save_period": 10,
     "keep_top_k": None,
     "resume": "auto",
+    "accept_changes": False,
     "export_hf": False,
 }
 LOGGER = {"wandb_enabled": False, "tensorboard_enabled": False}

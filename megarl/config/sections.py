@@ -183,7 +183,9 @@ class CheckpointingConfig(TypedDict):
         higher_is_better: whether more of that metric is better.
         save_period: steps between checkpoints.
         keep_top_k: checkpoints to keep, the newest always among them; null keeps all.
-        resume: "auto" goes on from the newest valid checkpoint, "never" starts over.
+        resume: "auto" goes on from the newest valid checkpoint, and refuses where there are some and none is valid; "never" starts over,
+            unless a valid one is there, and keeps the rows of ``metrics.jsonl`` beside.
+        accept_changes: go on from a checkpoint although data, seed, batch or model are no longer what it was trained with.
         export_hf: write the final weights as a Hugging Face model too.
     """
 
@@ -194,6 +196,7 @@ class CheckpointingConfig(TypedDict):
     save_period: NotRequired[int]
     keep_top_k: NotRequired[int | None]
     resume: NotRequired[Literal["auto", "never"]]
+    accept_changes: NotRequired[bool]
     export_hf: NotRequired[bool]
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.errors import CheckpointError, DataError
+from megarl.errors import DataError, UnusableCheckpointError
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
@@ -70,21 +70,26 @@ class ResumableSampler:
         """JSON-ready state: where the next index stands, and what the order was made from."""
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
+    def goes_on_from(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is one of the same data in the same order."""
+        return all(state.get(key) == value for key, value in self._identity.items())
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to the place that ``state()`` described.
 
         Raises:
-            CheckpointError: the state is of other data, another seed or another shuffling, or is broken.
+            UnusableCheckpointError: the state is of other data, another seed or another shuffling, or is broken.
         """
         for key, value in self._identity.items():
             if state.get(key) != value:
-                raise CheckpointError(
+                raise UnusableCheckpointError(
                     f"the checkpoint's sampler has {key} = {state.get(key)!r}, this run has {value!r}; the data order would differ. "
-                    "Fix: resume with the same data, seed and shuffle, or start in a new run_dir"
+                    "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
+                    "checkpointing.accept_changes=true"
                 )
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < self.size:
-            raise CheckpointError(
+            raise UnusableCheckpointError(
                 f"the checkpoint's sampler stands at epoch {epoch!r}, position {position!r}; expected epoch >= 0 and position in "
                 f"[0, {self.size}). Fix: resume from an earlier checkpoint"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError
+from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
 from megarl.observe.launches import read_launches
 from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
@@ -72,7 +73,7 @@ def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, mod
         assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3) for row in training)
         assert any(0 < row["train/reward"] < 1 and row["train/advantages_min"] < 0 < row["train/advantages_max"] for row in training)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_2", "step_4"]
     info = json.loads((tmp_path / "checkpoints" / "step_4" / "training_info.json").read_text())
     assert info["step"] == 4 and info["sampler"]["epoch"] == 2 and info["sampler"]["position"] == 2
     assert ("val_loss" if algorithm == "sft" else "val_accuracy") in info["metrics"]
@@ -175,6 +176,98 @@ def test_never_resuming_refuses_old_checkpoints(tmp_path: Path, model: str, data
     config["checkpointing"]["resume"] = "never"
     with pytest.raises(CheckpointError, match="resume = 'never'"):
         run(config, PolicyMaker())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path, model, data)
+    run(config, PolicyMaker())
+    rows_before = (tmp_path / "metrics.jsonl").read_bytes()
+    for step in (2, 4):
+        (tmp_path / f"checkpoints/step_{step}/training_info.json").write_text("{}")
+    maker = PolicyMaker()
+    with pytest.raises(UnusableCheckpointError, match=r"2 checkpoints and none can be used.*step_4: .*training_info.*step_2: ") as caught:
+        run(config, maker)
+    assert caught.value.exit_code == 2 and not maker.policies
+    assert (tmp_path / "metrics.jsonl").read_bytes() == rows_before
+    config["checkpointing"]["resume"] = "never"
+    run(config, maker)
+    assert maker.policies[0].trained_steps == STEPS
+    assert (tmp_path / "metrics.before-1.jsonl").read_bytes() == rows_before
+    assert len(rows(tmp_path)) == len(rows_before.splitlines())
+
+
+CHANGES: list[tuple[str, dict[str, Any], bool, str]] = [
+    ("seed", {"seed": 12}, True, r"seed = 12: checkpoints/step_2 was trained with 11"),
+    ("batch", {"policy": {"train_global_batch_size": 2}}, True, r"train_global_batch_size = 2: .* was trained with 4"),
+    ("order", {"data": {"shuffle": False}}, True, r"data\.shuffle = False"),
+    ("prompt", {"data": {"system_prompt": "be kind"}}, True, r"data\.system_prompt = 'be kind'"),
+    ("learning rate", {"policy": {"megatron_cfg": {"optimizer": {"lr": 2e-3}}}}, False, r"optimizer\.lr = 0\.002: .*would do nothing"),
+    ("schedule", {"policy": {"megatron_cfg": {"scheduler": {"lr_warmup_iters": 3}}}}, False, r"lr_warmup_iters = 3: .*would do nothing"),
+    ("backend", {"policy": {"megatron_cfg": {"enabled": False}, "generation": None}}, False, r"backend = 'fsdp1': .* written by megatron"),
+]
+
+
+def merged(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    return config | {key: merged(config[key], value) if isinstance(value, dict) else value for key, value in change.items()}
+
+
+@pytest.mark.parametrize(("change", "acceptable", "message"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
+def test_what_a_checkpoint_was_promised_to_be_is_not_changed_in_silence(
+    change: dict[str, Any], acceptable: bool, message: str, tmp_path: Path, model: str, data: str
+) -> None:
+    config = make_config("sft", tmp_path, model, data)
+    with pytest.raises(Crash):
+        run(config, PolicyMaker(3))
+    changed = merged(config, change)
+    if "backend" in message:
+        changed["policy"]["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": {"lr": 3e-3}}
+    for accepted in (False, True):
+        changed["checkpointing"] = {**config["checkpointing"], "accept_changes": accepted}
+        maker = PolicyMaker()
+        if accepted and acceptable:
+            run(changed, maker)
+            assert maker.policies[0].trained_steps == STEPS
+        else:
+            with pytest.raises(ConfigError, match=message):
+                run(changed, maker)
+            assert not maker.policies
+            assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11, "the refused one is not left there"
+
+
+def test_what_does_not_matter_may_change_and_is_said(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config("sft", tmp_path, model, data)
+    with pytest.raises(Crash):
+        run(config, PolicyMaker(3))
+    run(merged(config, {"sft": {"max_num_steps": STEPS + 1}, "policy": {"train_micro_batch_size": 4}}), PolicyMaker())
+    assert f"checkpoints/step_2: sft.max_num_steps = {STEPS + 1}, there {STEPS}" in caplog.text
+    assert "policy.train_micro_batch_size = 4, there 2" in caplog.text
+    assert rows(tmp_path)[-1]["step"] == STEPS + 1
+
+
+def test_two_runs_do_not_write_checkpoints_into_one_directory(tmp_path: Path, model: str, data: str) -> None:
+    shared = str(tmp_path / "shared")
+    second = make_config("sft", tmp_path / "second", model, data)
+    second["checkpointing"]["checkpoint_dir"] = shared
+
+    def start_another(call: int) -> None:
+        with pytest.raises(StateError, match="in use"):
+            run(second, PolicyMaker())
+
+    first = make_config("sft", tmp_path / "first", model, data, max_num_steps=1)
+    first["checkpointing"]["checkpoint_dir"] = shared
+    run(first, PolicyMaker(at_call=start_another))
+
+
+def test_a_run_that_was_copied_reads_and_writes_its_own_checkpoints(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path / "first", model, data)
+    with pytest.raises(Crash):
+        run(config, PolicyMaker(3))
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "first")
+    kept = yaml.safe_load((tmp_path / "copy/config.yaml").read_text())
+    run({**kept, "run_dir": str(tmp_path / "copy")}, PolicyMaker())
+    assert sorted(path.name for path in (tmp_path / "copy/checkpoints").glob("step_*")) == ["step_2", "step_4"]
+    assert not (tmp_path / "first").exists()
 
 
 def test_faults_are_found_before_a_policy_is_made(tmp_path: Path, model: str, data: str) -> None:

@@ -1,0 +1,93 @@
+"""What another configuration means for a run that goes on from a checkpoint. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.config.backend import enabled_backend
+from megarl.errors import ConfigError, Violation
+
+# The optimizer's and the schedule's state bring these values along, so that others would be ignored.
+_KEPT_BY_STATE = (
+    "policy.learning_rate",
+    "policy.optimizer",
+    "policy.scheduler",
+    "policy.megatron_cfg.optimizer",
+    "policy.megatron_cfg.scheduler",
+)
+# How a step is computed, not what: any of these reads the state of any other.
+_FREE = ("policy.megatron_cfg.optimizer.use_distributed_optimizer", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer")
+# What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
+_PROMISED = (
+    "algorithm",
+    "seed",
+    "data",
+    "policy.model_name",
+    "policy.tokenizer",
+    "policy.train_global_batch_size",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+)
+_PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation")
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys that both configurations have, with both values, where these differ.
+
+    A key that only one of them has is a new or a dropped one of another megarl, and says nothing.
+    """
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in [key for key in before if key in now]:
+        old, new = before[key], now[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= {f"{key}.{inner}": values for inner, values in changed_keys(old, new).items()}
+        elif old != new:
+            changes[key] = (old, new)
+    return changes
+
+
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool) -> dict[str, tuple[Any, Any]]:
+    """The changed keys of a run that goes on from a checkpoint.
+
+    Args:
+        before: the configuration that the checkpoint was written with.
+        now: the present one.
+        checkpoint: to name it by.
+        accepted: ``checkpointing.accept_changes``.
+
+    Raises:
+        ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not accepted.
+    """
+    changes = changed_keys(before, now)
+    violations = [*_other_backend(before, now, checkpoint), *_without_effect(changes, checkpoint)]
+    if not accepted:
+        violations += _broken_promises(changes, checkpoint)
+    if violations:
+        raise ConfigError(violations)
+    return changes
+
+
+def _other_backend(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> Iterator[Violation]:
+    old, new = enabled_backend(before["policy"]), enabled_backend(now["policy"])
+    if old != new:
+        bound = f"{checkpoint} was written by {old}, whose checkpoints {new} does not read"
+        yield Violation("the enabled backend", new, bound, f"go on with {old}, or export the weights and start another run from them")
+
+
+def _without_effect(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
+    for key, (old, new) in changes.items():
+        if _is_below(key, _KEPT_BY_STATE) and not _is_below(key, _FREE):
+            bound = f"{checkpoint} has optimizer state with {old!r}, which stays: the change would do nothing"
+            yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
+
+
+def _broken_promises(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
+    for key, (old, new) in changes.items():
+        if _is_below(key, _PROMISED) and not _is_below(key, _PLACES_OF_DATA):
+            bound = f"{checkpoint} was trained with {old!r}"
+            yield Violation(key, new, bound, f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one")
+
+
+def _is_below(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
