@@ -154,3 +154,5 @@ def hash_differences(model: LogicalModel, manifest: Manifest, excused: Sequence[
             yield Difference("dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}")
         elif hashes.digests()[name] != record.sha256:
             yield Difference("hash", name, f"the manifest says {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…")
+        if hashes.not_finite:
+            yield Difference("values", name, "it has values that are not finite")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,7 +67,7 @@ def import_model(
         ]
         run_pieces(pieces, workers, shown)
         shown.finish()
-        notes = {**narrowing.summary(), **plan.notes}
+        notes = {**narrowing.summary(), **_not_finite(finished.values()), **plan.notes}
         items = [item for name, _ in plan.files for item in finished[name].items]
         finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
         if common_state is not None:
@@ -91,6 +91,14 @@ def import_model(
 class _FinishedFile:
     items: list[StoredItem]
     digests: dict[str, str]
+    not_finite: list[str]
+
+
+def _not_finite(finished: Iterable[_FinishedFile]) -> dict[str, Any]:
+    """A note of tensors with NaN or infinity: they are carried over as they are, and no model works with them."""
+    names = sorted(name for file in finished for name in file.not_finite)
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return {"not_finite": f"NaN or infinity in {shown}"} if names else {}
 
 
 def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) -> Manifest:
@@ -119,9 +127,14 @@ def _write_file(
                 file.add(place.key, (*place.index, start, *[0] * (chunk.dim() - 1)), chunk.reshape(*[1] * len(place.index), *chunk.shape))
     finally:
         file.close()
-    done = _FinishedFile(file.items, hashes.digests())
+    done = _FinishedFile(file.items, hashes.digests(), sorted(hashes.not_finite))
     finished[name] = done
-    record = {"file": name, "items": [dataclasses.astuple(item) for item in done.items], "digests": done.digests}
+    record = {
+        "file": name,
+        "items": [dataclasses.astuple(item) for item in done.items],
+        "digests": done.digests,
+        "not_finite": done.not_finite,
+    }
     staging.record({**record, "errors": narrowing.error_of(done.digests)}, staging.directory / name)
 
 
@@ -171,7 +184,7 @@ def _finished_files(
         items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
         try:
             if _digests_of(plan, staging.directory, rules_of[record["file"]], items) == record["digests"]:
-                finished[record["file"]] = _FinishedFile(items, record["digests"])
+                finished[record["file"]] = _FinishedFile(items, record["digests"], record.get("not_finite", []))
                 narrowing.recall(record["errors"])
         except ConversionError:  # damaged meanwhile: written again
             return

@@ -162,14 +162,22 @@ def dtype_called(name: str) -> torch.dtype:
 
 
 class TensorHashes:
-    """Hashes of several tensors whose rows come one after another, each tensor's in order."""
+    """Hashes of several tensors whose rows come one after another, each tensor's in order.
+
+    Attributes:
+        not_finite: names of the tensors in which a value was NaN or infinite.
+    """
 
     def __init__(self, names: Mapping[str, Any] | list[str] | tuple[str, ...]) -> None:
         self._hashes = {name: hashlib.sha256() for name in names}
+        self.not_finite: set[str] = set()
 
     def update(self, name: str, rows: Tensor) -> None:
         """Take further rows of a tensor into its hash."""
         self._hashes[name].update(bytes_of(rows.contiguous()))
+        # the extremes are not finite where any value is not, and take no memory
+        if rows.is_floating_point() and rows.numel() and not all(bool(extreme.isfinite()) for extreme in torch.aminmax(rows)):
+            self.not_finite.add(name)
 
     def digests(self) -> dict[str, str]:
         """Hexadecimal, by name."""

@@ -56,7 +56,8 @@ def test_a_widened_tensor_is_no_difference_and_keeps_its_nans(run: Any, tmp_path
     code, found = run("verify", tmp_path / "hf", tmp_path / "mcore")
     assert code == 0 and found["values_checked"], found
     assert run("diff", tmp_path / "mcore", tmp_path / "hf") == (0, {"equal": True, "differences": []})
-    assert run("verify", tmp_path / "mcore")[0] == 0
+    code, found = run("verify", tmp_path / "mcore")
+    assert code == 1 and {each["text"] for each in found["differences"]} == {"it has values that are not finite"}
     run("export", tmp_path / "mcore", tmp_path / "back")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert all(torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)) for name, tensor in one.items())
@@ -156,3 +157,17 @@ def test_logits_of_one_checkpoint_are_refused(run: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "llama")
     code, said = run("verify", tmp_path / "hf", "--logits")
     assert code == 2 and "compares two checkpoints" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_said_by_import_and_verify(
+    tmp_path: Path, run: Callable[..., tuple[int, Any]], value: float
+) -> None:
+    save_tiny(tmp_path / "hf", "qwen3")
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(tmp_path / "hf", lambda tensors: tensors[name][-1].fill_(value))
+    code, facts = run("import", tmp_path / "hf", tmp_path / "mcore")
+    assert code == 0 and facts["not_finite"] == f"NaN or infinity in {name}"
+    for path in ("hf", "mcore"):
+        code, facts = run("verify", tmp_path / path)
+        assert code == 1 and [(each["kind"], each["name"]) for each in facts["differences"]] == [("values", name)]
