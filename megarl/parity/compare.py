@@ -158,7 +158,8 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
         one(f"loss {index}", "loss", loss, target, scales["loss"])
         for index, (loss, target) in enumerate(zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan))
     ]
-    found += [one("grad_norm", "grad_norm", reduced.pop("grad_norm"), norms[-1], norm_scales[-1])]
+    mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
+    found += [one("grad_norm", "grad_norm", reduced.pop("grad_norm"), mean_norm, mean_scale)]
     for index, norm in enumerate(_per_batch(metrics, norms)):
         found.append(one(f"grad_norm of global batch {index}", "grad_norm", norm, norms[index], norm_scales[index]))
     found += [one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")]

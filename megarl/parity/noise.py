@@ -143,8 +143,9 @@ def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.T
         for index, loss in enumerate(losses):
             errors[f"{what}loss {index}"] = relative_error(loss, expected.losses[call][index], scales["loss"])
         for index, norms in enumerate(zip(member.norms[call], expected.norms[call], expected.norm_scales[call], strict=True)):
-            # the last batch's is the call's
-            errors[f"{what}grad_norm of global batch {index}"] = errors[what + "grad_norm"] = relative_error(*norms)
+            error = errors[f"{what}grad_norm of global batch {index}"] = relative_error(*norms)
+            # the call's is their mean
+            errors[what + "grad_norm"] = max(errors.get(what + "grad_norm", 0.0), error)
     for name, weight in expected.weights.items():
         errors[WEIGHT + name] = tensor_error(member.weights[name], weight)
     return errors

@@ -16,7 +16,8 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 from megarl.parity.batches import Batch, calls_of
 from megarl.parity.case import Case
-from megarl.parity.losses import make_loss, rows_together
+from megarl.parity.losses import rows_together
+from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Routers
 from megarl.parity.settings import BETAS, EPSILON, MOMENTUM, Hyperparameters, hyperparameters
 
@@ -199,7 +200,7 @@ class ReferenceTrainer:
             _, here = self._loss_fn(part, sequences, tokens, next_token_logprobs=logprobs[rows])
             _, there = self._loss_fn(part, sequences, tokens, next_token_logprobs=moved[rows])
             for name, value in here.items():
-                slope = float(there[name] - value) / SMALL_CHANGE
+                slope = (float(there[name]) - float(value)) / SMALL_CHANGE
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
         return {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
 
@@ -235,7 +236,7 @@ def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> to
 
 def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:
     """What training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
-    trainer = ReferenceTrainer(model, hyperparameters(case), make_loss(case), case.sampling, loss_scale)
+    trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale)
     expected = Expected()
     for number, data in enumerate(calls_of(case, batch)):
         rows = case.global_batch

@@ -1,0 +1,177 @@
+"""The reference's own losses: one row after another in float64, written from the papers and from nothing of the engine's or the trainer's.
+
+They know no clamps: no drawn case comes near them, and one that does shows as a mismatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.observe.metrics import Reduction
+from megarl.parity.case import Case
+from megarl.parity.losses import loss_weight
+
+Rows = Iterator[tuple[int, Tensor]]
+_LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
+
+
+@dataclass(frozen=True)
+class ReferenceLoss:
+    """A loss as the contract calls it, with what the trainer asks of one.
+
+    Attributes:
+        compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] float64) -> (loss, metrics), in float64.
+        weight: factor of the loss.
+        rows_together: consecutive rows that it reads together.
+    """
+
+    compute: Callable[[Mapping[str, Any], float, float, Tensor], tuple[Tensor, dict[str, Any]]]
+    weight: float = 1.0
+    rows_together: int = 1
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Of the extremes; all else is a sum."""
+        return {
+            f"{name}_{extreme}": Reduction[extreme.upper()] for name in ("probs_ratio", "probs_ratio_clamped") for extreme in ("min", "max")
+        }
+
+    def __call__(
+        self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, next_token_logprobs: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See the class; the loss is float32 again."""
+        loss, metrics = self.compute(data, float(global_valid_seqs), float(global_valid_toks), next_token_logprobs.double())
+        return loss.float() * self.weight, {**metrics, "loss": float(loss.detach()) * self.weight}
+
+
+def reference_loss(case: Case) -> ReferenceLoss:
+    """The loss that a case names, after its paper."""
+    options, weight = case.loss_options, loss_weight(case)
+    if case.loss_kind == "nll":
+        return ReferenceLoss(_negative_log_likelihood, weight)
+    if case.loss_kind == "dpo":
+        return ReferenceLoss(lambda *given: _preference(*given, mean="mean" in options, sft=_SFT if "sft" in options else 0.0), weight, 2)
+    return ReferenceLoss(lambda *given: _policy_gradient(*given, options=options), weight)
+
+
+def _counted(data: Mapping[str, Any]) -> Rows:
+    """Number and target positions (in log-probabilities, which begin with the second token) of the rows that count."""
+    for row in range(data["input_ids"].shape[0]):
+        if float(data["sample_mask"][row]) != 0.0:
+            yield row, data["token_mask"][row, 1:].nonzero().squeeze(1)
+
+
+def _negative_log_likelihood(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    total = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
+    count = 0
+    for row, places in _counted(data):
+        total = total - logprobs[row, places].sum()
+        count += len(places)
+    return total / max(tokens, 1e-8), {"num_unmasked_tokens": float(count), "num_valid_samples": float(data["sample_mask"].sum())}
+
+
+def _preference(
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, mean: bool, sft: float
+) -> tuple[Tensor, dict[str, Any]]:
+    """Rafailov et al., arXiv 2305.18290, equation 7; and the chosen answer's likelihood."""
+    counted = dict(_counted(data))
+    # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled by one
+    reference = data["reference_policy_logprobs"].double()
+    preference = likelihood = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
+    better = chosen_sum = rejected_sum = 0.0
+    pairs = max(sequences / 2, 1e-8)
+    for first in range(0, logprobs.shape[0], 2):
+        if first not in counted or first + 1 not in counted:
+            continue
+        rewards = []
+        for row in (first, first + 1):
+            places = counted[row]
+            reward = (logprobs[row, places] - reference[row, places]).sum()
+            rewards.append(reward / max(len(places), 1) if mean else reward)
+        chosen, rejected = rewards
+        preference = preference + torch.log1p(torch.exp(-_BETA * (chosen - rejected)))
+        spoken = logprobs[first, counted[first]].sum()
+        likelihood = likelihood - (spoken / max(len(counted[first]), 1) if mean else spoken)
+        better += float(chosen.detach() > rejected.detach())
+        chosen_sum, rejected_sum = chosen_sum + float(chosen.detach()), rejected_sum + float(rejected.detach())
+    metrics = {
+        "sft_loss": float(likelihood.detach()) / pairs if sft else 0.0,
+        "preference_loss": float(preference.detach()) / pairs,
+        "accuracy": better / pairs,
+        "rewards_chosen_mean": chosen_sum / pairs,
+        "rewards_rejected_mean": rejected_sum / pairs,
+        "num_valid_samples": float(data["sample_mask"].sum()) / 2,
+    }
+    return (preference + sft * likelihood) / pairs, metrics
+
+
+def _policy_gradient(
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, options: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for negative advantages
+    (1912.09729, equation 4); k3 with the score function's part of its gradient (2506.09477)."""
+    total = penalty = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
+    sums = dict.fromkeys(
+        ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
+    )
+    ratios, bounded = [], []
+    for row, places in _counted(data):
+        if not len(places):
+            continue
+        current = logprobs[row, places]
+        advantage, previous, generation = (
+            data[key][row, 1:][places].double() for key in ("advantages", "prev_logprobs", "generation_logprobs")
+        )
+        ratio = current if "noratio" in options else torch.exp(current - previous)
+        clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - _LOW, 1 + _HIGH)
+        objective = torch.minimum(ratio * advantage, clipped * advantage)
+        if "dual" in options:
+            objective = torch.where(advantage < 0, torch.maximum(objective, _CEILING * advantage), objective)
+        if "is" in options:
+            objective = objective * torch.exp(previous - generation)
+        share = 1 / (len(places) * max(sequences, 1e-8)) if "seq" in options else 1 / max(tokens, 1e-8)
+        total = total - share * objective.sum()
+        if "kl" in options:
+            reference = data["reference_policy_logprobs"][row, 1:][places].double()
+            penalty = penalty + share * _divergence(current, reference, generation, options)
+        told = current.detach()
+        ratios.append(ratio.detach())
+        bounded.append(clipped.detach())
+        sums["probs_ratio"] += float(ratio.detach().sum()) / tokens
+        sums["probs_ratio_clamped"] += float(clipped.detach().sum()) / tokens
+        sums["token_mult_prob_error"] += float(torch.exp((generation - previous).abs()).sum()) / tokens
+        sums["sampling_importance_ratio"] += float(torch.exp(previous - generation).sum()) / tokens
+        sums["approx_entropy"] -= float((torch.exp(told - generation) * told).sum()) / tokens
+    metrics = {
+        **sums,
+        **_extremes("probs_ratio", ratios),
+        **_extremes("probs_ratio_clamped", bounded),
+        "kl_penalty": float(penalty.detach()),
+        "nonfinite_importance_weights": 0.0,
+        "num_valid_samples": float(data["sample_mask"].sum()),
+    }
+    return total + _KL * penalty, metrics
+
+
+def _divergence(current: Tensor, reference: Tensor, generation: Tensor, options: Any) -> Tensor:
+    """Sum of k3 over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out by hand:
+    the derivative of weight times k3 is weight * (k3 + 1 - exp(reference - current))."""
+    with torch.no_grad():
+        weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
+        estimate = torch.exp(reference - current) - (reference - current) - 1
+        slope = weight * (estimate + 1 - torch.exp(reference - current))
+        value = (weight * estimate).sum()
+    moving = (slope * current).sum()
+    return value + moving - moving.detach()
+
+
+def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
+    joined = torch.cat(values) if values else torch.zeros(0)
+    if not joined.numel():
+        return {f"{name}_min": float("inf"), f"{name}_max": float("-inf")}
+    return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
