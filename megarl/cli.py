@@ -114,6 +114,7 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--prove", action="store_true", help="put in every known fault, one after the other, or the one of --mutate; each has to be caught"
     )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parity.add_argument("--job-seconds", type=float, default=120, metavar="N", help="how long the workers of a case may take (default 120)")
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -166,6 +167,7 @@ def parity(arguments: argparse.Namespace) -> int:
         prove=arguments.prove,
         json=arguments.json,
         only=arguments.only,
+        job_seconds=arguments.job_seconds,
     )
     return run(options)
 

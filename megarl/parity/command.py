@@ -41,6 +41,7 @@ class Options:
         prove: put in every known fault, or the one that ``mutate`` names, and fail when one is not caught.
         json: file for the results.
         only: words that every random case has.
+        job_seconds: how long the workers of a case may take.
     """
 
     cases: int = 100
@@ -52,6 +53,7 @@ class Options:
     prove: bool = False
     json: Path | None = None
     only: str = ""
+    job_seconds: float = JOB_SECONDS
 
 
 @dataclass
@@ -60,12 +62,14 @@ class Results:
 
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
+        late: lines of the cases whose workers gave no answer in time.
         worst: the largest error of each kind of quantity, in float32 and in 16 bit, and the case that had it.
         coverage: of the cases that passed.
     """
 
     passed: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
 
@@ -91,7 +95,7 @@ def run(options: Options, console: Console | None = None) -> int:
     fixed = words_of(options.only)
     if options.mutate is not None:
         mutation(options.mutate)
-    with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(JOB_SECONDS) as pool:
+    with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(options.job_seconds) as pool:
         shelf = ModelShelf(Path(directory))
         runner = CaseRunner(shelf, pool)
         if given is not None:
@@ -124,11 +128,14 @@ def _many(runner: CaseRunner, drawer: Drawer, options: Options, console: Console
             outcome = runner.run(case, options.mutate)
             if outcome.passes:
                 results.add(outcome)
+            elif outcome.timed_out:
+                results.late.append(str(case))
+                progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")
             else:
                 results.failures.append(_failure(runner, outcome, options.mutate, progress))
             progress.advance(not outcome.passes)
     _report(results, drawer, options, console)
-    return 1 if results.failures else 0
+    return 1 if results.failures or results.late else 0
 
 
 def _failure(runner: CaseRunner, outcome: Outcome, mutate: str | None, progress: CaseProgress) -> dict[str, Any]:
@@ -156,8 +163,12 @@ def _report(results: Results, drawer: Drawer, options: Options, console: Console
         console.print(f"drawn again because the rules of configurations refuse: {often}", soft_wrap=True)
     for kind, (error, _) in sorted(results.worst.items()):
         console.print(f"largest relative error of {kind}: {error:.1e}")
-    total = results.passed + len(results.failures)
+    total = results.passed + len(results.failures) + len(results.late)
     console.print(f"{results.passed} of {total} cases agree with plain transformers (seed {options.seed})", style="bold")
+    if results.late:
+        console.print(
+            f"{len(results.late)} gave no answer in {options.job_seconds:g} s, which is no mismatch: give them longer (--job-seconds)"
+        )
     _write(
         options.json,
         {
@@ -165,6 +176,7 @@ def _report(results: Results, drawer: Drawer, options: Options, console: Console
             "cases": total,
             "passed": results.passed,
             "failures": results.failures,
+            "no_answer": results.late,
             "worst": {kind: {"error": error, "case": case} for kind, (error, case) in results.worst.items()},
             "refused": dict(drawer.refusals),
             **results.coverage.to_json(),

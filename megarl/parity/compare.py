@@ -23,7 +23,7 @@ from megarl.parity.case import Case
 from megarl.parity.errors import relative_error, root_mean_square, tensor_error, token_errors
 from megarl.parity.jobs import Share
 from megarl.parity.losses import make_loss
-from megarl.parity.noise import BOUND, LOGPROBS, MEAN_LOGPROBS, WEIGHT, Bounds
+from megarl.parity.noise import BOUND, LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT, Bounds
 from megarl.parity.reference import Expected
 
 
@@ -78,9 +78,12 @@ def compare(
     by_data_rank = [next(share for share in shares if share.data_rank == rank) for rank in range(case.dp)]
     dealt, wanted = logprob_shards(case, config, batch), logprobs[: case.logprob_rows]
     found = _restored(LOGPROBS, dealt, [share.logprobs for share in by_data_rank], wanted, bounds)
-    if case.reference:
-        again = [share.reference_logprobs for share in by_data_rank if share.reference_logprobs is not None]
-        found += _restored("reference log-probabilities after training", dealt, again, wanted, bounds)
+    after = [share.logprobs_after for share in by_data_rank]
+    found += _restored(LOGPROBS_AFTER, dealt, after, expected.logprobs[: case.logprob_rows], bounds)
+    for number, when in enumerate(("before", "after")) if case.reference else ():
+        again = [share.reference_logprobs[number] for share in by_data_rank]
+        found += _restored(f"reference log-probabilities {when} training", dealt, again, wanted, bounds)
+    found += [_repeated(rank, share) for rank, share in enumerate(shares)]
     if case.evaluate:
         found += _evaluation([share.evaluation for share in by_data_rank], expected, bounds)
     for call in range(len(expected.losses)):
@@ -95,16 +98,24 @@ def _number(what: str, kind: str, found: float, expected: float, bound: float, s
     return Difference(what, kind, relative_error(found, expected, scale), bound, f"{found:.9g}", f"{expected:.9g}")
 
 
+def _repeated(rank: int, share: Share) -> Difference:
+    """The reference policy's turn leaves the policy as it was."""
+    told = "the same" if share.repeated else "others"
+    what = f"rank {rank} log-probabilities after those of the reference policy"
+    return Difference(what, "logprobs", 0.0 if share.repeated else math.inf, BOUND, told, "the same, to the bit")
+
+
 def _restored(what: str, dealt: ShardedBatch, parts: Sequence[torch.Tensor], expected: torch.Tensor, bounds: Bounds) -> list[Difference]:
     """What the data-parallel ranks gave for their rows, in the order of the batch: the worst token, and all of them."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
         return [Difference(what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}")]
+    like = LOGPROBS_AFTER if what == LOGPROBS_AFTER else LOGPROBS
     found = dealt.restore(parts)
-    worst = _logprobs(what, found, expected, bounds.of(LOGPROBS))
+    worst = _logprobs(what, found, expected, bounds.of(like))
     if found.shape != expected.shape:
         return [worst]
-    error, bound = root_mean_square(token_errors(found, expected)[expected != 0]), bounds.of(MEAN_LOGPROBS)
+    error, bound = root_mean_square(token_errors(found, expected)[expected != 0]), bounds.of(like + MEAN)
     means = (f"mean {float(tensor.mean()):.9g}" for tensor in (found, expected))
     return [worst, Difference(f"{what}, root mean square", "logprobs", error, bound, *means)]
 

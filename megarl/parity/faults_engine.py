@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -169,7 +169,40 @@ def _has_ratios(case: Case) -> bool:
     return case.loss_kind == "pg" and "noratio" not in case.loss_options
 
 
+def _stays_in(original: Any) -> Any:
+    @contextlib.contextmanager
+    def swapped_in(self: Any, backend: Any) -> Iterator[None]:
+        with original(self, backend):
+            yield
+            left = self._copy(backend)
+        for name, parameter in backend.parameters():
+            with torch.no_grad():
+                parameter.copy_(left[name])
+
+    return swapped_in
+
+
+def _never_comes_in(original: Any) -> Any:
+    return lambda self, backend: contextlib.nullcontext()
+
+
+def _was_trained(case: Case) -> bool:
+    return case.reference and sees_tokens(case) and case.loss_kind != "pg"
+
+
 FAULTS: dict[str, Mutation] = {
+    "reference-stays": Mutation(
+        "the weights of the reference policy stay after its turn",
+        _was_trained,
+        replacing(f"{ENGINE}.reference:ReferenceWeights", "swapped_in", _stays_in),
+        "reference=1 loss=nll",
+    ),
+    "reference-is-the-policy": Mutation(
+        "the reference policy's log-probabilities are the policy's",
+        _was_trained,
+        replacing(f"{ENGINE}.reference:ReferenceWeights", "swapped_in", _never_comes_in),
+        "reference=1 loss=nll",
+    ),
     "loss-not-summed-over-data": Mutation(
         "the all-reduce of the reported loss over data-parallel ranks is left out",
         _over_data,

@@ -31,7 +31,9 @@ class Share:
     Attributes:
         data_rank: its data-parallel rank.
         logprobs: [rows here, S] before training.
-        reference_logprobs: the same under the reference policy, after training; None without one.
+        logprobs_after: the same after training.
+        repeated: whether log-probabilities were the same to the bit when they were asked for again, the reference policy's in between.
+        reference_logprobs: those of the reference policy, before and after training; empty without one.
         evaluation: what ``train(eval_mode=True)`` answered; None where it was not asked.
         calls: what each ``train()`` answered.
         weights: full tensors by Hugging Face name.
@@ -39,7 +41,9 @@ class Share:
 
     data_rank: int
     logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor | None
+    logprobs_after: torch.Tensor
+    repeated: bool
+    reference_logprobs: Sequence[torch.Tensor]
     evaluation: Mapping[str, Any] | None
     calls: Sequence[Mapping[str, Any]] = field(default_factory=list)
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -82,12 +86,22 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
         answer: dict[str, Any] = worker.train(data=dealt.shards[data_rank], loss_fn=loss_fn, eval_mode=evaluate)
         return answer
 
-    worker.prepare_for_lp_inference()
-    logprobs = worker.get_logprobs(data=asked)["logprobs"]
+    references: list[torch.Tensor] = []
+
+    def score() -> tuple[torch.Tensor, bool]:
+        """Log-probabilities, and whether they are the same again after the reference policy's."""
+        worker.prepare_for_lp_inference()
+        first: torch.Tensor = worker.get_logprobs(data=asked)["logprobs"]
+        if not case.reference:
+            return first, True
+        references.append(worker.get_reference_policy_logprobs(data=asked)["reference_logprobs"])
+        return first, torch.equal(worker.get_logprobs(data=asked)["logprobs"], first)
+
+    logprobs, repeated = score()
     evaluation = train(first_step(case, batch), evaluate=True) if case.evaluate else None
     worker.prepare_for_training()
     calls = [train(data) for data in calls_of(case, batch)]
     worker.prepare_for_lp_inference()
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
-    again = worker.get_reference_policy_logprobs(data=asked)["reference_logprobs"] if case.reference else None
-    return Share(data_rank, logprobs, again, evaluation, calls, weights)
+    logprobs_after, repeated_after = score()
+    return Share(data_rank, logprobs, logprobs_after, repeated and repeated_after, references, evaluation, calls, weights)

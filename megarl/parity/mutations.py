@@ -14,11 +14,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from megarl.errors import ConfigError
-from megarl.parity import faults_engine, faults_megatron, faults_torch
+from megarl.parity import faults_engine, faults_losses, faults_megatron, faults_torch
 from megarl.parity.case import Case
 from megarl.parity.patching import Mutation
 
-MUTATIONS: Mapping[str, Mutation] = MappingProxyType({**faults_engine.FAULTS, **faults_megatron.FAULTS, **faults_torch.FAULTS})
+MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
+    {**faults_engine.FAULTS, **faults_losses.FAULTS, **faults_megatron.FAULTS, **faults_torch.FAULTS}
+)
 """All known faults by name."""
 
 

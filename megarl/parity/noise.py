@@ -38,7 +38,8 @@ ROUTER_FACTOR = 4.0
 one that might go either way has to go both ways among the members."""
 LOSS_SCALES = {"bfloat16": 1.0, "float16": 2.0**16}
 """Both backends with loss scaling start there."""
-LOGPROBS, MEAN_LOGPROBS, WEIGHT = "log-probabilities", "log-probabilities, root mean square", "weight "
+LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = "log-probabilities", "log-probabilities after training", ", root mean square", "weight "
+MEAN_LOGPROBS = LOGPROBS + MEAN
 BOUND = 1e-5
 """Largest relative error in float32, and in 16 bit of what rounding does not touch."""
 
@@ -136,6 +137,9 @@ def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.T
     rows = slice(case.logprob_rows)
     by_token = token_errors(found[rows], logprobs[rows])
     errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[logprobs[rows] != 0])}
+    after = token_errors(member.logprobs[rows], expected.logprobs[rows])
+    errors[LOGPROBS_AFTER] = float(after.max())
+    errors[LOGPROBS_AFTER + MEAN] = root_mean_square(after[expected.logprobs[rows] != 0])
     for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):
         what, losses = f"call {call} ", member.losses[call]
         for name, value in metrics.items():

@@ -83,6 +83,7 @@ class Expected:
         scales: for each metric, the size of its terms, or of their change with the log-probabilities if that is more; the metric itself
             may be much smaller, when they cancel.
         weights: afterwards, by Hugging Face name.
+        logprobs: [B, S] afterwards.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Expected:
     metrics: list[dict[str, float]] = field(default_factory=list)
     scales: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    logprobs: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
 @dataclass(frozen=True)
@@ -243,4 +245,5 @@ def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float 
         steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
         trainer.call(steps, number, expected)
     expected.weights = saved_weights(model)
+    expected.logprobs = token_logprobs(model.eval(), batch, case.sampling)
     return expected

@@ -28,12 +28,14 @@ class Outcome:
         case: the case.
         differences: every quantity that was compared.
         error: what a worker died of; empty when none did.
+        timed_out: the workers gave no answer in time, which says nothing of what they compute.
         seconds: time it took.
     """
 
     case: Case
     differences: list[Difference] = field(default_factory=list)
     error: str = ""
+    timed_out: bool = False
     seconds: float = 0.0
 
     @property
@@ -95,7 +97,8 @@ class CaseRunner:
         try:
             shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, mutation)
         except (JobError, TimeoutError) as error:
-            return Outcome(case, error=str(error), seconds=time.monotonic() - started)
+            late = isinstance(error, TimeoutError)
+            return Outcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         outcome = self._judged(case, ready, shares)
         if not outcome.passes and case.precision != "float32" and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))

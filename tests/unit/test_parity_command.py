@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def test_wrong_arguments_end_with_2_and_name_the_word(arguments: list[str], word
 def test_the_command_line_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[command.Options] = []
     monkeypatch.setattr(command, "run", lambda options: seen.append(options) or 0)
-    line = "parity --cases 7 --seed 3 --backend megatron dtensor --max-world 4 --only cp=2 --json out.json"
+    line = "parity --cases 7 --seed 3 --backend megatron dtensor --max-world 4 --only cp=2 --json out.json --job-seconds 9"
     assert main(line.split()) == 0
-    assert seen == [command.Options(7, 3, ["megatron", "dtensor"], 4, json=Path("out.json"), only="cp=2")]
+    assert seen == [command.Options(7, 3, ["megatron", "dtensor"], 4, json=Path("out.json"), only="cp=2", job_seconds=9)]
 
 
 def difference(error: float, what: str = "loss 0", kind: str = "loss") -> Difference:
@@ -81,6 +82,20 @@ def test_a_failure_prints_the_smallest_line_that_shows_it(monkeypatch: pytest.Mo
     assert smallest.split("--case ")[1].strip('"').split()[2:] == ["tp=2"]
     assert "largest relative error of loss: 1.0e-07" in text
     assert (tmp_path / "out.json").read_text().count('"smallest"') == text.count("FAILED")
+
+
+def test_no_answer_is_no_mismatch_and_is_not_shrunk(monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path) -> None:
+    class Late(Runner):
+        def run(self, case: Case, mutation: str | None = None) -> Outcome:
+            self.ran.append(case)
+            assert len(self.ran) <= 3, "it is not run again"
+            return Outcome(case, error="ranks [0] of measure gave no answer in 7 s", timed_out=True)
+
+    monkeypatch.setattr(command, "CaseRunner", Late)
+    assert command.run(command.Options(cases=3, json=tmp_path / "out.json", job_seconds=7), console) == 1
+    assert said(console).count("NO ANSWER in 7 s") == 3 and "FAILED" not in said(console)
+    assert "3 gave no answer in 7 s, which is no mismatch" in said(console)
+    assert len(json.loads((tmp_path / "out.json").read_text())["no_answer"]) == 3
 
 
 def test_agreement_ends_with_0_and_a_table(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
