@@ -16,6 +16,7 @@ from converters.errors import ConversionError
 from megarl import __version__
 from megarl.config import load_config, published_config, read_model_facts, validate_config
 from megarl.config.sections import Config
+from megarl.config.validate import unusual_values
 from megarl.errors import MegarlError
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = 
 def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool) -> int:
     """Run a configuration, or show what it would do."""
     config = load_and_check(path, overrides, layers)
+    for warning in unusual_values(config):
+        print(f"megarl: warning: {warning}", file=sys.stderr)
     if dry_run:
         from rich.console import Console
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.defaults import complete_policy, complete_run
@@ -24,6 +24,18 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
         ConfigError: carries every violation found.
     """
     return _finish(complete_run(config, name), check_run(config))
+
+
+def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is allowed in a checked configuration, and hardly ever meant."""
+    policy = config["policy"]
+    rates = {
+        "policy.megatron_cfg.optimizer.lr": (policy["megatron_cfg"].get("optimizer") or {}).get("lr"),
+        "policy.optimizer.kwargs.lr": ((policy["optimizer"] or {}).get("kwargs") or {}).get("lr"),
+    }
+    for key, rate in rates.items():
+        if isinstance(rate, int | float) and rate > 1:
+            yield f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is it meant?"
 
 
 def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> Config:

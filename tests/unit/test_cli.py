@@ -114,6 +114,12 @@ def test_dry_run_shows_resolved_config_ranks_batches_and_memory(config_file: Pat
     assert ["parameters", f"{14 * layer + 75968 * 1536:,}", f"{14 * layer + 75968 * 1536 + 1536:,}"] in rows
 
 
+def test_a_learning_rate_that_destroys_the_model_is_warned_of(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, warned in (("1e30", True), ("1e-5", False)):
+        assert main(["train", "--dry-run", str(config_file), f"policy.megatron_cfg.optimizer.lr={rate}"]) == 0
+        assert ("megarl: warning: policy.megatron_cfg.optimizer.lr = 1e+30: a learning rate above 1" in capsys.readouterr().err) == warned
+
+
 def test_dry_run_of_an_unknown_model_says_that_memory_is_left_out(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", str(config_file), "grpo.max_num_steps=2"]) == 0
     assert "No memory estimate" in capsys.readouterr().out

@@ -238,7 +238,7 @@ def test_what_does_not_matter_may_change_and_is_said(tmp_path: Path, model: str,
     config = make_config("sft", tmp_path, model, data)
     with pytest.raises(Crash):
         run(config, PolicyMaker(3))
-    run(merged(config, {"sft": {"max_num_steps": STEPS + 1}, "policy": {"train_micro_batch_size": 4}}), PolicyMaker())
+    run(merged(config, {"sft": {"max_num_steps": STEPS + 1}, "policy": {"train_micro_batch_size": 4, "max_grad_norm": 0.5}}), PolicyMaker())
     assert f"checkpoints/step_2: sft.max_num_steps = {STEPS + 1}, there {STEPS}" in caplog.text
     assert "policy.train_micro_batch_size = 4, there 2" in caplog.text
     assert rows(tmp_path)[-1]["step"] == STEPS + 1
