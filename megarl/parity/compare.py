@@ -170,7 +170,12 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
         for index, (loss, target) in enumerate(zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan))
     ]
     mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
-    found += [one("grad_norm", "grad_norm", reduced.pop("grad_norm"), mean_norm, mean_scale)]
+    last = first["grad_norm"]
+    assert isinstance(last, torch.Tensor)
+    found += [
+        one("grad_norm", "grad_norm", float(last), norms[-1], norm_scales[-1]),
+        one("mean grad_norm", "grad_norm", reduced.pop("grad_norm"), mean_norm, mean_scale, like="grad_norm"),
+    ]
     for index, norm in enumerate(_per_batch(metrics, norms)):
         found.append(one(f"grad_norm of global batch {index}", "grad_norm", norm, norms[index], norm_scales[index]))
     found += [one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")]

@@ -35,12 +35,13 @@ def measured(**changes: Any) -> Share:
         }
         for _ in range(2)
     ]
-    return Share(**{"data_rank": 0, "logprobs": LOGPROBS.clone(), "reference_logprobs": None, "evaluation": None, "calls": calls,
+    return Share(**{"data_rank": 0, "logprobs": LOGPROBS.clone(), "logprobs_after": LOGPROBS.clone(), "repeated": True,
+                    "reference_logprobs": [], "evaluation": None, "calls": calls,
                     "weights": {name: tensor.clone() for name, tensor in WEIGHTS.items()}, **changes})  # fmt: skip
 
 
 def expected() -> Expected:
-    return Expected([[2.0], [2.0]], [[3.0], [3.0]], [[3.0], [3.0]], [METRICS, METRICS], [dict(METRICS), dict(METRICS)], WEIGHTS)
+    return Expected([[2.0], [2.0]], [[3.0], [3.0]], [[3.0], [3.0]], [METRICS, METRICS], [dict(METRICS), dict(METRICS)], WEIGHTS, LOGPROBS)
 
 
 def wrong(share: Share, case: Case = CASE, bounds: Bounds | None = None) -> list[Difference]:
@@ -129,8 +130,11 @@ def test_an_evaluation_has_to_report_the_first_loss() -> None:
 
 def test_reference_logprobs_have_to_be_those_from_before() -> None:
     case = replace(CASE, reference=True)
-    assert wrong(measured(reference_logprobs=LOGPROBS), case) == []
-    assert "reference" in wrong(measured(reference_logprobs=LOGPROBS * 1.01), case)[0].what
+    assert wrong(measured(reference_logprobs=[LOGPROBS, LOGPROBS]), case) == []
+    assert "reference" in wrong(measured(reference_logprobs=[LOGPROBS, LOGPROBS * 1.01]), case)[0].what
+    assert "before" in wrong(measured(reference_logprobs=[LOGPROBS * 1.01, LOGPROBS]), case)[0].what
+    assert "after those of the reference" in wrong(measured(repeated=False))[0].what
+    assert "after training" in wrong(measured(logprobs_after=LOGPROBS * 1.01))[0].what
 
 
 @pytest.mark.parametrize(
