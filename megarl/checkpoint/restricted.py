@@ -18,7 +18,7 @@ from converters.torch_dist.index import INDEX_FILE as METADATA_FILE
 from converters.torch_dist.index import read_index
 from megarl.errors import UnusableCheckpointError
 
-__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "restricted_loading"]
+__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "require_plain_index", "restricted_loading"]
 
 
 def read_plain(path: Path) -> dict[str, Any]:
@@ -63,6 +63,18 @@ def restricted_loading() -> Iterator[None]:
     finally:
         for owner, name, value in originals:
             setattr(owner, name, value)
+
+
+def require_plain_index(directory: Path) -> None:
+    """Refuse an index that could run code by an error of its own; a reader's comes wrapped in others, in each torch otherwise.
+
+    Raises:
+        UnusableCheckpointError: it is missing, damaged, or names what no index needs.
+    """
+    try:
+        read_index(directory)
+    except ConversionError as error:
+        raise UnusableCheckpointError(str(error)) from error
 
 
 def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:

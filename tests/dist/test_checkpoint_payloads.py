@@ -92,4 +92,4 @@ def test_code_in_a_checkpoint_is_not_run(pool: WorkerPool, tiny_models: dict[str
             assert (kind, exit_code) == ("UnusableCheckpointError", 2), f"{name}: {kind} {text}"
             assert "mkdir" in text and "trust" in text, f"{name}: {text}"
     assert not ran.exists()
-    assert backend != "megatron" or {"weights-common", "weights-object", "optimizer-common"} <= set(poisoned)
+    assert backend != "megatron" or "weights-object" in poisoned

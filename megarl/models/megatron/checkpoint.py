@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
-from megarl.checkpoint.restricted import restricted_loading
+from megarl.checkpoint.restricted import require_plain_index, restricted_loading
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
@@ -150,6 +150,7 @@ def _save(state: dict[str, Any], directory: Path) -> None:
 
 def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
     """What ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
+    require_plain_index(directory)
     try:
         with restricted_loading():
             loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RETURN_ALL)
