@@ -176,7 +176,13 @@ class TensorHashes:
         """Take further rows of a tensor into its hash."""
         self._hashes[name].update(bytes_of(rows.contiguous()))
         # the extremes are not finite where any value is not, and take no memory
-        if rows.is_floating_point() and rows.numel() and not all(bool(extreme.isfinite()) for extreme in torch.aminmax(rows)):
+        # (8-bit types have no kernel for it)
+        if (
+            rows.is_floating_point()
+            and rows.itemsize > 1
+            and rows.numel()
+            and not all(bool(extreme.isfinite()) for extreme in torch.aminmax(rows))
+        ):
             self.not_finite.add(name)
 
     def digests(self) -> dict[str, str]:

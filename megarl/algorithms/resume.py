@@ -83,7 +83,8 @@ def _refuse_to_forget(manager: CheckpointManager, resume: str) -> None:
     faults = "; ".join(f"{path}: {', '.join(manager.problems(path)[:3])}" for _, path in found)
     raise UnusableCheckpointError(
         f"the run has {len(found)} checkpoints and none can be used. {faults}. "
-        "Fix: bring one back from a copy, or start over with checkpointing.resume=never; the rows of metrics.jsonl are kept beside then"
+        "Fix: bring one back from a copy, or start over with checkpointing.resume=never, for one launch alone; "
+        "the rows of metrics.jsonl are kept beside then"
     )
 
 

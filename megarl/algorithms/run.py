@@ -91,7 +91,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         train_data, validation_data = _load_datasets(config, tokenizer, vocab_size)
         if config["checkpointing"]["enabled"]:
             # Another run may have been told to write there too.
-            stack.enter_context(RunLock(config["checkpointing"]["checkpoint_dir"]))
+            _lock_checkpoints(Path(config["checkpointing"]["checkpoint_dir"]), run_dir, stack)
         manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
@@ -116,7 +116,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
             return _stopped(reached, stop, reporting.console, writer is not None)
         stop.forget_files()
         if config["checkpointing"]["export_hf"]:
-            _export(policy, run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}", reporting.console)
+            path = run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}"
+            _export(policy, path, reporting.console, has_trained=reached > start.step)
         reporting.console.finish()
         outcome.text = FINISHED
     return 0
@@ -240,19 +241,29 @@ def _make_grpo(parts: _Parts) -> GRPO:
 _ALGORITHMS: dict[str, Callable[[_Parts], Algorithm]] = {"sft": _make_sft, "grpo": _make_grpo}
 
 
-def _export(policy: Policy, path: Path, console: TrainingConsole) -> None:
-    """Write the weights as a Hugging Face model, unless an earlier launch did; what a killed one left of its own is removed."""
+def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:
+    """Write the weights as a Hugging Face model, unless an earlier launch did and this one has not trained; what a killed one left of its
+    own is removed."""
     for unfinished in path.parent.glob(".*.partial-*"):
         remove_tree(unfinished)
+    if has_trained:
+        # of a run that was started over, or went back to an earlier checkpoint
+        _set_aside(path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         policy.export_hf(str(path))
     console.note(f"Hugging Face model: {path}")
 
 
+def _lock_checkpoints(directory: Path, run_dir: Path, stack: ExitStack) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.samefile(run_dir):
+        stack.enter_context(RunLock(directory))
+
+
 def _set_aside(path: Path) -> None:
-    """Give a file that is not empty another name, with a number, so that nothing of it is lost."""
-    if path.is_file() and path.stat().st_size:
+    """Give a directory, or a file that is not empty, another name, with a number, so that nothing of it is lost."""
+    if path.is_dir() or (path.is_file() and path.stat().st_size):
         number = 1 + len(list(path.parent.glob(f"{path.stem}.before-*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}.before-{number}{path.suffix}"))
 

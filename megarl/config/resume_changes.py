@@ -17,9 +17,12 @@ _KEPT_BY_STATE = (
     "policy.megatron_cfg.scheduler",
 )
 # How a step is computed, not what: any of these reads the state of any other.
-_FREE = tuple(
-    f"policy.megatron_cfg.optimizer.{key}"
-    for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_distributed_optimizer", "use_precision_aware_optimizer")
+_FREE = (
+    *(
+        f"policy.megatron_cfg.optimizer.{key}"
+        for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_distributed_optimizer", "use_precision_aware_optimizer")
+    ),
+    *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
 # What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
 _PROMISED = (

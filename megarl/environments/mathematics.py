@@ -17,6 +17,9 @@ CHECK_SECONDS = 5.0
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _BASE = re.compile(r"\d_\{?\d")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}\s*(?:\^\s*(?:\d|\{\d+\}))?\s*$")
+"""A unit at the end, with its exponent: the library leaves it out, and no part of the value is lost by that."""
+
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
 
@@ -81,7 +84,7 @@ def _or_none(compute: Callable[[], Any]) -> Any:
 
 def _loses_a_part(answer: str, parsed: tuple[Any, ...]) -> bool:
     """Whether the library kept less of a reference than it says: fewer digits, or a number without its base."""
-    content = _last_box(answer) or answer
+    content = _UNIT.sub("", _last_box(answer) or answer)
     kept = parsed[-1] if parsed and isinstance(parsed[-1], str) else content
     if _BASE.search(content):
         return True

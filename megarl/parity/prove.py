@@ -90,6 +90,8 @@ def _judge(runner: CaseRunner, drawer: Drawer, name: str, backend: str, seed: in
     for case in _fitting(drawer, fixed, fault, seed, half):
         clean, outcome = runner.run(case), runner.run(case, name)
         tried += 1
+        if clean.timed_out or outcome.timed_out:
+            return Verdict(name, backend, precision, "no answer", tried, f'give it longer (--job-seconds): megarl parity --case "{case}"')
         if not clean.passes:
             return Verdict(name, backend, precision, "crashed", tried, f'fails without the fault: megarl parity --case "{case}"')
         if outcome.passes and half and not _above_noise(clean, runner.run(replace(case, precision="float32", wide=False), name)):

@@ -193,6 +193,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(tmp_path: P
     run(config, maker)
     assert maker.policies[0].trained_steps == STEPS
     assert (tmp_path / "metrics.before-1.jsonl").read_bytes() == rows_before
+    assert (tmp_path / f"hf/step_{STEPS}.before-1").is_dir() and (tmp_path / f"hf/step_{STEPS}").is_dir(), "not the old export for the new"
     assert len(rows(tmp_path)) == len(rows_before.splitlines())
 
 
@@ -256,6 +257,13 @@ def test_two_runs_do_not_write_checkpoints_into_one_directory(tmp_path: Path, mo
     first = make_config("sft", tmp_path / "first", model, data, max_num_steps=1)
     first["checkpointing"]["checkpoint_dir"] = shared
     run(first, PolicyMaker(at_call=start_another))
+
+
+def test_checkpoints_may_lie_in_the_run_directory_itself(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path / "run", model, data)
+    config["checkpointing"]["checkpoint_dir"] = str(tmp_path / "run" / ".")
+    run(config, PolicyMaker())
+    assert (tmp_path / "run/step_4").is_dir()
 
 
 def test_a_run_that_was_copied_reads_and_writes_its_own_checkpoints(tmp_path: Path, model: str, data: str) -> None:

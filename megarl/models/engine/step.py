@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.errors import BatchError
+from megarl.errors import BatchError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead
@@ -156,7 +156,11 @@ def train_on_batch(
                     first_row = sum(earlier.rows for earlier in chunks[:number])
                     seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
                     skipped.append(SkippedBatch(number, float(done.loss), outcome.grad_norm, seen))
-                    limit.skipped(skipped[-1])
+                    try:
+                        limit.skipped(skipped[-1])
+                    except NonFiniteError as error:
+                        error.skipped = [batch.as_record() for batch in skipped]
+                        raise
             for measured in (*done.measured, extra):
                 for name, value in measured.items():
                     metrics[name].append(value)

@@ -133,6 +133,8 @@ class EngineWorker:
         if "sample_mask" not in data:
             raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
         batching = self._plan_of(data) or FixedRows(micro_batch, self._local_batch_size(data, global_batch, micro_batch))
+        # before, not after: a call that ends in an error may have taken steps
+        self._weights_version += not eval_mode
         result = train_on_batch(
             self.backend,
             move_to(data, self.runtime.device),
@@ -141,7 +143,6 @@ class EngineWorker:
             sampling=self.sampling,
             limit=None if eval_mode else self._skips,
         )
-        self._weights_version += not eval_mode
         return {
             "global_loss": result.losses,
             "grad_norm": torch.tensor(result.grad_norms[-1]) if result.grad_norms else None,
