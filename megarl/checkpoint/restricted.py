@@ -17,6 +17,7 @@ from converters.restricted import load_plain
 from converters.torch_dist.index import INDEX_FILE as METADATA_FILE
 from converters.torch_dist.index import read_index
 from megarl.errors import UnusableCheckpointError
+from megarl.patched import patched
 
 __all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "require_plain_index", "restricted_loading"]
 
@@ -38,7 +39,12 @@ class RestrictedReader(dcp.FileSystemReader):
     """DCP's reader, with an index that cannot run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _read_metadata(self, *args, **kwargs)
+        """As DCP's, except that the index names no object but those that an index is made of.
+
+        Raises:
+            UnusableCheckpointError: see :func:`require_plain_index`.
+        """
+        return _read_metadata(self)
 
 
 @contextlib.contextmanager
@@ -54,15 +60,11 @@ def restricted_loading() -> Iterator[None]:
         value.seek(0)
         load_bytes(self, read_item, value)
 
-    replaced = ((dcp.FileSystemReader, "read_metadata", _read_metadata), (DefaultLoadPlanner, "load_bytes", load_plain_bytes))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
+    with patched(
+        (dcp.FileSystemReader, "read_metadata", _read_metadata),
+        (DefaultLoadPlanner, "load_bytes", load_plain_bytes),
+    ):
         yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
 
 
 def require_plain_index(directory: Path) -> None:
@@ -71,18 +73,19 @@ def require_plain_index(directory: Path) -> None:
     Raises:
         UnusableCheckpointError: it is missing, damaged, or names what no index needs.
     """
-    try:
-        read_index(directory)
-    except ConversionError as error:
-        raise UnusableCheckpointError(str(error)) from error
+    _index(directory)
 
 
 def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
-    try:
-        metadata = read_index(Path(self.path))
-    except ConversionError as error:
-        raise UnusableCheckpointError(str(error)) from error
+    metadata = _index(Path(self.path))
     if metadata.storage_meta is None:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = self.load_id
     return metadata
+
+
+def _index(directory: Path) -> Metadata:
+    try:
+        return read_index(directory)
+    except ConversionError as error:
+        raise UnusableCheckpointError(str(error)) from error

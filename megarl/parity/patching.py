@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.parity.case import BACKENDS, Case
+from megarl.patched import patched
 
 Patch = Callable[[contextlib.ExitStack, Case], None]
 
@@ -39,16 +40,6 @@ def found(place: str) -> Any:
     return getattr(owner, name) if name else owner
 
 
-@contextlib.contextmanager
-def _standing_in(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def replacing(place: str, name: str, make: Callable[[Any], Any]) -> Patch:
     """Puts ``make(what is there)`` in the place of an attribute of a module or class. A fault may concern Megatron's own modules, which are
     found by name here and imported nowhere."""
@@ -60,7 +51,7 @@ def replacing_for(place: str, name: str, make: Callable[[Any, Case], Any]) -> Pa
 
     def put_in(stack: contextlib.ExitStack, case: Case) -> None:
         owner = found(place)
-        stack.enter_context(_standing_in(owner, name, make(getattr(owner, name), case)))
+        stack.enter_context(patched((owner, name, make(getattr(owner, name), case))))
 
     return put_in
 

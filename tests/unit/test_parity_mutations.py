@@ -44,7 +44,7 @@ def test_a_fault_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatc
         touched.append((owner, attribute, vars(owner)[attribute], value))
         real(owner, attribute, value)
 
-    monkeypatch.setattr("megarl.parity.patching.setattr", note, raising=False)
+    monkeypatch.setattr("megarl.patched.setattr", note, raising=False)
     case = Case(backend=mutation(name).backends[0])
     with applied(name, case):
         put_in = list(touched)

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.patched import patched
+
 CPU = torch.device("cpu")
 _TENSOR_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -54,12 +56,8 @@ def without_compiler() -> Iterator[None]:
     if torch.cuda.device_count():
         yield
         return
-    original: Any = torch.compile
-    setattr(torch, "compile", _uncompiled)  # noqa: B010, mypy knows overloads that a stand-in has not
-    try:
+    with patched((torch, "compile", _uncompiled)):
         yield
-    finally:
-        setattr(torch, "compile", original)  # noqa: B010
 
 
 class _InertEvent:
@@ -204,8 +202,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield from _uneven_collectives(mappings)
 
 
-_MISSING = object()
-_saved: list[tuple[Any, str, Any]] = []
+_installed = contextlib.ExitStack()
 _depth = 0
 
 
@@ -215,11 +212,8 @@ def install() -> None:
     if not needed():
         return
     _depth += 1
-    if _depth > 1:
-        return
-    for owner, name, replacement in list(_stand_ins()):
-        _saved.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, replacement)
+    if _depth == 1:
+        _installed.enter_context(patched(*_stand_ins()))
 
 
 def restore() -> None:
@@ -228,14 +222,8 @@ def restore() -> None:
     if _depth == 0:
         return
     _depth -= 1
-    if _depth:
-        return
-    while _saved:
-        owner, name, original = _saved.pop()
-        if original is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+    if _depth == 0:
+        _installed.close()
 
 
 def _is_cuda(device: Any) -> bool:

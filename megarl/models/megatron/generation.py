@@ -18,6 +18,7 @@ from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
 from megarl.models.megatron.moe_generation import decode_together
 from megarl.models.megatron.specs import PortableAttention
+from megarl.patched import patched
 
 if TYPE_CHECKING:
     from megarl.models.megatron.backend import MegatronBackend
@@ -92,8 +93,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
 
     def replace(owner: Any, name: str, value: Any) -> None:
         if hasattr(owner, name) and getattr(owner, name) != value:
-            replaced.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
+            replaced.append((owner, name, value))
 
     for module in (module for stage in stages for module in stage.modules()):
         replace(module, "sequence_parallel", False)
@@ -105,8 +105,5 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
         config = getattr(module, "config", None)
         replace(config, "sequence_parallel", False)
         replace(config, "context_parallel_size", 1)
-    try:
+    with patched(*replaced):
         yield
-    finally:
-        for owner, name, value in reversed(replaced):
-            setattr(owner, name, value)

@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megarl.models.engine.backend import StepOutcome
 from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
 from megarl.models.megatron.settings import optimizer_config
+from megarl.patched import patched
 
 NEVER = 2**40
 
@@ -30,20 +31,13 @@ def fused_style_adam() -> Iterator[None]:
     if distrib_optimizer.HAVE_APEX_OR_TE:
         yield
         return
-    replaced = (
+    with patched(
         (torch.optim, "AdamW", GroupStepAdamW),
         (torch.optim, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
-    )
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
+    ):
         yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
 
 
 def build_optimizer(policy: Mapping[str, Any], chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
@@ -110,13 +104,8 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     def step_with_ready_grads() -> bool:
         return accepts(norms[-1]) and bool(update())
 
-    for function in (get_grad_norm, step_with_ready_grads):
-        setattr(optimizer, function.__name__, function)
-    try:
+    with patched((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads)):
         stepped, _, _ = optimizer.step()
-    finally:
-        for function in (get_grad_norm, step_with_ready_grads):
-            delattr(optimizer, function.__name__)
     # before any norm: float16's scaler has found an infinity
     return StepOutcome(norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended)
 

@@ -1,0 +1,34 @@
+"""Replaces attributes of modules, classes and objects for the time of a block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["patched"]
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replaces attributes inside the block; afterwards each owner is as it was.
+
+    Args:
+        replacements: (owner, name, value); made in this order and taken back in the reverse one, so that an attribute may come twice.
+    """
+    originals: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in replacements:
+            # what the owner itself holds: an inherited attribute, or a method of an object, is to be inherited again
+            original = vars(owner).get(name, _ABSENT)
+            setattr(owner, name, value)
+            originals.append((owner, name, original))
+        yield
+    finally:
+        for owner, name, original in reversed(originals):
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
