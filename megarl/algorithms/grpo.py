@@ -71,8 +71,9 @@ class GRPO:
         examples = self.train_data.select(self.sampler.take(self.config["num_prompts_per_step"]))
         generations = self.config["num_generations_per_prompt"]
         samples = self._answer(examples, generations, sampling_seeds(self.seed, step, len(examples), generations))
+        of_samples = [example for example in examples for _ in range(generations)]
         with self.timer.phase("reward"):
-            rewards = self._rewards(samples, examples, generations)
+            rewards = self._rewards(samples, of_samples)
             advantages = self._advantages(samples, rewards.values)
         batch = self._training_batch(samples, advantages)
         mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
@@ -80,8 +81,7 @@ class GRPO:
         check_mismatch(mismatch, self.config.get("max_token_mult_prob_error"), step)
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            records = [example.index for example in examples for _ in range(generations)]
-            result = self.skipped.train(self.policy, batch, self.loss_fn, step, records)
+            result = self.skipped.train(self.policy, batch, self.loss_fn, step, [example.index for example in of_samples])
             self.policy.finish_training()
         if self.refit is not None:
             self.refit.stale = True
@@ -130,10 +130,9 @@ class GRPO:
             engine.finish_generation()
         return samples
 
-    def _rewards(self, samples: BatchedDataDict[Any], examples: Sequence[Example], generations: int) -> Rewards:
-        """In the order of the samples."""
-        answers = [example.answer for example in examples for _ in range(generations)]
-        return compute_rewards(self.reward, samples["response_text"], answers)
+    def _rewards(self, samples: BatchedDataDict[Any], examples: Sequence[Example]) -> Rewards:
+        """In the order of the samples, each of which has its example."""
+        return compute_rewards(self.reward, samples["response_text"], [example.answer for example in examples])
 
     def _advantages(self, samples: BatchedDataDict[Any], rewards: Tensor) -> Tensor:
         """[B] float32."""

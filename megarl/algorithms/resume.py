@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,9 +55,10 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
         UnusableCheckpointError: there are checkpoints, and none of them can be used.
         CheckpointError: a run that is not to resume finds a checkpoint that another launch would resume from.
     """
-    path = manager.get_latest_checkpoint_path()
+    path, damaged = manager.latest_and_damaged()
     if path is None:
-        _refuse_to_forget(manager, resume)
+        if damaged and resume != "never":
+            raise UnusableCheckpointError(_none_can_be_used(damaged))
         return ResumePoint()
     if resume == "never":
         # Left there, it would be what the next automatic resume of this run goes on from.
@@ -75,14 +76,10 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
     return ResumePoint(step, sampler, path / WEIGHTS, path / OPTIMIZER, path)
 
 
-def _refuse_to_forget(manager: CheckpointManager, resume: str) -> None:
-    """Refuse to start a run over in silence, whose checkpoints are all damaged."""
-    found = manager.checkpoints()
-    if not found or resume == "never":
-        return
-    faults = "; ".join(f"{path}: {', '.join(manager.problems(path)[:3])}" for _, path in found)
-    raise UnusableCheckpointError(
-        f"the run has {len(found)} checkpoints and none can be used. {faults}. "
+def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
+    faults = "; ".join(f"{path}: {', '.join(problems[:3])}" for path, problems in damaged.items())
+    return (
+        f"the run has {len(damaged)} checkpoints and none can be used. {faults}. "
         "Fix: bring one back from a copy, or start over with checkpointing.resume=never, for one launch alone; "
         "the rows of metrics.jsonl are kept beside then"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -89,10 +90,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
         vocab_size = check_model(config["policy"])
         train_data, validation_data = _load_datasets(config, tokenizer, vocab_size)
-        if config["checkpointing"]["enabled"]:
-            # Another run may have been told to write there too.
-            _lock_checkpoints(Path(config["checkpointing"]["checkpoint_dir"]), run_dir, stack)
-        manager = CheckpointManager(config["checkpointing"], lock=lock) if config["checkpointing"]["enabled"] else None
+        manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
         _write_config(run_dir, config)
@@ -121,6 +119,17 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         reporting.console.finish()
         outcome.text = FINISHED
     return 0
+
+
+def _open_checkpoints(section: Config, lock: RunLock, run_dir: Path, stack: ExitStack) -> CheckpointManager | None:
+    """The checkpoints of the run; None where it writes none. Their directory is locked too: another run may write there."""
+    if not section["enabled"]:
+        return None
+    directory = Path(section["checkpoint_dir"])
+    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.samefile(run_dir):
+        stack.enter_context(RunLock(directory))
+    return CheckpointManager(section, lock=lock)
 
 
 def _writer(manager: CheckpointManager | None, policy: Policy, config: Config, attempt: Attempt) -> CheckpointWriter | None:
@@ -187,7 +196,7 @@ def _schedule(config: Config, num_records: int) -> Schedule:
 def _sampler(config: Config, train: Dataset, start: ResumePoint) -> ResumableSampler:
     sampler = ResumableSampler(len(train), config["seed"], config["data"]["shuffle"], train.fingerprint)
     if start.sampler_state is not None:
-        if config["checkpointing"]["accept_changes"] and not sampler.goes_on_from(start.sampler_state):
+        if config["checkpointing"]["accept_changes"] and sampler.differs_in(start.sampler_state):
             logger.warning("the data or their order are not those of the checkpoint: they begin anew")
         else:
             sampler.load_state(start.sampler_state)
@@ -255,17 +264,11 @@ def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: b
     console.note(f"Hugging Face model: {path}")
 
 
-def _lock_checkpoints(directory: Path, run_dir: Path, stack: ExitStack) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    if not directory.samefile(run_dir):
-        stack.enter_context(RunLock(directory))
-
-
 def _set_aside(path: Path) -> None:
     """Give a directory, or a file that is not empty, another name, with a number, so that nothing of it is lost."""
     if path.is_dir() or (path.is_file() and path.stat().st_size):
-        number = 1 + len(list(path.parent.glob(f"{path.stem}.before-*{path.suffix}")))
-        path.rename(path.with_name(f"{path.stem}.before-{number}{path.suffix}"))
+        names = (path.with_name(f"{path.stem}.before-{number}{path.suffix}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _write_config(run_dir: Path, config: Config) -> None:

@@ -164,7 +164,12 @@ class CheckpointManager:
 
     def get_latest_checkpoint_path(self) -> Path | None:
         """The whole checkpoint of the highest step; damaged ones are skipped with a warning. None when there is none."""
-        return next(self._whole(self.checkpoints()), None)
+        return self.latest_and_damaged()[0]
+
+    def latest_and_damaged(self) -> tuple[Path | None, dict[Path, list[str]]]:
+        """The latest whole checkpoint, or None, and what is wrong with every later one; each is read once."""
+        damaged: dict[Path, list[str]] = {}
+        return next(self._whole(self.checkpoints(), damaged), None), damaged
 
     def get_best_checkpoint_path(self) -> Path | None:
         """The whole checkpoint with the best metric, the newer of equals; the latest when none has the metric."""
@@ -193,10 +198,6 @@ class CheckpointManager:
         if problems:
             raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
 
-    def problems(self, checkpoint_path: str | Path) -> list[str]:
-        """What is wrong with a checkpoint; empty for a whole one."""
-        return verify(checkpoint_path, self._verify_hashes)
-
     def unfinished(self) -> list[Path]:
         """Directories of checkpoints that were begun and not committed, by name."""
         if not self.checkpoint_dir.is_dir():
@@ -211,12 +212,15 @@ class CheckpointManager:
         found = sorted(((int(match[1]), bool(match[2]), path) for match, path in matches), reverse=True)
         return [(step, path) for step, _, path in found]
 
-    def _whole(self, checkpoints: list[tuple[int, Path]]) -> Iterator[Path]:
+    def _whole(self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None) -> Iterator[Path]:
+        """Those that are whole; what is wrong with another is logged, and left in ``damaged``."""
         for _, path in checkpoints:
             problems = verify(path, self._verify_hashes)
             if not problems:
                 yield path
             else:
+                if damaged is not None:
+                    damaged[path] = problems
                 logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
 
     def _metric(self, path: Path) -> float | None:

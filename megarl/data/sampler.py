@@ -70,9 +70,9 @@ class ResumableSampler:
         """JSON-ready state: where the next index stands, and what the order was made from."""
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
-    def goes_on_from(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is one of the same data in the same order."""
-        return all(state.get(key) == value for key, value in self._identity.items())
+    def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What says that a state is of other data or another order: name to (value here, value there); empty where it is of these."""
+        return {key: (value, state.get(key)) for key, value in self._identity.items() if state.get(key) != value}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to the place that ``state()`` described.
@@ -80,13 +80,12 @@ class ResumableSampler:
         Raises:
             UnusableCheckpointError: the state is of other data, another seed or another shuffling, or is broken.
         """
-        for key, value in self._identity.items():
-            if state.get(key) != value:
-                raise UnusableCheckpointError(
-                    f"the checkpoint's sampler has {key} = {state.get(key)!r}, this run has {value!r}; the data order would differ. "
-                    "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
-                    "checkpointing.accept_changes=true"
-                )
+        for key, (here, there) in self.differs_in(state).items():
+            raise UnusableCheckpointError(
+                f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order would differ. "
+                "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
+                "checkpointing.accept_changes=true"
+            )
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < self.size:
             raise UnusableCheckpointError(
