@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl import env
 
@@ -80,6 +82,28 @@ class DeviceRuntime:
             return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
         resident, peak = _resident_mebibytes()
         return MemoryFigures(resident, resident, peak, peak)
+
+    def facts(self) -> dict[str, Any]:
+        """Rank, device and memory figures (MiB) of this process, for ``get_gpu_info``; needs torch.distributed."""
+        local_rank = env.integer("LOCAL_RANK", 0)
+        figures = self.memory()
+        return {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "local_rank": local_rank,
+            "local_device_id": self.device.index if self.is_cuda else None,
+            "global_device_id": local_rank,
+            "device_count": torch.cuda.device_count() if self.is_cuda else 0,
+            "device_name": self.device_name,
+            "host": socket.gethostname(),
+            "memory_allocated_mb": figures.allocated_mb,
+            "memory_reserved_mb": figures.reserved_mb,
+            "peak_memory_allocated_mb": figures.peak_allocated_mb,
+            "peak_memory_reserved_mb": figures.peak_reserved_mb,
+            "env_vars": {
+                key: value for key, value in env.snapshot().items() if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
+            },
+        }
 
     def reset_peak_memory(self) -> None:
         """Start peak figures anew (on a CPU the kernel keeps the peak of the whole process; nothing to reset)."""
@@ -165,12 +189,6 @@ def runtime() -> DeviceRuntime:
     if wanted == "cpu" or not available:
         return DeviceRuntime(torch.device("cpu"), "gloo")
     return DeviceRuntime(torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl")
-
-
-def describe() -> dict[str, Any]:
-    """What a report says of the device."""
-    here = runtime()
-    return {"device": str(here.device), "name": here.device_name, "backend": here.backend, "torch": torch.__version__}
 
 
 # what allocators without an error class of their own say: torch's on a CPU, and C++'s where it comes through torch

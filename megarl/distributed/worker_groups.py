@@ -167,9 +167,10 @@ class RayWorkerGroup:
 
         Raises:
             BatchError: (also an AssertionError) positional arguments, or no worker with that index.
-            StateError: a worker still hangs in a call that failed.
+            StateError: the workers were shut down, or one still hangs in a call that failed.
         """
         refuse_positional(method_name, args)
+        self._require_workers(method_name)
         if not 0 <= worker_idx < len(self._workers):
             raise BatchError(f"{method_name}: worker_idx = {worker_idx}: must lie in [0, {len(self._workers)}). Fix: correct the index")
         return self._submit(method_name, [WorkerCall(worker_idx, kwargs)])[0]

@@ -21,7 +21,7 @@ def loss_weight(case: Case) -> float:
 
 
 def make_loss(case: Case) -> Any:
-    """A loss of the contract. The reference calls the same one, once, on the whole global batch."""
+    """The loss of the contract that the workers compute; the reference has its own, :mod:`megarl.parity.reference_losses`."""
     loss_fn, weight = _loss(case), loss_weight(case)
     return loss_fn if weight == 1.0 else _Weighted(loss_fn, weight)
 

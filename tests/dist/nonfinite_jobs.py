@@ -52,7 +52,7 @@ def train(config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], quant
         outcome["steps"].append(result["all_mb_metrics"]["skipped_steps"])
     outcome["weights"] = {name: tensor.clone() for name, tensor in worker.backend.export_hf()}
     outcome["place"] = (dist.get_rank(), worker.backend.groups.data_rank)
-    _close(worker)
+    worker.backend.close()
     return outcome
 
 
@@ -72,7 +72,7 @@ def refusals(config: Mapping[str, Any], directory: str) -> dict[str, str]:
             texts[name] = f"{type(error).__name__}: {error}"
     worker.load_checkpoint(f"{directory}/good", f"{directory}/good-optimizer")
     worker.save_checkpoint(f"{directory}/again")
-    _close(worker)
+    worker.backend.close()
     return texts
 
 
@@ -83,9 +83,3 @@ def build_error(config: Mapping[str, Any]) -> str:
     except MegarlError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def _close(worker: Any) -> None:
-    close = getattr(worker.backend, "close", None)
-    if close is not None:
-        close()

@@ -17,7 +17,7 @@ def save(config: Mapping[str, Any], batch: Mapping[str, Any], directory: str) ->
     groups = worker.backend.groups
     worker.train(data=BatchedDataDict(batch).shard_by_batch_size(groups.data_size)[groups.data_rank], loss_fn=NLLLoss())
     worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
-    _close(worker)
+    worker.backend.close()
 
 
 def load(config: Mapping[str, Any], directories: list[str]) -> list[tuple[str, int, str]]:
@@ -30,11 +30,5 @@ def load(config: Mapping[str, Any], directories: list[str]) -> list[tuple[str, i
             told.append(("", 0, ""))
         except MegarlError as error:
             told.append((type(error).__name__, error.exit_code, str(error)))
-    _close(worker)
+    worker.backend.close()
     return told
-
-
-def _close(worker: Any) -> None:
-    close = getattr(worker.backend, "close", None)
-    if close is not None:
-        close()

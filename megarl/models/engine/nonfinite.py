@@ -100,22 +100,18 @@ class SkipLimit:
         """
         self.in_a_row += 1
         if self.raises:
-            error = NonFiniteError(
+            raise NonFiniteError(
                 f"{batch}. No weight was changed by it. policy.on_nonfinite = 'raise'. "
                 "Fix: look at those rows, or write skip to go on without such a batch"
             )
-        elif self.in_a_row >= self.most:
-            error = NonFiniteError(
+        if self.in_a_row >= self.most:
+            raise NonFiniteError(
                 f"{self.in_a_row} optimizer steps in a row were skipped, policy.max_consecutive_skips = {self.most}; the last: {batch}. "
                 "No weight was changed by any. Fix: look at those rows; go on from an earlier checkpoint, with later ones moved away, and "
                 "a smaller max_grad_norm; or start another run with a lower learning rate from exported weights"
             )
-        else:
-            if dist.get_rank() == 0:
-                logger.warning("skipped an optimizer step: %s", batch)
-            return
-        error.skipped = [batch.as_record()]
-        raise error
+        if dist.get_rank() == 0:
+            logger.warning("skipped an optimizer step: %s", batch)
 
 
 def on_all_ranks(holds: bool, device: torch.device) -> bool:

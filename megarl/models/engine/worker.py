@@ -21,7 +21,6 @@ from megarl.distributed.rendezvous import init_process_group
 from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
-from megarl.models.engine.device_info import device_info
 from megarl.models.engine.first_rank import on_first_rank
 from megarl.models.engine.lifecycle import Lifecycle, Residence
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
@@ -443,7 +442,9 @@ class EngineWorker:
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Rank, device, memory figures (MiB) and one parameter as a sample."""
-        return device_info(self.backend, self.runtime)
+        name, parameter = next(iter(self.backend.parameters()))
+        sample = {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}
+        return {**self.runtime.facts(), "parameter_sample": {name: sample}}
 
     def report_device_id(self) -> str:
         """What tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""
