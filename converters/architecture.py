@@ -123,7 +123,7 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
     if isinstance(hf_config, Mapping):
         check_depth(hf_config, "config.json")
     try:
-        return _read(_as_mapping(hf_config), frozenset(ignore_config_keys))
+        return _read(with_defaults(hf_config), frozenset(ignore_config_keys))
     except ConversionError:
         raise
     except _ODD_VALUE as error:
@@ -133,7 +133,7 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
 
 
 def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
-    family = family_of(config.get("model_type"))
+    family = family_of(config.get("model_type"), config.get("architectures"))
     problems = _refused_keys(config, family, ignored)
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
@@ -175,14 +175,21 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
     return architecture
 
 
-def _as_mapping(hf_config: Any) -> dict[str, Any]:
-    """The config as a flat dict with the defaults of its class filled in."""
+def with_defaults(hf_config: Any) -> dict[str, Any]:
+    """A config as a flat dict, with the defaults of its class in transformers filled in.
+
+    Args:
+        hf_config: as for :func:`read_architecture`.
+
+    Raises:
+        ConversionError: it is of no known family, or not valid.
+    """
     family: Family | None = None
     if isinstance(hf_config, Mapping):
         from huggingface_hub.errors import StrictDataclassError
         from transformers import CONFIG_MAPPING, AutoConfig
 
-        family = family_of(hf_config.get("model_type"))
+        family = family_of(hf_config.get("model_type"), hf_config.get("architectures"))
         options = {key: value for key, value in hf_config.items() if key != "model_type"}
         like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
         if like is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +13,19 @@ from typing import Any
 
 import torch
 
-from converters.errors import ConversionError
+from converters.errors import ChangedSourceError, ConversionError
 from converters.json_file import read_json_object
 from converters.manifest import MANIFEST_FILE, dtype_name
+from converters.regular_file import special_kind
 
 HF_DIRECTORY = "huggingface"
 """Where a Megatron checkpoint keeps these files."""
 TEMPLATES_DIRECTORY = "additional_chat_templates"
 """Where transformers keeps the chat templates of a model that has several."""
+_SPEAKING = re.compile(
+    r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*|merges\.txt|chat_template[^/]*|"
+    rf"[^/]*\.(model|jinja|tiktoken)|{TEMPLATES_DIRECTORY}/.*"
+)
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".distcp", ".npz"}
 
 
@@ -38,9 +45,13 @@ def artifacts(directory: Path) -> list[Path]:
             problems.append(f"{path.relative_to(directory)} leads to {os.readlink(path)}")
         elif path.is_file():
             found.append(path)
+        else:
+            problems.append(f"{path.relative_to(directory)} is {special_kind(path) or 'no file'}")
     if problems:
         raise ConversionError(
-            f"{directory} has links that lead out of it, or to nothing", "put the files themselves there, or remove the links", problems
+            f"{directory} has links that lead out of it or to nothing, or what is no file",
+            "put the files themselves there, or remove the links",
+            problems,
         )
     return found
 
@@ -63,6 +74,46 @@ def copy_artifacts(source: Path, target: Path) -> None:
         shutil.copyfile(path, place)
 
 
+def file_hashes(directory: Path) -> dict[str, str]:
+    """SHA-256 of each of them, by its name in the directory. Errors as of :func:`artifacts`."""
+    hashes = {}
+    for path in artifacts(directory):
+        with path.open("rb") as file:
+            hashes[path.relative_to(directory).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str]:
+    """What became of files of a directory since their hashes were recorded: name to what happened to it."""
+    found = file_hashes(directory)
+    return {name: "was changed" if name in found else "is gone" for name, digest in recorded.items() if found.get(name) != digest}
+
+
+def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, str]) -> None:
+    """Refuse files that are not those that a conversion left.
+
+    Args:
+        directory: of the files.
+        source: of the checkpoint, which has the manifest.
+        recorded: their hashes (:attr:`converters.manifest.Manifest.files`); where there are none, nothing is refused.
+
+    Raises:
+        ConversionError: with the names.
+    """
+    changes = changed_files(directory, recorded) if recorded else {}
+    if changes:
+        raise ConversionError(
+            f"{directory} is not what {source / MANIFEST_FILE} says",
+            f"bring the files back, or remove {MANIFEST_FILE} if they were changed on purpose",
+            [f"{name} {change}" for name, change in changes.items()],
+        )
+
+
+def speaks(name: str) -> bool:
+    """Whether a file beside the weights, by its name, changes what a model is told or says: settings, tokenizer, chat templates."""
+    return _SPEAKING.fullmatch(name) is not None
+
+
 def refuse_changed_config(directory: Path, planned: Mapping[str, Any]) -> None:
     """Refuse a copied ``config.json`` that is not the one that a conversion was planned with.
 
@@ -70,7 +121,7 @@ def refuse_changed_config(directory: Path, planned: Mapping[str, Any]) -> None:
         ConversionError: somebody has changed it meanwhile.
     """
     if read_config(directory) != planned:
-        raise ConversionError(
+        raise ChangedSourceError(
             "config.json was changed while the weights were converted", "run it again, and leave the source alone meanwhile"
         )
 

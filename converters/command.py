@@ -66,6 +66,8 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     for name, command in commands.choices.items():
         if name in ("import", "export", "plan"):
             command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all tensors (default: each keeps its own)")
+        if name in ("import", "plan"):
+            command.add_argument("--allow-unsupported", action="store_true", help="import what no model of Megatron-Core computes")
         if name in ("import", "export", "verify", "plan"):
             merged = "merge this adapter" if name != "verify" else "compare the first checkpoint with this adapter merged into it"
             command.add_argument("--lora", type=Path, metavar="DIR", help=f"{merged} (PEFT's directory, or a checkpoint of adapters)")
@@ -163,6 +165,7 @@ def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         vocab_multiple=arguments.vocab_multiple,
         allow_missing=tuple(arguments.allow_missing),
         lora=arguments.lora,
+        allow_unsupported=arguments.allow_unsupported,
     )
     return _convert(import_for_megatron_lm if arguments.layout == MEGATRON_LM else import_model, plan, arguments)
 
@@ -246,7 +249,8 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if kind_of(path) == MEGATRON:
         facts = describe_export(plan_export(open_megatron(path, opening_options(arguments)), **options), arguments.workers)
     else:
-        facts = describe_import(plan_import(open_dequantized(path), **options), arguments.workers)
+        plan = plan_import(open_dequantized(path), **options, allow_unsupported=arguments.allow_unsupported)
+        facts = describe_import(plan, arguments.workers)
     width = max(len(tensor["key"]) for tensor in facts["tensors"])
     lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
     lines.append(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from converters.architecture import Architecture
+from converters.architecture import Architecture, with_defaults
+from converters.artifacts import file_hashes, speaks
 from converters.check import is_excused
 from converters.exact import cast, unequal
+from converters.inert_keys import SPEAKING_KEYS
+from converters.json_file import read_json_object
 from converters.logical import LogicalModel, MegatronModel
 from converters.manifest import Manifest, TensorHashes, dtype_called, dtype_name
+from converters.restricted import load_plain
 from converters.rule import HuggingFaceTensor, Kind
 from converters.rules import all_rules, hf_tensors
+from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.work import row_ranges
 
 
@@ -22,8 +30,8 @@ class Difference:
     """One thing in which two models differ.
 
     Attributes:
-        kind: ``config``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding`` or ``hash``.
-        name: of the config field or of the tensor.
+        kind: ``config``, ``file``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding``, ``object`` or ``hash``.
+        name: of the config field, the file, the tensor or the object.
         text: both sides, for people.
     """
 
@@ -42,6 +50,48 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
         if left != right:
             shown = [asdict(value) if hasattr(value, "__dataclass_fields__") else value for value in (left, right)]
             yield Difference("config", field.name, f"{shown[0]!r} and {shown[1]!r}")
+
+
+def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
+    """Keys of two ``config.json`` that no architecture has and that are not equal: dtype, special tokens, labels, text generation.
+
+    A key that one leaves out has the default of the config's class in transformers. One without a dtype has that of its weights.
+    """
+    # transformers takes settings of text generation out of a config
+    sides = [{**with_defaults(config), **config} for config in (one, other)]
+    left, right = ({_spelling(key): value for key, value in side.items() if value is not None} for side in sides)
+    for key in sorted({_spelling(key) for key in SPEAKING_KEYS}):
+        values = [_plain(side.get(key)) for side in (left, right)]
+        if values[0] != values[1] and not (key == "dtype" and None in values):
+            yield Difference("config", key, f"{values[0]!r} and {values[1]!r}")
+
+
+def _spelling(key: str) -> str:
+    return "dtype" if key == "torch_dtype" else key
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): inner for key, inner in value.items()}
+    return str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else value
+
+
+def file_differences(one: Path, other: Path) -> Iterator[Difference]:
+    """Files beside the weights of two models that change what a model is told or says, and are not equal; ``config.json`` is compared by
+    its keys, other JSON files by what they hold."""
+    left, right = file_hashes(one), file_hashes(other)
+    for name in sorted(filter(speaks, {*left, *right} - {"config.json"})):
+        if name not in left or name not in right:
+            yield Difference("file", name, f"only in the {'first' if name in left else 'second'}")
+        elif left[name] != right[name] and not _hold_the_same(one / name, other / name):
+            yield Difference("file", name, "they are not equal")
+
+
+def _hold_the_same(one: Path, other: Path) -> bool:
+    if one.suffix != ".json":
+        return False
+    left, right = (read_json_object(path) for path in (one, other))
+    return {**left, "transformers_version": None} == {**right, "transformers_version": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +151,13 @@ def _content_differences(one: Recorded, other: Recorded, left: HuggingFaceTensor
     if count:
         total = torch.Size(left.shape).numel()
         yield Difference("values", left.name, f"{count} of {total} elements, the first at {first}, by at most {largest:.6g}")
+
+
+def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
+    """What is no tensor in a checkpoint that a conversion made: an import leaves empty states of modules alone."""
+    for key in stored.objects:
+        if load_plain(io.BytesIO(stored.read_object(key)), f"{key} in {stored.directory}") != [None]:
+            yield Difference("object", key, "it holds a state, and a conversion leaves none")
 
 
 def value_problems(model: LogicalModel) -> Iterator[Difference]:

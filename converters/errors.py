@@ -1,4 +1,4 @@
-"""The one error of the converters."""
+"""The errors of the converters."""
 
 from __future__ import annotations
 
@@ -32,3 +32,7 @@ class ConversionError(ValueError):
     def __reduce__(self) -> tuple[type[ConversionError], tuple[str, str, tuple[str, ...]]]:
         # Exceptions are rebuilt from their message otherwise, and a worker's error could not reach the driver.
         return type(self), (self.what, self.fix, self.details)
+
+
+class ChangedSourceError(ConversionError):
+    """What was read is not what it was when it was planned, or not what it says of itself: no second run can go on with this work."""

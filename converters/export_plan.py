@@ -12,7 +12,8 @@ import torch
 
 from converters.account import account
 from converters.architecture import Architecture
-from converters.check import repeated_tensors
+from converters.artifacts import refuse_changed_files
+from converters.check import is_excused, repeated_tensors
 from converters.errors import ConversionError
 from converters.export_files import Parts, WrittenTensor, in_files
 from converters.fingerprints import RULES, THE_REST, WEIGHTS, fingerprint_of_rules, fingerprints
@@ -136,7 +137,7 @@ def plan_export(
         checkpoint, adapter = merge_export(checkpoint, lora, dtype)
     model = checkpoint.model
     rules, left_out = account(model, allow_missing)
-    _check_also_stored(checkpoint)
+    _check_manifest(checkpoint, rules, allow_missing)
     stored = _stored(rules, checkpoint.manifest)
     written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
     for place, parts in stored:
@@ -149,15 +150,29 @@ def plan_export(
     return ExportPlan(checkpoint, tuple(in_files(written, max_shard_bytes)), left_out, dtype, missing, adapter, max_shard_bytes)
 
 
-def _check_also_stored(checkpoint: MegatronCheckpoint) -> None:
-    """A manifest adds no tensors but those that models of the family do store twice."""
+def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: tuple[str, ...]) -> None:
+    """Refuse files and tensors that are not those of the conversion which made the checkpoint.
+
+    Raises:
+        ConversionError: a file beside the weights was changed, there are other tensors, or the manifest says what no model of the family
+            does.
+    """
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return
+    if checkpoint.hf_directory is not None:
+        refuse_changed_files(checkpoint.hf_directory, checkpoint.directory, checkpoint.recorded_files)
+    there = {name for rule in rules for name in rule.hf_names}
+    problems = [f"{name!r} is in the checkpoint, and it does not know it" for name in sorted(there - set(manifest.tensors))]
+    gone = [name for name in manifest.tensors if name not in there and not is_excused([name], (*excused, *manifest.excused))]
+    problems += [f"{name!r} is in it, and not in the checkpoint" for name in gone]
     known = repeated_tensors(checkpoint.model.architecture)
-    said = checkpoint.manifest.also_stored if checkpoint.manifest is not None else {}
-    problems = [f"{name!r} repeats {original!r}" for name, original in said.items() if known.get(name) != original]
+    doubled = [(name, original) for name, original in manifest.also_stored.items() if known.get(name) != original]
+    problems += [f"{name!r} repeats {original!r}, which no {manifest.family} model does" for name, original in doubled]
     if problems:
         raise ConversionError(
-            f"{checkpoint.directory / MANIFEST_FILE} says what follows, which no {checkpoint.model.architecture.family} model does",
-            f"import again, or remove {MANIFEST_FILE}",
+            f"{checkpoint.directory / MANIFEST_FILE} and the checkpoint do not belong together",
+            f"import again, or remove {MANIFEST_FILE} if the weights were changed on purpose",
             problems,
         )
 

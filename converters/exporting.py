@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from converters.artifacts import artifacts, copy_artifacts, refuse_changed_config, write_config
+from converters.artifacts import artifacts, copy_artifacts, file_hashes, refuse_changed_config, write_config
 from converters.boxes import read_box, whole, write_bytes
 from converters.errors import ConversionError
 from converters.export_files import WrittenTensor, header_of, index_of, is_hf_directory
 from converters.export_plan import ExportPlan
-from converters.manifest import MANIFEST_FILE, Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
+from converters.held_against import HeldAgainst
+from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
 from converters.narrowing import Narrowing
 from converters.open_files import OpenFiles
 from converters.places import rows_in
@@ -49,8 +50,7 @@ def export_model(
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
-    staging = Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_hf_directory)
-    try:
+    with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_hf_directory) as staging:
         shown = Progress(plan.size, f"export {target.name}", progress)
         anew = say_why_anew(staging.started_anew_because_of, shown)
         writer = _Writer(plan, staging)
@@ -64,13 +64,11 @@ def export_model(
         finally:
             writer.close()
         shown.finish()
-        _refuse_changed(plan, writer.finished)
+        digests = {name: digest for each in writer.finished.values() for name, digest in each.items()}
+        writer.held.refuse_changed(digests, writer.before)
         notes = {**writer.narrowing.summary(), **plan.notes}
-        _write_rest(plan, staging.directory, writer.finished, notes)
+        _write_rest(plan, staging.directory, digests, notes)
         staging.finish()
-    except BaseException:
-        staging.close()
-        raise
     notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
     return Outcome(target, len(plan.written), plan.size, resumed, workers, peak_memory(), notes)
 
@@ -90,16 +88,22 @@ class _Writer:
                 os.ftruncate(descriptor, len(header) + sum(tensor.size for tensor in tensors))
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             self._data_begins[file] = len(header)
+        dtypes = {part.name: tensor.dtype for tensor in plan.written for part, _ in tensor.parts}
+        merged = () if plan.adapter is None else plan.adapter.factors
+        self.held = HeldAgainst(plan.checkpoint.manifest, plan.checkpoint.directory, dtypes, merged)
         self.finished: dict[str, dict[str, str]] = {}
+        self.before: dict[str, str] = {}
 
     def write(self, tensor: WrittenTensor) -> None:
         """One stored tensor, and the hashes of the Hugging Face tensors in it into ``finished`` and the journal."""
-        hashes = TensorHashes([part.name for part, _ in tensor.parts])
-        for position, chunk in self._chunks(tensor, hashes):
+        names = [part.name for part, _ in tensor.parts]
+        hashes, before = TensorHashes(names), self.held.hashes(names)
+        for position, chunk in self._chunks(tensor, hashes, before):
             with self._files.use(self._staging.directory / tensor.file) as descriptor:
                 write_bytes(descriptor, self._begin(tensor) + position, chunk)
         digests = self.finished[tensor.name] = hashes.digests()
-        record = {"tensor": tensor.name, "digests": digests, "errors": self.narrowing.error_of(digests)}
+        self.before |= before.digests()
+        record = {"tensor": tensor.name, "digests": digests, "errors": self.narrowing.error_of(digests), "before": before.digests()}
         self._staging.record(record, self._staging.directory / tensor.file)
 
     def close(self) -> None:
@@ -109,12 +113,14 @@ class _Writer:
     def _begin(self, tensor: WrittenTensor) -> int:
         return self._data_begins[tensor.file] + tensor.offset
 
-    def _chunks(self, tensor: WrittenTensor, hashes: TensorHashes) -> Iterator[tuple[int, Tensor]]:
+    def _chunks(self, tensor: WrittenTensor, hashes: TensorHashes, before: TensorHashes) -> Iterator[tuple[int, Tensor]]:
         """Bytes to write and where, counted from the beginning of the tensor."""
         for position, shape, pieces in _layout(tensor):
             chunk = torch.zeros(shape if pieces[0].place is not None else 0, dtype=tensor.dtype)
             for part, start, stop, place in pieces:
-                rows = self.narrowing.cast(part.name, self._plan.model.read(part, start, stop), tensor.dtype)
+                rows = self._plan.model.read(part, start, stop)
+                self.held.update(before, part.name, rows)
+                rows = self.narrowing.cast(part.name, rows, tensor.dtype)
                 hashes.update(part.name, rows)
                 if place is None:
                     chunk = rows
@@ -130,6 +136,7 @@ class _Writer:
             tensor = written[record["tensor"]]
             if self._digests_of(tensor) == record["digests"]:
                 self.finished[tensor.name] = record["digests"]
+                self.before |= record["before"]
                 self.narrowing.recall(record["errors"])
 
         checks = [Piece(written[record["tensor"]].size, functools.partial(check, record)) for record in self._staging.records]
@@ -178,27 +185,7 @@ def _row_of(place: Place) -> int:
     return place.start if place.index is None else place.index * place.shape[1] + place.start
 
 
-def _refuse_changed(plan: ExportPlan, digests: dict[str, dict[str, str]]) -> None:
-    """A checkpoint that has a manifest still is what that says; what training saves has none."""
-    records = plan.checkpoint.manifest.tensors if plan.checkpoint.manifest is not None else {}
-    changed = [
-        part.name
-        for tensor in plan.written
-        for part, _ in tensor.parts
-        if part.name in records
-        and (plan.adapter is None or part.name not in plan.adapter)
-        and records[part.name].dtype == dtype_name(tensor.dtype)
-        and records[part.name].sha256 != digests[tensor.name][part.name]
-    ]
-    if changed:
-        raise ConversionError(
-            f"{plan.checkpoint.directory} is not what its {MANIFEST_FILE} says",
-            f"import again; or remove {MANIFEST_FILE} if the weights were changed on purpose",
-            changed,
-        )
-
-
-def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, dict[str, str]], notes: dict[str, Any]) -> None:
+def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, str], notes: dict[str, Any]) -> None:
     """Index, config, tokenizer, manifest."""
     index = index_of(plan.written)
     if index is not None:
@@ -211,9 +198,10 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, dict[str, 
         (directory / "config.json").write_text(json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8")
     write_config(directory, plan.main_dtype)
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
-    tensors = {name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[tensor.name][name]) for name, (part, tensor) in own.items()}
+    tensors = {name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[name]) for name, (part, tensor) in own.items()}
     manifest = plan.checkpoint.manifest
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}
     source, family = plan.checkpoint.directory.name, plan.architecture.family
-    Manifest(source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out).write(directory)
+    files = file_hashes(directory)
+    Manifest(source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files).write(directory)

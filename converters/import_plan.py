@@ -19,6 +19,7 @@ from converters.logical import HuggingFaceModel, shape_of_parameter
 from converters.lora import LoraAdapter
 from converters.lora_model import merge_import
 from converters.manifest import dtype_name
+from converters.megatron_settings import megatron_settings
 from converters.narrowing import kept_dtype
 from converters.plausible import check_plausible
 from converters.prediction_layers import as_stored
@@ -157,6 +158,7 @@ def plan_import(
     vocab_multiple: int = 1,
     allow_missing: tuple[str, ...] = (),
     lora: Path | None = None,
+    allow_unsupported: bool = False,
 ) -> ImportPlan:
     """Work out an import.
 
@@ -166,9 +168,10 @@ def plan_import(
         vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
         lora: directory of a PEFT adapter to merge.
+        allow_unsupported: import a model although no Megatron-Core model computes what it computes.
 
     Raises:
-        ConversionError: config and weights do not belong together, or something cannot be carried over.
+        ConversionError: config and weights do not belong together, something cannot be carried over, or no Megatron-Core model computes it.
     """
     config = source.read_json("config.json")
     if config is None:
@@ -176,6 +179,8 @@ def plan_import(
     if vocab_multiple < 1:
         raise ConversionError(f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128")
     architecture = as_stored(read_architecture(config), source.names())
+    if not allow_unsupported:
+        _require_support(architecture)
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     check_source(source, architecture, excused=allow_missing)
     if dtype is not None and isinstance(source, DequantizedSource):
@@ -202,6 +207,17 @@ def plan_import(
         adapter=adapter,
         dtype_asked=dtype,
     )
+
+
+def _require_support(architecture: Architecture) -> None:
+    """Refuse what would be converted without loss and could not be trained. A model that scores has no GPTModel, and trainers have one of
+    their own for it."""
+    if architecture.head is not None:
+        return
+    try:
+        megatron_settings(architecture)
+    except ConversionError as error:
+        raise ConversionError(error.what, f"{error.fix}; --allow-unsupported imports it all the same", error.details) from error
 
 
 def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -> bool:

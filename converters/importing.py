@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,12 +12,13 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from converters.artifacts import HF_DIRECTORY, artifacts, copy_artifacts, refuse_changed_config
+from converters.artifacts import HF_DIRECTORY, artifacts, copy_artifacts, file_hashes, refuse_changed_config, refuse_changed_files
 from converters.errors import ConversionError
 from converters.exact import cast
+from converters.held_against import HeldAgainst
 from converters.import_plan import ImportPlan
 from converters.layouts import runs_of
-from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
+from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes, read_manifest
 from converters.narrowing import Narrowing
 from converters.places import locate
 from converters.quantized import DequantizedSource, drop_quantization
@@ -50,41 +51,39 @@ def import_model(
     check_apart(plan.model.source.directory, target)
     artifacts(plan.model.source.directory)  # refuses what cannot be copied at the end
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
-    staging = Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint)
-    try:
+    with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint) as staging:
         total = sum(map(plan.size, plan.rules))
         shown = Progress(total, f"import {target.name}", progress)
         anew = say_why_anew(staging.started_anew_because_of, shown)
         narrowing = Narrowing(asked=True)
+        held = _held_against(plan)
         finished = _finished_files(plan, staging, narrowing, workers, progress)
         resumed = sum(plan.size(rule) for name, rules in plan.files if name in finished for rule in rules)
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
         pieces = [
-            Piece(sum(map(plan.size, rules)), functools.partial(_write_file, plan, staging, name, rules, narrowing, finished))
+            Piece(sum(map(plan.size, rules)), functools.partial(_write_file, plan, staging, name, rules, narrowing, finished, held))
             for name, rules in plan.files
             if name not in finished
         ]
         run_pieces(pieces, workers, shown)
         shown.finish()
+        digests = {name: digest for file in finished.values() for name, digest in file.digests.items()}
+        held.refuse_changed(digests, {name: digest for file in finished.values() for name, digest in file.before.items()})
         notes = {**narrowing.summary(), **_not_finite(finished.values()), **plan.notes}
         items = [item for name, _ in plan.files for item in finished[name].items]
         finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
         if common_state is not None:
             write_common(staging.directory, common_state)
-        copy_artifacts(plan.model.source.directory, staging.directory / HF_DIRECTORY)
+        beside = staging.directory / HF_DIRECTORY
+        copy_artifacts(plan.model.source.directory, beside)
         if isinstance(plan.model.source, DequantizedSource):
-            drop_quantization(staging.directory / HF_DIRECTORY)
-        refuse_changed_config(staging.directory / HF_DIRECTORY, plan.config)
-        _manifest(plan, {name: digest for file in finished.values() for name, digest in file.digests.items()}, notes).write(
-            staging.directory
-        )
+            drop_quantization(beside)
+        refuse_changed_config(beside, plan.config)
+        _manifest(plan, digests, notes, file_hashes(beside)).write(staging.directory)
         staging.finish()
-    except BaseException:
-        staging.close()
-        raise
     notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
-    return Outcome(target, len(plan.rules), total, resumed, workers, peak_memory(), notes)
+    return Outcome(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes)
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,17 @@ class _FinishedFile:
     items: list[StoredItem]
     digests: dict[str, str]
     not_finite: list[str]
+    before: dict[str, str]
+    """Hashes as of :class:`HeldAgainst`."""
+
+
+def _held_against(plan: ImportPlan) -> HeldAgainst:
+    """The manifest of the source, and the files that were copied beside its weights."""
+    directory = plan.model.source.directory
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        refuse_changed_files(directory, directory, manifest.files)
+    return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.factors)
 
 
 def _not_finite(finished: Iterable[_FinishedFile]) -> dict[str, Any]:
@@ -101,7 +111,7 @@ def _not_finite(finished: Iterable[_FinishedFile]) -> dict[str, Any]:
     return {"not_finite": f"NaN or infinity in {shown}"} if names else {}
 
 
-def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) -> Manifest:
+def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], files: dict[str, str]) -> Manifest:
     """What the checkpoint will say of itself."""
     tensors, places = {}, {}
     for rule in plan.rules:
@@ -111,29 +121,47 @@ def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any]) 
             if place.name != part.name:
                 places[part.name] = dataclasses.asdict(place)
     source = plan.model.source
-    return Manifest(source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes, plan.missing, plan.left_out)
+    return Manifest(
+        source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes, plan.missing, plan.left_out, files
+    )
 
 
 def _write_file(
-    plan: ImportPlan, staging: Staging, name: str, rules: list[Rule], narrowing: Narrowing, finished: dict[str, _FinishedFile]
+    plan: ImportPlan,
+    staging: Staging,
+    name: str,
+    rules: list[Rule],
+    narrowing: Narrowing,
+    finished: dict[str, _FinishedFile],
+    held: HeldAgainst,
 ) -> None:
     """One item file, and what it holds into ``finished`` and the journal."""
-    hashes = TensorHashes([part for rule in rules for part in rule.hf_names])
+    names = [part for rule in rules for part in rule.hf_names]
+    hashes, before = TensorHashes(names), held.hashes(names)
+
+    def read(part: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+        rows = plan.model.read(part, start, stop)
+        held.update(before, part.name, rows)
+        rows = narrowing.cast(part.name, rows, plan.dtypes[part.name])
+        hashes.update(part.name, rows)
+        return rows
+
     file = ItemFile(staging.directory / name)
     try:
         for rule in rules:
             place = plan.place(rule)
-            for start, chunk in _chunks(plan, rule, hashes, narrowing):
+            for start, chunk in _chunks(plan, rule, read):
                 file.add(place.key, (*place.index, start, *[0] * (chunk.dim() - 1)), chunk.reshape(*[1] * len(place.index), *chunk.shape))
     finally:
         file.close()
-    done = _FinishedFile(file.items, hashes.digests(), sorted(hashes.not_finite))
+    done = _FinishedFile(file.items, hashes.digests(), sorted(hashes.not_finite), before.digests())
     finished[name] = done
     record = {
         "file": name,
         "items": [dataclasses.astuple(item) for item in done.items],
         "digests": done.digests,
         "not_finite": done.not_finite,
+        "before": done.before,
     }
     staging.record({**record, "errors": narrowing.error_of(done.digests)}, staging.directory / name)
 
@@ -160,16 +188,13 @@ def _layout(plan: ImportPlan, rule: Rule) -> Iterator[tuple[int, int, list[_Rows
         yield start, stop, rows
 
 
-def _chunks(plan: ImportPlan, rule: Rule, hashes: TensorHashes, narrowing: Narrowing) -> Iterator[tuple[int, Tensor]]:
-    """The whole parameter in ranges of rows, put together from the source; its tensors' rows go into the hashes on the way."""
+def _chunks(plan: ImportPlan, rule: Rule, read: Callable[[HuggingFaceTensor, int, int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The whole parameter in ranges of rows, put together from rows of its tensors."""
     shape, dtype = plan.shape(rule), plan.dtype(rule)
     for start, stop, wanted in _layout(plan, rule):
         chunk = torch.zeros(stop - start, *shape[1:], dtype=dtype)
         for one in wanted:
-            last = one.first + one.place.stop - one.place.start
-            rows = narrowing.cast(one.part.name, plan.model.read(one.part, one.first, last), plan.dtypes[one.part.name])
-            hashes.update(one.part.name, rows)
-            chunk[one.place] = cast(rows, dtype)
+            chunk[one.place] = cast(read(one.part, one.first, one.first + one.place.stop - one.place.start), dtype)
         yield start, chunk
 
 
@@ -184,7 +209,7 @@ def _finished_files(
         items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
         try:
             if _digests_of(plan, staging.directory, rules_of[record["file"]], items) == record["digests"]:
-                finished[record["file"]] = _FinishedFile(items, record["digests"], record.get("not_finite", []))
+                finished[record["file"]] = _FinishedFile(items, record["digests"], record["not_finite"], record["before"])
                 narrowing.recall(record["errors"])
         except ConversionError:  # damaged meanwhile: written again
             return

@@ -10,17 +10,11 @@ _BOOKKEEPING = frozenset(
         "attn_implementation",
         "chunk_size_feed_forward",
         "commit_hash",
-        "dtype",
         "finetuning_task",
-        "id2label",
-        "label2id",
-        "num_labels",
         "output_attentions",
         "output_hidden_states",
-        "problem_type",
         "return_dict",
         "task_specific_params",
-        "torch_dtype",
         "torchscript",
         "transformers.js_config",
         "transformers_version",
@@ -30,6 +24,8 @@ _BOOKKEEPING = frozenset(
         "use_cache",
     }
 )
+_LOADING = frozenset({"dtype", "torch_dtype"})
+_LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
 _TOKENS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id", "tokenizer_class"})
 _GENERATION = frozenset(
     {
@@ -62,5 +58,8 @@ _GENERATION = frozenset(
     }
 )
 
-INERT_KEYS = _BOOKKEEPING | _TOKENS | _GENERATION
-"""Names of versions and paths, the form of outputs, special token ids, defaults of text generation."""
+SPEAKING_KEYS = _LOADING | _LABELS | _TOKENS | _GENERATION
+"""Those that change what a user of the model gets: the dtype it is loaded in, special token ids, labels, defaults of text generation."""
+
+INERT_KEYS = _BOOKKEEPING | SPEAKING_KEYS
+"""These, names of versions and paths, and the form of outputs."""

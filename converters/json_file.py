@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
+from converters.regular_file import require_regular
 
 DEEPEST = 64
 """Levels of lists and objects in each other that a file may have; no config has more than a few."""
@@ -21,8 +22,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ConversionError: it cannot be read, holds something else, or nests deeper than ``DEEPEST`` levels.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        content = json.loads(require_regular(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ConversionError):
         raise
     # json gives up with a RecursionError on what nests too deeply
     except (OSError, ValueError, RecursionError) as error:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from converters.boxes import bytes_of
 from converters.errors import ConversionError
+from converters.regular_file import require_regular
 from converters.whole_file import whole_file
 
 MANIFEST_FILE = "conversion.json"
@@ -51,6 +52,7 @@ class Manifest:
         notes: further facts, for people: dtypes that were changed, with the largest error.
         missing: Hugging Face tensors that the source did not have, and was excused for.
         left_out: names of the source without a counterpart, which were excused.
+        files: SHA-256 of each file beside the weights, by name; empty in manifests of the first releases.
     """
 
     source: str
@@ -61,6 +63,7 @@ class Manifest:
     notes: dict[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def excused(self) -> tuple[str, ...]:
@@ -84,6 +87,7 @@ class Manifest:
             "also_stored": self.also_stored,
             "places": self.places,
             "notes": self.notes,
+            "files": self.files,
             "excused": {"missing": list(self.missing), "left_out": list(self.left_out)},
             "tensors": {
                 name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": record.sha256} for name, record in self.tensors.items()
@@ -116,7 +120,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     path = directory / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(require_regular(path).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ConversionError(f"{path} has format {content['format']!r}, known is {FORMAT}", "use a newer megarl, or convert again")
         tensors = {
@@ -124,11 +128,12 @@ def read_manifest(directory: Path) -> Manifest | None:
             for name, record in content["tensors"].items()
         }
         places = {str(name): dict(place) for name, place in content["places"].items()}
-        # manifests of the first releases do not have them
+        # manifests of the first releases have neither these nor files
         missing, left_out = (tuple(map(str, content.get("excused", {}).get(key, ()))) for key in ("missing", "left_out"))
+        files = {str(name): _hash(digest) for name, digest in content.get("files", {}).items()}
         also_stored = {str(name): str(original) for name, original in content["also_stored"].items()}
         return Manifest(
-            str(content["source"]), str(content["family"]), tensors, also_stored, places, dict(content["notes"]), missing, left_out
+            str(content["source"]), str(content["family"]), tensors, also_stored, places, dict(content["notes"]), missing, left_out, files
         )
     except FileNotFoundError:
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import ConversionError
+from converters.regular_file import require_regular
 
 _MOST = 16
 
@@ -67,7 +68,7 @@ class OpenFiles:
 
     def _opened(self, path: Path) -> _Open:
         try:
-            descriptor = os.open(path, self._flags)
+            descriptor = os.open(require_regular(path), self._flags)
         except OSError as error:
             raise ConversionError(f"{path} cannot be read ({error})", "check the file and its permissions, or fetch it again") from error
         status = os.fstat(descriptor)

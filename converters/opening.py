@@ -42,6 +42,7 @@ class MegatronCheckpoint:
         unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do without.
         padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says what it trained
             starts them with anything.
+        stored: the checkpoint as it lies there.
         weights: which of its weights the tensors are (:class:`converters.foreign.options.OpeningOptions`).
     """
 
@@ -50,10 +51,17 @@ class MegatronCheckpoint:
     hf_directory: Path | None
     config: dict[str, Any]
     manifest: Manifest | None
+    stored: TorchDistCheckpoint
     config_is_made: bool = False
     unanswered: tuple[str, ...] = ()
     padding_is_free: bool = False
     weights: str = MODEL_WEIGHTS
+
+    @property
+    def recorded_files(self) -> dict[str, str]:
+        """Hashes of the files in ``hf_directory`` as the conversion left them; empty where nothing says so, or the files are others."""
+        own = self.manifest is not None and self.hf_directory == self.directory / HF_DIRECTORY
+        return self.manifest.files if self.manifest is not None and own else {}
 
     def identity(self) -> list[Any]:
         """Changes when the weights do: name, size and time of change of each file."""
@@ -90,6 +98,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         options.tokenizer if made else hf_directory,
         config,
         manifest,
+        checkpoint,
         config_is_made=made,
         unanswered=_unanswered(config, options) if made else (),
         padding_is_free=settings is not None and manifest is None,

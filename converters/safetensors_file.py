@@ -16,6 +16,7 @@ from torch import Tensor
 from converters.boxes import Box, read_box, whole
 from converters.errors import ConversionError
 from converters.open_files import OpenFiles
+from converters.regular_file import require_regular
 
 DTYPES = {
     "F64": torch.float64,
@@ -53,7 +54,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
-        self.path = path
+        self.path = require_regular(path)
         self._files = files or OpenFiles()
         try:
             # the library judges the header: sizes, overlaps, holes, the length of the file

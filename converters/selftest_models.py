@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from converters.architecture import Architecture
+from converters.artifacts import write_config
 from converters.errors import ConversionError
 from converters.families.base import Family
 from converters.rules import hf_tensors
@@ -121,6 +122,7 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
     """The tensors of ``model`` with other values: in float32 every element is another, in narrower dtypes they are random."""
     directory.mkdir()
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+    write_config(directory, dtype)
     stay = {tensor.name for tensor in hf_tensors(architecture) if tensor.stays_float32}
     tensors, count = {}, 0
     for name, tensor in sorted(stored_tensors(model).items()):

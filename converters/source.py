@@ -16,6 +16,7 @@ from converters.errors import ConversionError
 from converters.json_file import read_json_object
 from converters.open_files import OpenFiles
 from converters.safetensors_file import SafetensorsFile
+from converters.torch_dist.find import holds_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -181,6 +182,8 @@ class HuggingFaceSource:
         index = self.read_json(_INDEX)
         if index is not None:
             return self._check_index(index.get("weight_map"))
+        if holds_checkpoint(self.directory):
+            raise ConversionError(f"{self.directory} is a checkpoint of Megatron-Core (torch_dist)", "megarl convert export reads it")
         pickles = sorted(path.name for path in self.directory.glob("*.bin"))
         raise ConversionError(
             f"{self.directory} has neither {_SINGLE} nor {_INDEX}" + (f", only {pickles[0]}" if pickles else ""),

@@ -15,18 +15,20 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
-from converters.errors import ConversionError
+from converters.errors import ChangedSourceError, ConversionError
 from converters.fingerprints import changed
 
-_JOURNAL = "journal.jsonl"
+_JOURNAL = ".journal.jsonl"
 # what a kill may cost: records wait so long for the data that they vouch for to be on disk
 _SECONDS_BETWEEN_RECORDS = 2.0
 
 
 class Staging:
-    """The unfinished directory.
+    """The unfinished directory, as a context: :meth:`finish` gives it its name. If the block fails instead, finished work stays, to be
+    taken up again, and the error says where and how much; none stays where no second run could go on with it.
 
     Args:
         target: the directory to be.
@@ -67,6 +69,7 @@ class Staging:
             self._unlock()
             raise
         self._waiting: list[tuple[dict[str, Any], Path]] = []
+        self._finished_pieces = len(self.records)
         self._recorded_at = time.monotonic()
         self._mutex = threading.Lock()
 
@@ -79,6 +82,7 @@ class Staging:
         """Note that a piece of work in ``file`` is done. The journal says so once the file is on disk."""
         with self._mutex:
             self._waiting.append((finished, file))
+            self._finished_pieces += 1
             if time.monotonic() - self._recorded_at > _SECONDS_BETWEEN_RECORDS:
                 self._flush()
 
@@ -92,15 +96,27 @@ class Staging:
         put_in_place(self.directory, self.target)
         self._unlock()
 
-    def close(self) -> None:
-        """Leave the work as it is, to be taken up again."""
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            return
         try:
             with self._mutex:
                 if not self._journal.closed:
                     self._flush()
                     self._journal.close()
+            is_of_use = self._finished_pieces > 0 and not isinstance(error, ChangedSourceError)
+            if isinstance(error, Exception) and not is_of_use:
+                shutil.rmtree(self.directory, ignore_errors=True)
         finally:
             self._unlock()
+        if isinstance(error, ConversionError) and is_of_use:
+            left = f"{self.directory} keeps {_size_on_disk(self.directory) / 1e9:.2f} GB of finished work"
+            raise ConversionError(
+                error.what, f"{error.fix}. {left}, with which the same command goes on; remove it otherwise", error.details
+            ) from error
 
     def _unlock(self) -> None:
         self._lock_path.unlink(missing_ok=True)
@@ -182,7 +198,7 @@ def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> N
 
 
 def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
-    """Refuse a target that may not be made, or not be replaced.
+    """Refuse a target that may not be made, or not be replaced. An empty directory is taken.
 
     Args:
         target: directory to be.
@@ -192,12 +208,12 @@ def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool])
     Raises:
         ConversionError: it may not.
     """
-    if not os.path.lexists(target):
+    is_directory = target.is_dir() and not target.is_symlink()
+    if not os.path.lexists(target) or (is_directory and not any(target.iterdir())):
         return
     if not overwrite:
         raise ConversionError(f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)")
-    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or is_ours(target))
-    if not ours:
+    if not (is_directory and is_ours(target)):
         raise ConversionError(f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory")
 
 
@@ -207,6 +223,11 @@ def flush_to_disk(directory: Path) -> None:
         for name in files:
             _sync(Path(root) / name)
         _sync(Path(root))
+
+
+def _size_on_disk(directory: Path) -> int:
+    """Bytes that a directory takes; files may have holes."""
+    return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 
 def _sync(path: Path) -> None:

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from converters.account import account
+from converters.artifacts import changed_files, file_hashes, read_config, speaks
 from converters.check import check_source
 from converters.compare import (
     Difference,
     Recorded,
     config_differences,
+    file_differences,
     hash_differences,
+    object_differences,
     padding_differences,
+    setting_differences,
     tensor_differences,
     value_problems,
 )
@@ -40,6 +44,25 @@ class Opened:
     model: HuggingFaceModel | MegatronModel
     manifest: Manifest | None
     megatron: MegatronCheckpoint | None = None
+
+    @property
+    def files(self) -> Path | None:
+        """Directory of the files beside the weights; None where there are none."""
+        return self.path if self.megatron is None else self.megatron.hf_directory
+
+    @property
+    def recorded_files(self) -> dict[str, str]:
+        """Their hashes as a conversion left them; empty where nothing says so."""
+        if self.megatron is not None:
+            return self.megatron.recorded_files
+        return {} if self.manifest is None else self.manifest.files
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The parsed ``config.json``; None where the config is made of a trainer's settings."""
+        if self.megatron is None:
+            return read_config(self.path)
+        return None if self.megatron.config_is_made else self.megatron.config
 
     @property
     def recorded(self) -> Recorded:
@@ -74,6 +97,26 @@ def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Differe
         yield from padding_differences(opened.model)
     if opened.manifest is not None:
         yield from hash_differences(opened.model, opened.manifest, excused)
+        if opened.megatron is not None:
+            yield from object_differences(opened.megatron.stored)
+    if opened.files is not None and opened.recorded_files:
+        for name, change in changed_files(opened.files, opened.recorded_files).items():
+            yield Difference("file", name, f"it {change} since the conversion")
+
+
+def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
+    """In what two models differ: config, files beside the weights, tensors.
+
+    Args:
+        one, other: the checkpoints.
+        excused: patterns (``*`` and ``?``) of names that need no counterpart.
+    """
+    yield from config_differences(one.model.architecture, other.model.architecture)
+    if one.config is not None and other.config is not None:
+        yield from setting_differences(one.config, other.config)
+    if one.files is not None and other.files is not None:
+        yield from file_differences(one.files, other.files)
+    yield from tensor_differences(one.recorded, other.recorded, excused)
 
 
 def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()) -> list[Difference]:
@@ -96,10 +139,9 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
         return found
     if other is None:
         return found + (list(value_problems(one.model)) if one.manifest is None else [])
-    found += config_differences(one.model.architecture, other.model.architecture)
     agree_on_dtypes(one, other)
     # what a conversion was excused from may be missing on both sides, but not on one
-    return found + list(tensor_differences(one.recorded, other.recorded, excused))
+    return found + list(differences(one, other, excused))
 
 
 def agree_on_dtypes(one: Opened, other: Opened) -> None:
@@ -123,21 +165,47 @@ def recorded_excuses(one: Opened, other: Opened | None = None) -> tuple[str, ...
 
 def scope(one: Opened, other: Opened | None, found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """What :func:`verify` checked, and what it did not, in words."""
-    checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], ["tokenizer and other files beside the weights"]
+    checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], [*_unchecked_files(one, other)]
+    for opened in (one, other):
+        if opened is not None and opened.megatron is not None and opened.megatron.stored.objects and opened.manifest is None:
+            unchecked.append(f"the {len(opened.megatron.stored.objects)} objects of {opened.path.name} that are no tensors")
     if any(isinstance(opened.model, MegatronModel) for opened in (one, other) if opened is not None):
         checked.append("every element is stored exactly once; rows behind the vocabulary are zero")
     if any(difference.kind == "keys" for difference in found):
         return checked[:1], ["values: names or shapes are wrong already", *unchecked]
     for opened in (one, other):
         if opened is not None and opened.manifest is not None:
-            checked.append(f"the values of {opened.path.name} against the hashes in its {MANIFEST_FILE}")
+            files = " and files beside the weights" if opened.recorded_files else ""
+            checked.append(f"the values{files} of {opened.path.name} against the hashes in its {MANIFEST_FILE}")
     if other is not None:
-        checked.append("config and values of both, bit for bit")
+        settings = ", special tokens and defaults of text generation" if one.config is not None and other.config is not None else ""
+        files = ", tokenizer and chat templates" if one.files is not None and other.files is not None else ""
+        checked.append(f"config{settings}{files} and values of both, bit for bit")
     elif one.manifest is None:
         checked.append("every value was read and is finite" if not found else "every value was read")
         unchecked.insert(0, f"whether the values are the right ones: there is no {MANIFEST_FILE} and no second checkpoint")
     names = [*excused, *recorded_excuses(one, other)]
     return checked, [*unchecked, *([f"excused: {', '.join(names)}"] if names else [])]
+
+
+def _unchecked_files(one: Opened, other: Opened | None) -> Iterator[str]:
+    """Of the files beside the weights, which were compared with nothing."""
+    if other is None:
+        later = sorted(file_hashes(one.files).keys() - one.recorded_files.keys()) if one.files is not None else []
+        if not one.recorded_files:
+            yield "tokenizer and other files beside the weights"
+        elif later:
+            yield f"files that came after the conversion: {', '.join(later)}"
+        return
+    if one.config is None or other.config is None:
+        yield "special tokens and defaults of text generation: a config is made of its trainer's settings"
+    if one.files is None or other.files is None:
+        yield "tokenizer and other files beside the weights: there are none on one side"
+        return
+    left, right = file_hashes(one.files), file_hashes(other.files)
+    silent = [name for name in sorted({*left, *right}) if not speaks(name) and left.get(name) != right.get(name)]
+    if silent:
+        yield f"files that differ and say nothing of the model: {', '.join(silent)}"
 
 
 def tensor_count(opened: Opened) -> int:
@@ -169,7 +237,7 @@ def _logits(opened: Opened, tokens: int) -> Any:
         elif isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
             # transformers computes with quantised weights on a GPU alone
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
-            import_model(plan_import(opened.model.source), imported)
+            import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)
         # the grouped product of experts that transformers prefers does not take every width
         options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.compare import Difference, config_differences, tensor_differences
+from converters.compare import Difference
 from converters.errors import ConversionError
 from converters.foreign.options import OpeningOptions
 from converters.lora_model import merge_opened
 from converters.rules import hf_tensors
-from converters.verify import logits_difference, open_any, scope, tensor_count, verify
+from converters.verify import differences, logits_difference, open_any, scope, tensor_count, verify
 
 DIFFERENT = 1
 
@@ -51,7 +51,7 @@ def verify_paths(
         "not_checked": unchecked,
         "differences": [_facts(each) for each in found],
     }
-    lines = [f"{len(found)} differences", *(f"  {each}" for each in found)] if found else [f"{facts['tensors']} tensors: {_said(opened)}"]
+    lines = [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)] if found else [f"{facts['tensors']} tensors: {_said(opened)}"]
     if logits and any(each.kind in ("keys", "missing", "shape") for each in found):
         unchecked.append("logits: the models are too different")
     elif logits and any(len(each.recorded.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):
@@ -66,10 +66,7 @@ def verify_paths(
 def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> tuple[int, dict[str, Any], str]:
     """List in what two models differ. Arguments and errors as of :func:`verify_paths`."""
     one, other = open_any(first, options), open_any(second, options)
-    found = [
-        *config_differences(one.model.architecture, other.model.architecture),
-        *tensor_differences(one.recorded, other.recorded, excused),
-    ]
+    found = list(differences(one, other, excused))
     facts = {"equal": not found, "differences": [_facts(each) for each in found]}
     return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
 

@@ -127,9 +127,7 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
     for future in futures:
         error = future.exception()
         if isinstance(error, OSError):
-            raise ConversionError(
-                f"writing failed ({error})", "free space or choose another disk; a second run goes on where this one ended"
-            ) from error
+            raise ConversionError(f"writing failed ({error})", "free space or choose another disk") from error
         if error is not None:
             raise error
 

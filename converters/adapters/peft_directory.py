@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from converters.boxes import Box
 from converters.errors import ConversionError
+from converters.json_file import read_json_object
 from converters.lora_config import LoraConfig, read_lora_config
 from converters.safetensors_file import SafetensorsFile
 from converters.source import ADAPTER_CONFIG
@@ -75,9 +75,6 @@ def _weights_of(directory: Path) -> Path:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read as JSON ({error})", "save the adapter again") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} is no JSON object", "save the adapter again")
-    return content
+        return read_json_object(path)
+    except FileNotFoundError as error:
+        raise ConversionError(f"{path} does not exist", "save the adapter again") from error

@@ -116,8 +116,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
     """
     check_apart(plan.adapter.directory, target)
     facts = {WEIGHTS: plan.adapter.identity(), "config.json": plan.config, RULES: fingerprint_of_rules(plan.rules), FORM_NOTE: plan.form}
-    staging = Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint)
-    try:
+    with Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint) as staging:
         hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
         file = ItemFile(staging.directory / "__0_0.distcp")
         tensors: dict[str, StoredTensor] = {}
@@ -137,9 +136,6 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         shutil.copyfile(plan.adapter.directory / ADAPTER_CONFIG, beside / ADAPTER_CONFIG)
         _manifest(plan, hashes.digests()).write(staging.directory)
         staging.finish()
-    except BaseException:
-        staging.close()
-        raise
     return {"tensors": len(tensors), "bytes": sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in tensors.values())}
 
 

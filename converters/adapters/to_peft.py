@@ -69,8 +69,7 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
         )
     check_apart(adapter.directory, target)
     identity = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in adapter.files()]
-    staging = Staging(target, fingerprints({WEIGHTS: identity}), overwrite=overwrite, is_ours=_is_ours)
-    try:
+    with Staging(target, fingerprints({WEIGHTS: identity}), overwrite=overwrite, is_ours=_is_ours) as staging:
         tensors = {name: adapter.read(name) for name in sorted(adapter.keys())}
         save_file(tensors, staging.directory / WEIGHTS_FILE, metadata={"format": "pt"})
         if kept:
@@ -78,9 +77,6 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
         else:
             (staging.directory / ADAPTER_CONFIG).write_text(json.dumps(adapter.raw_config, indent=2) + "\n", encoding="utf-8")
         staging.finish()
-    except BaseException:
-        staging.close()
-        raise
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 

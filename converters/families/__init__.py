@@ -40,17 +40,30 @@ def register_family(family: Family) -> None:
     _known[family.model_type] = family
 
 
-def family_of(model_type: object) -> Family:
+def family_of(model_type: object, architectures: object = None) -> Family:
     """The family of a config.
+
+    Args:
+        model_type: of the config.
+        architectures: of the config; they tell a family of another name in the error.
 
     Raises:
         ConversionError: there is none of that name.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
+    if family is not None:
+        return family
+    classes = architectures if isinstance(architectures, list) else []
+    alike = next((each for each in FAMILIES.values() if each.architecture_class in classes), None)
+    if alike is not None:
         raise ConversionError(
-            f"model_type = {model_type!r} has no mapping rules; known families are {', '.join(sorted(FAMILIES))}",
-            "use a model of a known family, describe this one (megarl convert --family-file), or use a backend that runs the transformers "
-            "model itself",
+            f"model_type = {model_type!r} has no mapping rules, but architectures names {alike.architecture_class}, which is the class of "
+            f"{alike.model_type}",
+            f"where it computes what {alike.architecture_class} of transformers computes, write model_type = {alike.model_type!r} into "
+            "config.json; else describe it (megarl convert --family-file)",
         )
-    return family
+    raise ConversionError(
+        f"model_type = {model_type!r} has no mapping rules; known families are {', '.join(sorted(FAMILIES))}",
+        "use a model of a known family, describe this one (megarl convert --family-file), or use a backend that runs the transformers "
+        "model itself",
+    )

@@ -21,4 +21,5 @@ FAMILY = Family(
     read_features=read_features,
     model_rules=model_rules,
     layer_rules=layer_rules,
+    has_layer_windows=True,
 )

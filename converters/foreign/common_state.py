@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from converters.errors import ConversionError
 from converters.foreign.stand_ins import Arguments, StandIn, stand_in
+from converters.regular_file import require_regular
 from converters.restricted import DAMAGED, unpickle
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.torch_dist.writer import COMMON_FILE
@@ -27,8 +28,8 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
         ConversionError: it is damaged, or holds what no trainer puts there.
     """
     path = checkpoint.directory / COMMON_FILE
-    if path.is_file():
-        with path.open("rb") as file:
+    if path.exists():
+        with require_regular(path).open("rb") as file:
             state = _read(file, str(path))
     elif _OBJECT in checkpoint.objects:
         name = f"{_OBJECT} in {checkpoint.directory}"

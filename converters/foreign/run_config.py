@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from converters.errors import ConversionError
+from converters.regular_file import require_regular
 
 RUN_CONFIG_FILE = "run_config.yaml"
 _LARGEST = 2**24
@@ -25,7 +26,7 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
         ConversionError: the file is damaged, too large, or has no such section.
     """
     try:
-        if path.stat().st_size > _LARGEST:
+        if require_regular(path).stat().st_size > _LARGEST:
             raise ConversionError(f"{path} has {path.stat().st_size} bytes, at most {_LARGEST} are read", "pass --hf-config DIRECTORY")
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except ConversionError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
 from converters.foreign.options import OpeningOptions
 from converters.foreign.settings import ForeignSettings
+from converters.json_file import read_json_object
 from converters.layouts import padded_vocab_size
 
 _MEGATRON_MULTIPLE = 128
@@ -59,9 +59,6 @@ def token_entries(options: OpeningOptions) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} cannot be read ({error})", "fetch or write the file again") from error
-    return content if isinstance(content, dict) else {}

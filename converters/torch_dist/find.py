@@ -43,3 +43,12 @@ def find_checkpoint(directory: Path) -> Path:
     if iterations:
         raise ConversionError(f"{directory} has no {TRACKER_FILE}, but {', '.join(iterations)}", "give the directory of one iteration")
     raise ConversionError(f"{directory} holds no torch_dist checkpoint (no {INDEX_FILE})", "give the directory of a Megatron checkpoint")
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether :func:`find_checkpoint` finds one."""
+    try:
+        find_checkpoint(directory)
+    except ConversionError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from typing import IO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from converters.errors import ConversionError
+from converters.regular_file import require_regular
 from converters.restricted import DAMAGED, index_name, unpickle
 
 INDEX_FILE = ".metadata"
@@ -22,7 +23,7 @@ def read_index(directory: Path) -> Metadata:
     """
     path = directory / INDEX_FILE
     try:
-        with path.open("rb") as file:
+        with require_regular(path).open("rb") as file:
             index = unpickle(file, index_name, str(path))
     except FileNotFoundError as error:
         raise ConversionError(f"{path} does not exist", "give the directory of a distributed checkpoint") from error

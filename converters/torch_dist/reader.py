@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from converters.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
 from converters.open_files import OpenFiles
+from converters.regular_file import require_regular
 from converters.restricted import DAMAGED
 from converters.torch_dist.index import INDEX_FILE, read_index
 from converters.torch_dist.items import RawTensor, find_tensor, read_raw
@@ -149,7 +150,7 @@ class TorchDistCheckpoint:
         if place is None or PurePosixPath(name).name != name or "\\" in name:
             raise ConversionError(f"{self.directory} has no object {key!r}", "check that the checkpoint is complete")
         try:
-            with (self.directory / name).open("rb") as file:
+            with require_regular(self.directory / name).open("rb") as file:
                 file.seek(place.offset)
                 content = file.read(place.length)
         except OSError as error:

@@ -144,14 +144,20 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, MIXTRAL),
     "mixtral_window_tied": (MixtralConfig, {**MIXTRAL, "sliding_window": 9, "tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, {}),
-    "qwen2_tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2_tied": (
+        Qwen2Config,
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen2_moe": (Qwen2MoeConfig, QWEN2_MOE),
     "qwen2_moe_mixed_tied": (
         Qwen2MoeConfig,
         {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
     "qwen3": (Qwen3Config, {"num_key_value_heads": 6}),
-    "qwen3_tied": (Qwen3Config, {"tie_word_embeddings": True}),
+    "qwen3_tied": (
+        Qwen3Config,
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
     "qwen3_moe": (Qwen3MoeConfig, QWEN3_MOE),
     "qwen3_moe_mixed": (Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
 }

@@ -202,13 +202,13 @@ def test_an_interrupted_run_goes_on(direction: str, after: int, tmp_path: Path, 
     assert not (tmp_path / "target").exists()
     partial = tmp_path / ".target.partial"
     assert not (partial / "metadata.json").exists() and not (partial / "config.json").exists()
-    records = [json.loads(line) for line in (partial / "journal.jsonl").read_text().splitlines()][1:]
+    records = [json.loads(line) for line in (partial / ".journal.jsonl").read_text().splitlines()][1:]
     if records:
         file = partial / records[0].get("file", "model.safetensors")
         data = bytearray(file.read_bytes())
         data[-40 if direction == "import" else first_byte(data, records[0]["tensor"])] ^= 1
         file.write_bytes(data)
-    (partial / "journal.jsonl").open("a").write('{"torn')
+    (partial / ".journal.jsonl").open("a").write('{"torn')
     outcome = run(tmp_path / "target")
     assert contents(tmp_path / "target") == contents(tmp_path / "expected")
     assert not partial.exists() and (outcome.resumed > 0) == (len(records) > 1)

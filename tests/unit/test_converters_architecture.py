@@ -53,7 +53,7 @@ def test_every_size_lands_in_its_field(name: str) -> None:
         assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
     assert architecture.tied_embeddings == name.endswith("tied")
     assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe"} or name == "glm4_moe_all_experts_tied")
-    assert architecture.sliding_window == (9 if "window" in name or name == "gpt_oss" else None)
+    assert architecture.sliding_window == (9 if "window" in name or name in {"gpt_oss", "qwen2_tied", "qwen3_tied"} else None)
     assert architecture.qkv_bias == (name in {"llama_all_biases", "glm4_moe"} or config.model_type in {"qwen2", "qwen2_moe", "gpt_oss"})
     assert architecture.attention_output_bias == (name == "llama_all_biases" or config.model_type == "gpt_oss")
     assert architecture.mlp_bias == (name == "llama_all_biases" or config.model_type == "gpt_oss")
@@ -111,14 +111,13 @@ REFUSED = [
     ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "only LlamaForCausalLM"),
     ("llama", {"num_key_value_heads": 4}, "not a multiple of num_key_value_heads = 4"),
     ("llama", {"intermediate_size": 0}, "intermediate_size = 0"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "2 layers of 'sliding_attention'"),
     ("qwen2", {"attention_bias": True}, "attention_bias = True"),
     ("qwen2", {"head_dim": 3}, "head_dim = 3"),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "1 layers of 'sliding_attention'"),
     ("qwen2_moe", {"attention_bias": True}, "attention_bias = True"),
     ("qwen2_moe", {"num_local_experts": 7}, "num_local_experts = 7: unknown key"),
     ("qwen3", {"mlp_bias": True}, "mlp_bias = True"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_window = None"),
 ]
 
 
@@ -142,7 +141,15 @@ def test_windows_that_are_switched_off_are_no_reason_to_refuse() -> None:
     assert (
         read_architecture(tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=8, max_window_layers=0)).sliding_window is None
     )
-    assert read_architecture(tiny_config("qwen3", use_sliding_window=True, max_window_layers=3)).family == "qwen3"
+    assert read_architecture(tiny_config("qwen3", use_sliding_window=True, max_window_layers=3)).window_layers is None
+
+
+@pytest.mark.parametrize(("name", "first"), [("qwen2", 1), ("qwen3", 2)])
+def test_layers_from_max_window_layers_on_have_a_window(name: str, first: int) -> None:
+    found = read_architecture(tiny_config(name, use_sliding_window=True, sliding_window=9, max_window_layers=first))
+    assert found.sliding_window == 9 and found.window_layers == tuple(layer >= first for layer in range(3))
+    settings = megatron_settings(found).transformer
+    assert settings["window_size"] == (8, 0) and settings["window_attn_skip_freq"] == [int(layer >= first) for layer in range(3)]
 
 
 def test_unknown_keys_pass_when_off_or_named_by_the_caller() -> None:

@@ -230,7 +230,7 @@ def test_directories_that_are_no_adapters(trained: Path, tmp_path: Path, capsys:
     (directory / "adapter_config.json").write_text("[" * 100_000)
     assert "cannot be read as JSON" in refused(trained, directory, tmp_path, capsys)
     (directory / "adapter_config.json").write_text("[]")
-    assert "is no JSON object" in refused(trained, directory, tmp_path, capsys)
+    assert "holds a list, not a JSON object" in refused(trained, directory, tmp_path, capsys)
 
 
 def test_an_adapter_is_no_model(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
