@@ -186,8 +186,9 @@ def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.work import RunOptions
+    from converters.work import RunOptions, give_memory_back
 
+    give_memory_back()
     begun = time.monotonic()
     progress = None if arguments.json else sys.stderr
     outcome = convert(plan, arguments.target, RunOptions(arguments.workers, arguments.max_memory, arguments.overwrite, progress))

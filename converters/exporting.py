@@ -25,7 +25,18 @@ from converters.places import rows_in
 from converters.rule import HuggingFaceTensor, Place
 from converters.space import require_space
 from converters.staging import Staging, check_apart
-from converters.work import Outcome, Piece, Progress, RunOptions, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
+from converters.work import (
+    READ_BYTES,
+    Outcome,
+    Piece,
+    Progress,
+    RunOptions,
+    peak_memory,
+    row_ranges,
+    run_pieces,
+    say_why_anew,
+    workers_within,
+)
 
 
 def export_model(
@@ -116,16 +127,16 @@ class _Writer:
     def _chunks(self, tensor: WrittenTensor, hashes: TensorHashes, before: TensorHashes) -> Iterator[tuple[int, Tensor]]:
         """Bytes to write and where, counted from the beginning of the tensor."""
         for position, shape, pieces in _layout(tensor):
-            chunk = torch.zeros(shape if pieces[0].place is not None else 0, dtype=tensor.dtype)
+            chunk = torch.zeros(shape, dtype=tensor.dtype)
             for part, start, stop, place in pieces:
-                rows = self._plan.model.read(part, start, stop)
-                self.held.update(before, part.name, rows)
-                rows = self.narrowing.cast(part.name, rows, tensor.dtype)
-                hashes.update(part.name, rows)
-                if place is None:
-                    chunk = rows
-                else:
-                    rows_in(chunk, place).copy_(rows)
+                target = chunk if place is None else rows_in(chunk, place)
+                row_bytes = torch.Size(part.shape[1:]).numel() * self._plan.model.dtype(part).itemsize
+                for first, last in row_ranges(stop - start, row_bytes, READ_BYTES):
+                    rows = self._plan.model.read(part, start + first, start + last)
+                    self.held.update(before, part.name, rows)
+                    rows = self.narrowing.cast(part.name, rows, tensor.dtype)
+                    hashes.update(part.name, rows)
+                    target[first:last].copy_(rows)
             yield position, chunk
 
     def check_earlier(self, workers: int, progress: TextIO | None) -> None:

@@ -28,7 +28,18 @@ from converters.staging import Staging, check_apart
 from converters.torch_dist.find import is_checkpoint
 from converters.torch_dist.items import read_item
 from converters.torch_dist.writer import ItemFile, StoredItem, finish_checkpoint, write_common
-from converters.work import Outcome, Piece, Progress, RunOptions, peak_memory, row_ranges, run_pieces, say_why_anew, workers_within
+from converters.work import (
+    READ_BYTES,
+    Outcome,
+    Piece,
+    Progress,
+    RunOptions,
+    peak_memory,
+    row_ranges,
+    run_pieces,
+    say_why_anew,
+    workers_within,
+)
 
 
 def import_model(
@@ -194,7 +205,9 @@ def _chunks(plan: ImportPlan, rule: Rule, read: Callable[[HuggingFaceTensor, int
     for start, stop, wanted in _layout(plan, rule):
         chunk = torch.zeros(stop - start, *shape[1:], dtype=dtype)
         for one in wanted:
-            chunk[one.place] = cast(read(one.part, one.first, one.first + one.place.stop - one.place.start), dtype)
+            row_bytes = torch.Size(one.part.shape[1:]).numel() * plan.model.dtype(one.part).itemsize
+            for first, last in row_ranges(one.place.stop - one.place.start, row_bytes, READ_BYTES):
+                chunk[one.place.start + first : one.place.start + last] = cast(read(one.part, one.first + first, one.first + last), dtype)
         yield start, chunk
 
 

@@ -51,7 +51,11 @@ def verify_paths(
         "not_checked": unchecked,
         "differences": [_facts(each) for each in found],
     }
-    lines = [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)] if found else [f"{facts['tensors']} tensors: {_said(opened)}"]
+    lines = (
+        [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)]
+        if found
+        else [f"{facts['tensors']} tensors: {_said(opened)}"]
+    )
     if logits and any(each.kind in ("keys", "missing", "shape") for each in found):
         unchecked.append("logits: the models are too different")
     elif logits and any(len(each.recorded.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):

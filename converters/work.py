@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -16,9 +18,13 @@ from converters.errors import ConversionError
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a tensor that are handled at a time. Fixed: files must not depend on the memory or the workers that were there."""
+READ_BYTES = CHUNK_BYTES // 2
+"""Bytes of a tensor that are read at a time, in the dtype that it is stored in, which may be wider than the one that is written."""
 BYTES_A_WORKER = 5 * CHUNK_BYTES
-"""What a worker may hold: a chunk as it was read, its pieces, the chunk as it is written, and what serialising it takes."""
+"""What a worker may hold: a chunk as it is written, what serialising it takes, and what is read for it, in several dtypes and, where an
+adapter is merged, in float32."""
 _SECONDS_BETWEEN_LINES = 10.0
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,8 @@ class RunOptions:
 
     Attributes:
         workers: threads.
-        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
+        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound. A program that calls this
+            as a library keeps it if it has called :func:`give_memory_back`.
         overwrite: replace an existing checkpoint of the kind that is made.
         progress: where to say how far it is; None says nothing.
     """
@@ -80,6 +87,16 @@ def resident_memory() -> int:
     """Resident memory of this process, bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_memory_back() -> None:
+    """Let the C library give every larger block of memory back to the system as soon as it is free, for the rest of the process.
+
+    Otherwise glibc learns from the first chunks to keep blocks of their size, and a process holds up to twice what it uses. Elsewhere
+    nothing is done.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def workers_within(wanted: int, max_memory: int | None) -> int:
@@ -198,7 +215,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def row_ranges(rows: int, row_bytes: int) -> Iterable[tuple[int, int]]:
-    """Ranges of rows of at most a chunk each; one row at least."""
-    step = max(1, CHUNK_BYTES // max(row_bytes, 1))
+def row_ranges(rows: int, row_bytes: int, most: int = CHUNK_BYTES) -> Iterable[tuple[int, int]]:
+    """Ranges of rows of at most ``most`` bytes each; one row at least."""
+    step = max(1, most // max(row_bytes, 1))
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
