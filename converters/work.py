@@ -215,7 +215,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def row_ranges(rows: int, row_bytes: int, most: int = CHUNK_BYTES) -> Iterable[tuple[int, int]]:
-    """Ranges of rows of at most ``most`` bytes each; one row at least."""
-    step = max(1, most // max(row_bytes, 1))
+def row_ranges(rows: int, row_bytes: int, most: int | None = None) -> Iterable[tuple[int, int]]:
+    """Ranges of rows of at most ``most`` bytes each (None for those of a chunk); one row at least."""
+    step = max(1, (CHUNK_BYTES if most is None else most) // max(row_bytes, 1))
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
