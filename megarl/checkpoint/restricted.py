@@ -19,7 +19,7 @@ from converters.torch_dist.index import read_index
 from megarl.errors import UnusableCheckpointError
 from megarl.patched import patched
 
-__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "require_plain_index", "restricted_loading"]
+__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "read_plain_index", "restricted_loading"]
 
 
 def read_plain(path: Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class RestrictedReader(dcp.FileSystemReader):
         """As DCP's, except that the index names no object but those that an index is made of.
 
         Raises:
-            UnusableCheckpointError: see :func:`require_plain_index`.
+            UnusableCheckpointError: see :func:`read_plain_index`.
         """
         return _read_metadata(self)
 
@@ -67,25 +67,22 @@ def restricted_loading() -> Iterator[None]:
         yield
 
 
-def require_plain_index(directory: Path) -> None:
-    """Refuse an index that could run code by an error of its own; a reader's comes wrapped in others, in each torch otherwise.
+def read_plain_index(directory: Path) -> Metadata:
+    """The index of a checkpoint. Read before a library does, it is refused by an error of its own; a reader's comes wrapped in others, in
+    each torch otherwise.
 
     Raises:
         UnusableCheckpointError: it is missing, damaged, or names what no index needs.
     """
-    _index(directory)
-
-
-def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
-    metadata = _index(Path(self.path))
-    if metadata.storage_meta is None:
-        metadata.storage_meta = StorageMeta()
-    metadata.storage_meta.load_id = self.load_id
-    return metadata
-
-
-def _index(directory: Path) -> Metadata:
     try:
         return read_index(directory)
     except ConversionError as error:
         raise UnusableCheckpointError(str(error)) from error
+
+
+def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    metadata = read_plain_index(Path(self.path))
+    if metadata.storage_meta is None:
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata

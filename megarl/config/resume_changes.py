@@ -16,12 +16,12 @@ _KEPT_BY_STATE = (
     "policy.megatron_cfg.optimizer",
     "policy.megatron_cfg.scheduler",
 )
-# How a step is computed, not what: any of these reads the state of any other.
+# Its state has another form, which the other one does not read.
+_DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
+# How a step is computed, not what: any of these reads the state of any other; the distributed optimizer has a rule of its own.
 _FREE = (
-    *(
-        f"policy.megatron_cfg.optimizer.{key}"
-        for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_distributed_optimizer", "use_precision_aware_optimizer")
-    ),
+    _DISTRIBUTED,
+    *(f"policy.megatron_cfg.optimizer.{key}" for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
 # What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
@@ -66,7 +66,7 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
         ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not accepted.
     """
     changes = changed_keys(before, now)
-    violations = [*_other_backend(before, now, checkpoint), *_without_effect(changes, checkpoint)]
+    violations = [*_other_backend(before, now, checkpoint), *_other_form(changes, checkpoint), *_without_effect(changes, checkpoint)]
     if not accepted:
         violations += _broken_promises(changes, checkpoint)
     if violations:
@@ -79,6 +79,12 @@ def _other_backend(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint
     if old != new:
         bound = f"{checkpoint} was written by {old}, whose checkpoints {new} does not read"
         yield Violation("the enabled backend", new, bound, f"go on with {old}, or export the weights and start another run from them")
+
+
+def _other_form(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
+    for old, new in [changes[_DISTRIBUTED]] if _DISTRIBUTED in changes else []:
+        bound = f"{checkpoint} has optimizer state that was saved with {old!r}, which {new!r} does not read"
+        yield Violation(_DISTRIBUTED, new, bound, f"write {old!r}, or start another run from exported weights")
 
 
 def _without_effect(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:

@@ -30,6 +30,12 @@ EXCHANGES = ("all_gather", "p2p")
 PLANS = ("built-in", "written", "names", "mlp")
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
+# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
+# epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
+MILD_EPSILON = 1e-2
+RECIPE_EPSILON = 1e-8
+"""With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
+apart is measured (:mod:`megarl.parity.noise`)."""
 LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
 
 
@@ -86,6 +92,8 @@ class Case:
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.
         optimizer: ``adam`` or ``sgd``.
+        eps: what Adam adds to the root of the second moment. Recipes have 1e-8; what a larger one does to rounding errors is said at
+            :data:`MILD_EPSILON`.
         lr: the largest learning rate.
         clip: largest gradient norm; 0 for no clipping.
         warmup: the learning rate grows over the first calls.
@@ -154,6 +162,7 @@ class Case:
     keep: int = 0
     nucleus: float = 1.0
     optimizer: str = "adam"
+    eps: float = MILD_EPSILON
     lr: float = 0.002
     clip: float = 0.0
     warmup: bool = False
@@ -177,6 +186,11 @@ class Case:
     def filters(self) -> bool:
         """Whether top-k or top-p leave tokens out."""
         return not self.sampling.keeps_all(self.vocab)
+
+    @property
+    def has_measured_bounds(self) -> bool:
+        """Whether nobody can say beforehand how far rounding errors lead."""
+        return self.precision != "float32" or (self.optimizer == "adam" and self.eps < MILD_EPSILON)
 
     @property
     def world(self) -> int:
@@ -271,14 +285,15 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "fixed": ("room", "round", "packer"),
     "dynamic": ("packer",),
     "packed": ("round",),
+    "sgd": ("eps",),
 }
-"""What a backend, a family or a way of batching has no use for."""
+"""What a backend, a family, a way of batching or an optimizer has no use for."""
 
 
 def idle_fields(case: Case) -> dict[str, str]:
     """Fields that stand away from their defaults although the case has no use for them, and what has none."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
-    owners = {"backend": case.backend, "family": case.family, "batching": case.batching}
+    owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer}
     return {
         name: f"{key}={owner}" for key, owner in owners.items() for name in _FOREIGN.get(owner, ()) if getattr(case, name) != defaults[name]
     }

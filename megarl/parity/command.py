@@ -63,7 +63,8 @@ class Results:
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
         late: lines of the cases whose workers gave no answer in time.
-        worst: the largest error of each kind of quantity, in float32 and in 16 bit, and the case that had it.
+        worst: the largest error of each kind of quantity, in float32, in float32 with a small epsilon and in 16 bit, and the case that
+            had it.
         coverage: of the cases that passed.
     """
 
@@ -78,9 +79,15 @@ class Results:
         self.passed += 1
         self.coverage.add(outcome.case)
         for found in outcome.differences:
-            kind = found.kind if outcome.case.precision == "float32" else f"{found.kind} in 16 bit"
+            kind = found.kind + _with_measured_bounds(outcome.case)
             if found.error > self.worst.get(kind, (-1.0, ""))[0]:
                 self.worst[kind] = (found.error, str(outcome.case))
+
+
+def _with_measured_bounds(case: Case) -> str:
+    if case.precision != "float32":
+        return " in 16 bit"
+    return " with epsilon 1e-8" if case.has_measured_bounds else ""
 
 
 def run(options: Options, console: Console | None = None) -> int:

@@ -9,7 +9,7 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import BACKENDS, DENSE, SPARSE, Case
+from megarl.parity.case import BACKENDS, DENSE, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {"nll": "loss: NLL", "pg": "loss: clipped policy gradient", "dpo": "loss: DPO"}
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
@@ -42,6 +42,7 @@ FEATURES = (
     "zero valid tokens on a rank",
     "zero valid tokens",
     "optimizer: Adam",
+    "Adam with epsilon 1e-8",
     "optimizer: SGD",
     "gradient clipping",
     "learning-rate warm-up",
@@ -74,6 +75,7 @@ def features(case: Case) -> list[str]:
         "rope scaling": case.rope != "default",
         "sliding window": case.window > 0,
         "tensor parallel": case.tp > 1,
+        "Adam with epsilon 1e-8": case.optimizer == "adam" and case.eps == RECIPE_EPSILON,
         "sequence parallel": case.sp,
         "pipeline parallel": case.pp > 1,
         "context parallel": case.cp > 1,

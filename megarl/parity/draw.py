@@ -17,6 +17,7 @@ from megarl.parity.case import (
     HEAD_NORMS,
     LOSS_OPTIONS,
     PLANS,
+    RECIPE_EPSILON,
     ROPES,
     ROUTER_TYPES,
     SCHEDULES,
@@ -242,6 +243,8 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
         }
     else:
         chosen |= {"offload": generator.random() < 0.15, "schedule": generator.choice(SCHEDULES[:-1]) if falls else "constant"}
+    if optimizer == "adam" and generator.random() < 0.3:
+        chosen["eps"] = RECIPE_EPSILON
     return chosen
 
 

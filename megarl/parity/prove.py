@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megarl.errors import ConfigError
 from megarl.models.engine.precision import dtype_of
-from megarl.parity.case import PRECISIONS, Case, idle_fields
+from megarl.parity.case import MILD_EPSILON, PRECISIONS, Case, idle_fields
 from megarl.parity.draw import Drawer
 from megarl.parity.lines import words_of
 from megarl.parity.mutations import MUTATIONS
@@ -111,7 +111,8 @@ def _judge(runner: CaseRunner, drawer: Drawer, name: str, backend: str, seed: in
 def _fitting(drawer: Drawer, fixed: Mapping[str, Any], fault: Mutation, seed: int, half: bool) -> Iterator[Case]:
     """Cases in which the fault must be seen; none where the rules refuse all."""
     types = _precisions(str(fixed["backend"]), half)
-    by_type = [drawer.narrowed({"precision": name, **fixed, **drawer.fixed}) for name in types]
+    # a fault is to be seen, which measured bounds are wide for
+    by_type = [drawer.narrowed({"precision": name, "eps": MILD_EPSILON, **fixed, **drawer.fixed}) for name in types]
     for number in range(DRAWS):
         try:
             case = by_type[number % len(types)].draw(seed, number)

@@ -19,7 +19,7 @@ from megarl.parity.case import Case
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Routers
-from megarl.parity.settings import BETAS, EPSILON, MOMENTUM, Hyperparameters, hyperparameters
+from megarl.parity.settings import BETAS, MOMENTUM, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
 
@@ -233,7 +233,7 @@ def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> to
     ]
     if hyper.kind == "sgd":
         return torch.optim.SGD(groups, lr=hyper.peak, momentum=MOMENTUM)
-    return torch.optim.AdamW(groups, lr=hyper.peak, betas=BETAS, eps=EPSILON)
+    return torch.optim.AdamW(groups, lr=hyper.peak, betas=BETAS, eps=hyper.epsilon)
 
 
 def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:

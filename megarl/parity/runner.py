@@ -100,7 +100,7 @@ class CaseRunner:
             late = isinstance(error, TimeoutError)
             return Outcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         outcome = self._judged(case, ready, shares)
-        if not outcome.passes and case.precision != "float32" and not ready.confirms:
+        if not outcome.passes and case.has_measured_bounds and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))
             outcome = self._judged(case, ready, shares)
         return replace(outcome, seconds=time.monotonic() - started)

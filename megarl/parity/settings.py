@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.sections import Config
-from megarl.parity.case import Case
+from megarl.parity.case import MILD_EPSILON, Case
 from megarl.parity.losses import loss_weight
 from megarl.parity.plans import plan_path
 from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
@@ -16,9 +16,6 @@ from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
-# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
-# EPSILON. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
-EPSILON = 1e-2
 FIRST_RATE, LAST_RATE = 0.25, 0.1
 """Where the learning rate starts in a warm-up and ends in a decay, by its largest value."""
 FIRST_DECAY = 0.02
@@ -39,6 +36,7 @@ class Hyperparameters:
         schedule: how the learning rate falls after that, to a tenth.
         decay: how the weight decay grows.
         balancing: of routers.
+        epsilon: of Adam.
     """
 
     kind: str
@@ -48,6 +46,7 @@ class Hyperparameters:
     schedule: str = "constant"
     decay: str = "constant"
     balancing: Balancing = field(default_factory=Balancing)
+    epsilon: float = MILD_EPSILON
 
     def rate(self, call: int) -> float:
         """The learning rate in the ``call``-th call of ``train()``, counted from 0."""
@@ -70,7 +69,8 @@ class Hyperparameters:
 def hyperparameters(case: Case) -> Hyperparameters:
     """The optimizer of a case."""
     balancing = Balancing(case.balance, case.zloss, case.freeze, loss_weight(case))
-    return Hyperparameters(case.optimizer, case.clip or None, _warmup_calls(case), case.lr, case.schedule, case.decay, balancing)
+    clip, warmup = case.clip or None, _warmup_calls(case)
+    return Hyperparameters(case.optimizer, clip, warmup, case.lr, case.schedule, case.decay, balancing, case.eps)
 
 
 def _warmup_calls(case: Case) -> int:
@@ -130,7 +130,7 @@ def _megatron(case: Case) -> Config:
             "weight_decay": WEIGHT_DECAY,
             "adam_beta1": BETAS[0],
             "adam_beta2": BETAS[1],
-            "adam_eps": EPSILON,
+            "adam_eps": case.eps,
             "sgd_momentum": MOMENTUM,
             "use_distributed_optimizer": case.distopt,
         },
@@ -192,7 +192,7 @@ def _fsdp1(case: Case) -> Config:
 def _torch_optimizer(case: Case) -> Config:
     common: dict[str, Any] = {"lr": case.lr, "weight_decay": WEIGHT_DECAY}
     if case.optimizer == "adam":
-        optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": EPSILON}}
+        optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": case.eps}}
     else:
         optimizer = {"name": "torch.optim.SGD", "kwargs": {**common, "momentum": MOMENTUM}}
     return {"optimizer": optimizer, **_torch_schedule(case)}

@@ -16,7 +16,7 @@ _KEPT = ("backend", "seed")
 _ORDER = [
     *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
     *("offload", "overlap", "bucket", "distopt", "recompute", "wide", "precision", "reference", "evaluate", "together", "warmup"),
-    *("schedule", "decay", "steps", "lr", "clip", "optimizer"),
+    *("schedule", "decay", "steps", "eps", "lr", "clip", "optimizer"),
     *("nucleus", "keep", "temperature", "masked", "packer", "round", "pad", "room", "batching"),
     *("loss", "rope", "window", "tied"),
     *("family", "dispatcher", "balance", "zloss", "freeze", "router", "experts", "topk", "expert"),

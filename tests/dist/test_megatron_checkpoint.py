@@ -164,3 +164,30 @@ def test_checkpoints_are_never_overwritten(pool: WorkerPool, tiny_models: dict[s
     messages = pool.run(2, save_twice, policy_config(tiny_models["llama"], tp=2), tmp_path / "checkpoint")
     assert all("never overwritten" in message for message in messages)
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def load_twice(config: Mapping[str, Any], directory: Path) -> str:
+    """Weights alone, then with them the optimizer's state."""
+    worker = jobs.build(config, init_reference_model=False)
+    worker.load_checkpoint(str(directory / "weights"))
+    try:
+        worker.load_checkpoint(str(directory / "weights"), str(directory / "optimizer"))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        worker.backend.close()
+    return ""
+
+
+@sampled(1)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_state_of_the_other_kind_of_optimizer(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, distributed: bool, precision: str
+) -> None:
+    model = tiny_models["qwen2-tied"]
+    pool.run(2, train_and_save, policy_config(model, distributed_optimizer=distributed, precision=precision), tmp_path)
+    other = policy_config(model, distributed_optimizer=not distributed, precision=precision)
+    for message in pool.run(2, load_twice, other, tmp_path):
+        assert f"use_distributed_optimizer = {str(distributed).lower()}, and this one has {str(not distributed).lower()}" in message
+        assert "load the weights alone" in message

@@ -31,13 +31,13 @@ FIXED = (
     "family=mixtral layers=3 kv=2 group=2 ffn=20 vocab=17 experts=4 topk=2 balance=aux router=fp64 tp=2 sp=1 ep=2 dp=2 "
     "dispatcher=allgather mbs=2 length=10 loss=pg distopt=1",
     "family=qwen3_moe layers=1 kv=1 group=3 head=10 ffn=20 vocab=17 experts=6 topk=3 expert=7 balance=seq zloss=1 ep=2 dp=2 micro=2 "
-    "length=8 batching=packed room=9 loss=pg+kl",
+    "length=8 batching=packed room=9 loss=pg+kl eps=1e-08",
     "backend=dtensor family=qwen2 tied=1 layers=3 kv=2 group=3 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=15 "
-    "length=13 loss=pg+kl+dual clip=0.05 warmup=1 reference=1",
+    "length=13 loss=pg+kl+dual clip=0.05 warmup=1 reference=1 eps=1e-08",
     "backend=dtensor family=llama rope=yarn layers=2 kv=2 group=2 ffn=10 vocab=11 tp=2 plan=names dp=2 batching=dynamic mbs=2 room=12 "
     "length=9 loss=dpo recompute=1 masked=some warmup=1 schedule=linear steps=4",
     "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
-    "loss=pg+is+seq together=1 evaluate=1",
+    "loss=pg+is+seq together=1 evaluate=1 eps=1e-08",
     "masked=all dp=2 mbs=2 length=6 loss=pg+kl distopt=1",
     # all gradients of a step cancel but for rounding: no pair counts, and every token goes to all experts
     "seed=186207 family=mixtral group=2 experts=3 topk=3 balance=aux mbs=2 length=9 masked=some loss=dpo",

@@ -204,6 +204,12 @@ CHANGES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("prompt", {"data": {"system_prompt": "be kind"}}, True, r"data\.system_prompt = 'be kind'"),
     ("learning rate", {"policy": {"megatron_cfg": {"optimizer": {"lr": 2e-3}}}}, False, r"optimizer\.lr = 0\.002: .*would do nothing"),
     ("schedule", {"policy": {"megatron_cfg": {"scheduler": {"lr_warmup_iters": 3}}}}, False, r"lr_warmup_iters = 3: .*would do nothing"),
+    (
+        "distributed optimizer",
+        {"policy": {"megatron_cfg": {"optimizer": {"use_distributed_optimizer": True}}}},
+        False,
+        r"use_distributed_optimizer = True: .*saved with False, which True does not read",
+    ),
     ("backend", {"policy": {"megatron_cfg": {"enabled": False}, "generation": None}}, False, r"backend = 'fsdp1': .* written by megatron"),
 ]
 

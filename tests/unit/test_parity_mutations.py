@@ -17,6 +17,7 @@ from megarl.parity.mutations import MUTATIONS, applied, mutation
 from megarl.parity.patching import found, replacing
 from megarl.parity.prove import _above_noise
 from megarl.parity.runner import Outcome
+from megarl.patched import patched
 
 
 def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
@@ -35,16 +36,12 @@ def test_a_fault_says_what_it_is_and_where_it_belongs(name: str) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[tuple[Any, str, Any, Any]] = []
-    real = setattr
 
-    class Watch(contextlib.ExitStack):
-        pass
+    def noted(*replacements: tuple[Any, str, Any]) -> contextlib.AbstractContextManager[None]:
+        touched.extend((owner, attribute, vars(owner)[attribute], value) for owner, attribute, value in replacements)
+        return patched(*replacements)
 
-    def note(owner: Any, attribute: str, value: Any) -> None:
-        touched.append((owner, attribute, vars(owner)[attribute], value))
-        real(owner, attribute, value)
-
-    monkeypatch.setattr("megarl.patched.setattr", note, raising=False)
+    monkeypatch.setattr("megarl.parity.patching.patched", noted)
     case = Case(backend=mutation(name).backends[0])
     with applied(name, case):
         put_in = list(touched)

@@ -55,6 +55,14 @@ def test_float32_has_one_bound(tmp_path: Path) -> None:
     assert Bounds().of(LOGPROBS) == BOUND
 
 
+def test_adam_with_the_epsilon_of_recipes_has_measured_bounds_that_see_another(tmp_path: Path) -> None:
+    prepared = Prepared(tmp_path, replace(CASE, lr=0.002, eps=1e-8))
+    assert 0 < max(prepared.bounds.noise.values()) < BOUND
+    for epsilon, seen in ((1e-8, False), (1e-7, True), (1e-6, True)):
+        trainer = trained(replace(prepared.case, eps=epsilon), load_model(prepared.model), prepared.batch)
+        assert bool(prepared.outside(prepared.logprobs, trainer)) == seen, epsilon
+
+
 def test_plain_transformers_in_16_bit_is_within_bounds(prepared: Prepared) -> None:
     model = load_model(prepared.model, getattr(torch, prepared.case.precision))
     logprobs = token_logprobs(model, prepared.batch)

@@ -21,13 +21,14 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
-from megarl.checkpoint.restricted import require_plain_index, restricted_loading
+from megarl.checkpoint.restricted import read_plain_index, restricted_loading
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
@@ -36,6 +37,7 @@ from megarl.models.megatron.optimizer_state import exact_offsets
 
 SCHEDULE_FILE = "schedule.json"
 _EXTRA_STATE = "_extra_state"
+_DISTRIBUTED_STATE = "optimizer.state.param."
 
 
 def _metadata() -> dict[str, Any]:
@@ -112,9 +114,10 @@ def load_optimizer(
     """Read what :func:`save_optimizer` wrote. Random-number states come back where this rank existed when they were saved.
 
     Raises:
-        CheckpointError: no such checkpoint, or it belongs to another model.
+        CheckpointError: no such checkpoint, it belongs to another model, or one of the two is of a distributed optimizer and the other not.
     """
     require(directory)
+    _require_same_form(optimizer, directory)
     with cuda_literals(), fused_style_adam(), exact_offsets():
         _initialize_state(optimizer)
         weights = _sharded(chunks)
@@ -127,6 +130,20 @@ def load_optimizer(
     rng = directory / random_state_file(dist.get_rank())
     if rng.exists():
         runtime.set_rng_state(load_file(rng))
+
+
+def _require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
+    """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core keeps master weights and moments
+    of the two in different forms."""
+    stored = any(key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata)
+    inner = [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(each, "is_stub_optimizer", False)]
+    own = any(isinstance(each, DistributedOptimizer) for each in inner)
+    if inner and own != stored:
+        raise CheckpointError(
+            f"{directory} holds the state of an optimizer with use_distributed_optimizer = {str(stored).lower()}, and this one has "
+            f"{str(own).lower()}, which does not read it. Fix: set policy.megatron_cfg.optimizer.use_distributed_optimizer to "
+            f"{str(stored).lower()}, or load the weights alone, which are of one form"
+        )
 
 
 def require(directory: Path) -> None:
@@ -150,7 +167,7 @@ def _save(state: dict[str, Any], directory: Path) -> None:
 
 def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
     """What ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
-    require_plain_index(directory)
+    read_plain_index(directory)
     try:
         with restricted_loading():
             loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RETURN_ALL)
