@@ -88,7 +88,7 @@ def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
         }
         return {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": tensor_parallel, "optimizer": optimizer}}
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS), "eps": EPSILON}
-    section: dict[str, Any] = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": adam}}
+    section: dict[str, Any] = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": adam, "weight_decay_on_vectors": False}}
     if backend == "dtensor":
         section["dtensor_cfg"] = {"enabled": True, "tensor_parallel_size": tensor_parallel}
     elif backend != "fsdp1" or tensor_parallel > 1:

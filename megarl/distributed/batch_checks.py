@@ -76,6 +76,21 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
     return problems
 
 
+def check_sequence_dimension(data: Mapping[str, Any]) -> None:
+    """Refuse a batch of which a tensor has other rows or columns than its ``input_ids``; what a worker asks of what it is given itself.
+
+    Args:
+        data: of a data-parallel rank; one without ``input_ids`` passes.
+
+    Raises:
+        BatchError: (also an AssertionError) with every such tensor.
+    """
+    ids = data.get("input_ids")
+    problems = _shape_problems(data, *ids.shape) if isinstance(ids, torch.Tensor) and ids.ndim == 2 else []
+    if problems:
+        raise BatchError("; ".join(problems))
+
+
 def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]:
     problems = []
     for key, value in data.items():

@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -83,8 +83,9 @@ class DeviceRuntime:
         resident, peak = _resident_mebibytes()
         return MemoryFigures(resident, resident, peak, peak)
 
-    def facts(self) -> dict[str, Any]:
-        """Rank, device and memory figures (MiB) of this process, for ``get_gpu_info``; needs torch.distributed."""
+    def facts(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """Rank, device, memory figures (MiB) and the first of some parameters as a sample; needs torch.distributed."""
+        name, parameter = next(iter(named_parameters))
         local_rank = env.integer("LOCAL_RANK", 0)
         figures = self.memory()
         return {
@@ -100,6 +101,7 @@ class DeviceRuntime:
             "memory_reserved_mb": figures.reserved_mb,
             "peak_memory_allocated_mb": figures.peak_allocated_mb,
             "peak_memory_reserved_mb": figures.peak_reserved_mb,
+            "parameter_sample": {name: {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}},
             "env_vars": {
                 key: value for key, value in env.snapshot().items() if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
             },

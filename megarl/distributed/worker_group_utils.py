@@ -23,7 +23,8 @@ def recursive_merge_options(default_options: Mapping[str, Any], extra_options: M
     """Merge two nested option mappings; where both give a value, ``extra_options`` wins.
 
     Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it only as ``"nsight"``:
-    the former is renamed before the merge. Neither input is changed and the result shares nothing with them.
+    the former is renamed before the merge, and an ``nsight`` beside it wins. Neither input is changed, and the result shares nothing
+    with them.
     """
     default_copy = _with_public_nsight_key(default_options)
     extra_copy = _with_public_nsight_key(extra_options)
@@ -35,7 +36,8 @@ def _with_public_nsight_key(options: Mapping[str, Any]) -> dict[str, Any]:
     runtime_env = result.get("runtime_env")
     if isinstance(runtime_env, Mapping) and "_nsight" in runtime_env:
         renamed = dict(runtime_env)
-        renamed["nsight"] = renamed.pop("_nsight")
+        stored = renamed.pop("_nsight")
+        renamed.setdefault("nsight", stored)
         result["runtime_env"] = renamed
     return result
 

@@ -18,6 +18,7 @@ from ray import ObjectRefGenerator
 
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.ray_runtime import forwarded_environment
+from megarl.distributed.rendezvous import Endpoint
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_dispatch import (
     WorkerCall,
@@ -103,6 +104,7 @@ class RayWorkerGroup:
         call_timeout_s: float | None = DEFAULT_CALL_TIMEOUT_S,
     ) -> None:
         self._workers: list[WorkerHandle] = []
+        self._endpoint: Endpoint | None = None
         self.cluster = cluster
         self.name_prefix = name_prefix
         self.sharding_annotations = sharding_annotations
@@ -114,7 +116,9 @@ class RayWorkerGroup:
         self._metadata = [place.metadata() for place in places]
         self._dp_leaders = _dp_leaders(places, sharding_annotations)
         specs = self._specs(places, dict(env_vars or {}))
-        self._workers = start_workers(remote_worker_builder, specs, self._roster).wait(init_timeout_s)
+        pending = start_workers(remote_worker_builder, specs, self._roster)
+        self._workers = pending.wait(init_timeout_s)
+        self._endpoint = pending.endpoint
 
     def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
         groups = self.cluster.get_placement_groups()
@@ -136,6 +140,18 @@ class RayWorkerGroup:
             )
             for place in places
         ]
+
+    @property
+    def master_address(self) -> str:
+        """Address at which the workers meet, that of the first one's node."""
+        assert self._endpoint is not None, "the constructor has waited for them"
+        return self._endpoint.address
+
+    @property
+    def master_port(self) -> int:
+        """Port at which they meet."""
+        assert self._endpoint is not None, "the constructor has waited for them"
+        return self._endpoint.port
 
     @property
     def workers(self) -> list[WorkerHandle]:

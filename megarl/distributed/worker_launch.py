@@ -104,13 +104,18 @@ class RayWorkerBuilder:
 
 
 class PendingWorkers:
-    """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process is left behind."""
+    """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process is left behind.
+
+    Attributes:
+        endpoint: where they meet; None until ``wait`` has returned.
+    """
 
     def __init__(self, builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], roster: Roster, shells: list[ActorHandle[Any]]) -> None:
         self._builder = builder
         self._specs = specs
         self._roster = roster
         self._shells = shells
+        self.endpoint: Endpoint | None = None
         self._options = [_ray_options(spec, ClassRequirements()) for spec in specs]
 
     def wait(self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S) -> list[WorkerHandle]:
@@ -123,7 +128,7 @@ class PendingWorkers:
         deadline = Deadline(timeout_s)
         try:
             processes, requirements = self._inspect(deadline)
-            endpoint = self._meet(deadline)
+            self.endpoint = endpoint = self._meet(deadline)
             arguments = ray.put((self._builder.args, self._builder.kwargs))
             name = self._builder.ray_actor_class_fqn
             references = [

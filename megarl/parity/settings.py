@@ -195,7 +195,8 @@ def _torch_optimizer(case: Case) -> Config:
         optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": case.eps}}
     else:
         optimizer = {"name": "torch.optim.SGD", "kwargs": {**common, "momentum": MOMENTUM}}
-    return {"optimizer": optimizer, **_torch_schedule(case)}
+    # as Megatron does
+    return {"optimizer": {**optimizer, "weight_decay_on_vectors": False}, **_torch_schedule(case)}
 
 
 def _torch_schedule(case: Case) -> Config:

@@ -207,6 +207,8 @@ def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     moves = [worker.move_to_cpu, worker.move_to_cuda, lambda model: worker.move_buffer_to_device(model, "cpu")]
     answers["same model"] = all(move(model) is model for move in [*moves, lambda model: worker.move_to_device(model, "cpu")])
+    other = torch.nn.BatchNorm1d(3)
+    answers["other model"] = all(move(other) is other for move in moves) and other.running_mean is not None
     answers["weights stay"] = differences(before, fsdp1_jobs.full_weights(worker)) == []
     worker._add_noise_to_weights()
     after = fsdp1_jobs.full_weights(worker)

@@ -46,6 +46,7 @@ def fsdp1_config(model: Path | str, batching: str = "fixed", **changes: Any) -> 
         "optimizer": optimizer
         or {
             "name": "torch.optim.AdamW",
+            "weight_decay_on_vectors": False,
             "kwargs": {
                 "lr": adam["lr"],
                 "weight_decay": adam["weight_decay"],
@@ -295,15 +296,15 @@ def small_methods(config: Mapping[str, Any]) -> dict[str, Any]:
         "info": worker.get_gpu_info(),
         "same model": worker.manual_load_to_gpu(worker.manual_offload_to_cpu(worker.model)) is worker.model,
     }
-    calls = {
-        "other model": lambda: worker.manual_offload_to_cpu(torch.nn.Linear(1, 1)),
-    }
-    for name, call in calls.items():
+    other = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    answers["other model"] = worker.manual_load_to_gpu(worker.manual_offload_to_cpu(other)) is other
+    narrow = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "input_lengths": torch.tensor([4, 4]), "sample_mask": torch.ones(2)}
+    answers["columns"] = []
+    for call in (worker.get_logprobs, lambda data: worker.train(data=data, loss_fn=NLLLoss())):
         try:
-            call()
-            answers[name] = "no error"
-        except Exception as error:
-            answers[name] = f"{type(error).__name__}: {error}"
+            call(BatchedDataDict({**narrow, "token_mask": torch.ones(2, 5)}))
+        except AssertionError as error:
+            answers["columns"].append(f"{type(error).__name__}: {error}")
     before = full_weights(worker)
     worker._add_noise_to_weights()
     after = full_weights(worker)

@@ -83,6 +83,7 @@ TORCH: dict[str, Demonstration] = {
     "generation.backend": Refused(("megatron",), ("hf", "vllm"), ""),
     "optimizer.name": Changes("torch.optim.SGD", "trained.weights"),
     "optimizer.kwargs": Changes({"lr": 1e-2, "weight_decay": 0.5}, "trained.weights"),
+    "optimizer.weight_decay_on_vectors": Changes(False, "trained.weights"),
     "scheduler.name": Changes("torch.optim.lr_scheduler.ConstantLR", "trained.rates", beside={"scheduler": WARM_UP}),
     "scheduler.kwargs": Changes({"total_iters": 3}, "trained.rates", beside={"scheduler": WARM_UP}),
     "scheduler.milestones": Changes(

@@ -31,6 +31,7 @@ OF_MEGATRON: dict[str, Demonstration] = {
     "fsdp_offload_enabled": Refused((True,), (False,), "only FSDP1 reads it"),
     "optimizer.name": Refused((ADAMW,), (None,), UNUSED, path="optimizer"),
     "optimizer.kwargs": Refused((ADAMW,), (None,), UNUSED, path="optimizer"),
+    "optimizer.weight_decay_on_vectors": Refused((ADAMW,), (None,), UNUSED, path="optimizer"),
     "scheduler.name": Refused((WARM_UP,), (None,), UNUSED, path="scheduler"),
     "scheduler.kwargs": Refused((WARM_UP,), (None,), UNUSED, path="scheduler"),
     "scheduler.milestones": Refused(([*SEQUENCE, {"milestones": [1]}],), (None,), UNUSED, path="scheduler"),

@@ -369,7 +369,13 @@ def test_names_of_the_contract(pool: WorkerPool, tiny_models: dict[str, Path], l
     ):
         assert answers["repr"] == f"DTensorPolicyWorker[rank={rank}]"
         assert answers["info"]["world_size"] == world
-        assert answers["divided again"] and answers["own memory"] and answers["same model"] and answers["weights stay"]
+        assert (
+            answers["divided again"]
+            and answers["own memory"]
+            and answers["same model"]
+            and answers["other model"]
+            and answers["weights stay"]
+        )
         assert all(0.002 < spread < 0.03 for spread in answers["noise"].values()), answers["noise"]
         assert answers["pieces"]["model.norm.weight"] == (36 * changes.get("tp", 1) // world,)
         if layout == "dp2":

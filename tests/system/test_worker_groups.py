@@ -80,7 +80,8 @@ def test_workers_know_their_place(policy_group: RayWorkerGroup) -> None:
     assert [item["LOCAL_WORLD_SIZE"] for item in seen] == list("444422")
     assert {item["WORLD_SIZE"] for item in seen} == {"6"}
     assert {item["MASTER_ADDR"] for item in seen} == {"127.0.0.1"}
-    assert len({item["MASTER_PORT"] for item in seen}) == 1
+    assert {int(item["MASTER_PORT"]) for item in seen} == {policy_group.master_port}
+    assert policy_group.master_address == "127.0.0.1"
     assert {item["COLOUR"] for item in seen} == {"caller"}
     assert {item["OMP_NUM_THREADS"] for item in seen} == {os.environ.get("OMP_NUM_THREADS", "1")}
     assert policy_group.worker_metadata[4] == {

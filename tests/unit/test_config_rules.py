@@ -189,6 +189,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("optimizer_follows_precision", {"o.bf16": False, "o.fp16": True}, {}, {"o.bf16", "o.fp16"}),
     ("parameter_type", {"o.params_dtype": "float16"}, {}, {"o.params_dtype"}),
     ("pipeline_type", {"m.pipeline_dtype": "float32"}, {}, {"m.pipeline_dtype"}),
+    (
+        "milestones",
+        {**ON_FSDP1, "policy.scheduler": [{"name": "a.B", "kwargs": {}}, {"name": "a.C", "kwargs": {}}, {"milestones": [5, 3]}]},
+        {},
+        {"policy.scheduler[2].milestones"},
+    ),
     ("learning_rates", {"o.min_lr": 2e-4, "s.lr_warmup_init": 3e-4}, {}, {"o.min_lr", "s.lr_warmup_init"}),
     ("learning_rate_is_used", {"policy.learning_rate": 2e-4}, {}, {"policy.learning_rate"}),
     (

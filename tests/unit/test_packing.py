@@ -252,6 +252,9 @@ def test_get_packer_by_name() -> None:
         assert type(get_packer(PackingAlgorithm(name.lower()), 7)) is kind
     with pytest.raises(ValueError, match=r"Unknown packing algorithm 'tetris'.*best_fit_decreasing"):
         get_packer("tetris", 7)
+    for kind in (3, None, FirstFitPacker):
+        with pytest.raises(PackingError, match="Unknown packing algorithm"):
+            get_packer(kind, 7)  # type: ignore[arg-type]
 
 
 def test_a_configuration_may_name_each_of_them_and_no_other() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from megarl.errors import ConfigError
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
 
-ADAM = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "weight_decay": 0.3, "betas": [0.8, 0.9], "foreach": False}}
+ADAM: dict[str, Any] = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "weight_decay": 0.3, "betas": [0.8, 0.9], "foreach": False}}
 LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}}
 CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 9}}
 
@@ -28,9 +28,22 @@ def refusal(call: Any) -> Any:
     return caught.value.violations[0]
 
 
+def test_everything_decays_as_in_torch() -> None:
+    ours, plain = model(), model()
+    optimizer = build_optimizer({"optimizer": ADAM}, ours.named_parameters())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3]
+    expected = torch.optim.AdamW(plain.parameters(), **ADAM["kwargs"])
+    for net, steps in ((ours, optimizer), (plain, expected)):
+        for _ in range(3):
+            steps.zero_grad()
+            net(torch.ones(2, 3)).square().sum().backward()
+            steps.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
 def test_matrices_decay_and_vectors_do_not() -> None:
     net = model()
-    optimizer = build_optimizer({"optimizer": ADAM}, net.named_parameters())
+    optimizer = build_optimizer({"optimizer": {**ADAM, "weight_decay_on_vectors": False}}, net.named_parameters())
     matrices, vectors = optimizer.param_groups
     assert type(optimizer) is torch.optim.AdamW
     assert [parameter.ndim for parameter in matrices["params"]] == [2, 2] and matrices["weight_decay"] == 0.3

@@ -64,6 +64,12 @@ def test_merge_renames_the_private_nsight_key_first() -> None:
     assert recursive_merge_options(default, extra) == {"runtime_env": {"nsight": {"t": "cuda", "o": "y"}, "env_vars": {"A": "1"}}}
 
 
+def test_an_explicit_nsight_wins_over_the_private_one() -> None:
+    options = {"runtime_env": {"_nsight": {"t": "cuda"}, "nsight": {"t": "nvtx"}}}
+    assert recursive_merge_options(options, {})["runtime_env"] == {"nsight": {"t": "nvtx"}}
+    assert recursive_merge_options({}, options)["runtime_env"] == {"nsight": {"t": "nvtx"}}
+
+
 def test_nsight_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEGARL_NSYS_WORKER_PATTERNS", "MEGARL_NSYS_PROFILE_STEP_RANGE"):
         monkeypatch.delenv(name, raising=False)

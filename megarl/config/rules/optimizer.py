@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.view import Rule, View
@@ -55,6 +57,29 @@ def pipeline_type(view: View) -> Iterator[Violation]:
     key, precision = f"{MEGATRON}.pipeline_dtype", view["policy.precision"]
     if view[key] != precision:
         yield Violation(key, view[key], f"it must be policy.precision = {precision}", "write ${policy.precision}, or remove the line")
+
+
+def milestones(view: View) -> Iterator[Violation]:
+    """A list of schedules ends with the calls at which the next one takes over."""
+    chosen = view["policy.scheduler"]
+    view.require(backend_of(view) != "megatron" and isinstance(chosen, list))
+    yield from milestone_faults(chosen)
+
+
+def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]:
+    """What is wrong with the form of a list of schedules, ``[{name, kwargs}, ..., {milestones: [...]}]``."""
+    entries = [entry for entry in chosen if "milestones" not in entry]
+    lists = [entry["milestones"] for entry in chosen if "milestones" in entry]
+    if not entries or len(lists) > 1 or (lists and "milestones" not in chosen[-1]):
+        bound = "a list holds one or more schedules and, at its end, one {milestones: [...]}"
+        yield Violation("policy.scheduler", list(chosen), bound, "write [{name, kwargs}, {name, kwargs}, {milestones: [50]}]")
+        return
+    steps = lists[0] if lists else []
+    numbers = isinstance(steps, list) and all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    if not numbers or len(steps) != len(entries) - 1 or not all(map(operator.lt, [0, *steps], steps)):
+        bound = f"{len(entries)} schedules need {len(entries) - 1} rising positive milestones"
+        fix = "write the train() calls at which the next one starts"
+        yield Violation(f"policy.scheduler[{len(chosen) - 1}].milestones", steps, bound, fix)
 
 
 def learning_rates(view: View) -> Iterator[Violation]:
@@ -165,6 +190,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     parameter_type,
     distributed_optimizer_is_adam,
     pipeline_type,
+    milestones,
     learning_rates,
     learning_rate_is_used,
     decay_of_learning_rate,

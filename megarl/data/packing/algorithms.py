@@ -290,9 +290,9 @@ def get_packer(
     Raises:
         PackingError: there is no such algorithm, or an argument is out of bounds.
     """
-    if isinstance(algorithm, str):
+    if not isinstance(algorithm, PackingAlgorithm):
         try:
-            algorithm = PackingAlgorithm[algorithm.upper()]
+            algorithm = PackingAlgorithm[str(algorithm).upper()]
         except KeyError:
             known = ", ".join(member.value for member in PackingAlgorithm)
             raise PackingError(f"Unknown packing algorithm {algorithm!r}; choose one of: {known}") from None

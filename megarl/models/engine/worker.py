@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from converters.writer import write_hf
+from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.rendezvous import init_process_group
@@ -131,6 +132,7 @@ class EngineWorker:
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
         if "sample_mask" not in data:
             raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
+        check_sequence_dimension(data)
         batching = self._plan_of(data) or FixedRows(micro_batch, self._local_batch_size(data, global_batch, micro_batch))
         # before, not after: a call that ends in an error may have taken steps
         self._weights_version += not eval_mode
@@ -191,6 +193,7 @@ class EngineWorker:
         """
         self._require("get_logprobs")
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
+        check_sequence_dimension(data)
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
         batching: Batching = self._plan_of(data) or FixedRows(rows)
         logprobs = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling)
@@ -442,9 +445,7 @@ class EngineWorker:
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Rank, device, memory figures (MiB) and one parameter as a sample."""
-        name, parameter = next(iter(self.backend.parameters()))
-        sample = {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}
-        return {**self.runtime.facts(), "parameter_sample": {name: sample}}
+        return self.runtime.facts(self.backend.parameters())
 
     def report_device_id(self) -> str:
         """What tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""

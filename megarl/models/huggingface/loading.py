@@ -76,8 +76,8 @@ def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, trust_remote
 
 
 def is_tied(model: Any) -> bool:
-    """Whether embedding and output layer are one parameter."""
-    output = model.get_output_embeddings()
+    """Whether embedding and output layer are one parameter; a module without these has none."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
     return output is not None and output.weight is model.get_input_embeddings().weight
 
 

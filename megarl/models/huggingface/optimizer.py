@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule of the torch backends, by import path and keyword arguments.
 
-Vectors (parameters of one dimension: biases and norms) get no weight decay, as in Megatron, so that the backends agree. The schedule counts
-``train()`` calls.
+Vectors (parameters of one dimension: biases and norms) are a group of their own, so that ``weight_decay_on_vectors: false`` can leave them
+out of the weight decay, as Megatron does. The schedule counts ``train()`` calls.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
 
 OPTIMIZER = "policy.optimizer"
@@ -30,7 +31,7 @@ def build_optimizer(
     """The optimizer of ``policy.optimizer`` over all trainable parameters.
 
     Args:
-        policy: ``optimizer`` is ``{name: import path, kwargs: {...}}``.
+        policy: ``optimizer`` is ``{name: import path, kwargs: {...}, weight_decay_on_vectors: true or false}``.
         named_parameters: each parameter once.
         dimensions: number of dimensions of each parameter by name, where a rank's shard does not show it any more.
 
@@ -51,7 +52,8 @@ def build_optimizer(
         if parameter.requires_grad:
             count = parameter.ndim if dimensions is None else dimensions[name]
             (matrices if count > 1 else vectors).append(parameter)
-    without_decay = {"weight_decay": 0.0} if "weight_decay" in accepted else {}
+    decays = chosen.get("weight_decay_on_vectors", True) or "weight_decay" not in accepted
+    without_decay = {} if decays else {"weight_decay": 0.0}
     groups = [*([{"params": matrices}] if matrices else []), *([{"params": vectors, **without_decay}] if vectors else [])]
     return _construct(OPTIMIZER, kind, groups, kwargs)
 
@@ -99,23 +101,11 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) ->
 
 def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[int]]:
     """The schedules of a list, and the steps at which the next one takes over."""
+    faults = list(milestone_faults(chosen))
+    if faults:
+        raise ConfigError(faults)
     entries = [entry for entry in chosen if "milestones" not in entry]
-    lists = [entry["milestones"] for entry in chosen if "milestones" in entry]
-    milestones = [int(step) for step in lists[0]] if lists else []
-    if not entries or len(lists) > 1 or (lists and "milestones" not in chosen[-1]):
-        raise _refusal(
-            SCHEDULER,
-            list(chosen),
-            "a list holds one or more schedules and, at its end, one {milestones: [...]}",
-            "write [{name, kwargs}, {name, kwargs}, {milestones: [50]}]",
-        )
-    rising = all(earlier < later for earlier, later in zip([0, *milestones], milestones, strict=False))
-    if len(milestones) != len(entries) - 1 or not rising:
-        bound = f"{len(entries)} schedules need {len(entries) - 1} rising positive milestones"
-        raise _refusal(
-            f"{SCHEDULER}[{len(chosen) - 1}].milestones", milestones, bound, "write the train() calls at which the next one starts"
-        )
-    return entries, milestones
+    return entries, list(chosen[-1].get("milestones", []))
 
 
 def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -243,10 +243,13 @@ class PytorchOptimizerConfig(TypedDict):
     Attributes:
         name: import path of the class, for example ``torch.optim.AdamW``.
         kwargs: its keyword arguments.
+        weight_decay_on_vectors: biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as in torch; false
+            leaves them out, as Megatron does.
     """
 
     name: str
     kwargs: dict[str, Any]
+    weight_decay_on_vectors: NotRequired[bool]
 
 
 class SinglePytorchSchedulerConfig(TypedDict):

@@ -158,5 +158,9 @@ class DTensorPolicyWorker(EngineWorker):
         return self.move_to_device(model, "cpu")
 
     def return_state_dict(self) -> dict[str, torch.Tensor]:
-        """The divided parameters by name, tensors of this rank's piece that know the whole."""
+        """The parameters by name, DTensors of this rank's piece that know the whole (``full_tensor()``); a tied weight is there once.
+
+        Where the tensor-parallel ranks do not divide the vocabulary, embedding and output layer have rows of zeros behind it, which the
+        Hugging Face model does not take: cut them to its ``vocab_size``, or write the model with :meth:`export_hf`, which has none.
+        """
         return self.backend.state_dict()

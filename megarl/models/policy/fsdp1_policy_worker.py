@@ -64,15 +64,18 @@ class FSDP1PolicyWorker(EngineWorker):
     # placement by hand
 
     def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move this worker's model to host memory and return it; with ``fsdp_offload_enabled``, and on a CPU, it is there already."""
-        self._require_own(model, "manual_offload_to_cpu")
+        """Move a model to host memory and return it. Of the worker's own, the gradients go too; with ``fsdp_offload_enabled``, and on a
+        CPU, it is there already."""
+        if model is not self.model:
+            return model.to("cpu")
         self.backend.move("gradients", "host")
         self.backend.move("parameters", "host")
         return model
 
     def manual_load_to_gpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move this worker's model to the device and return it; with ``fsdp_offload_enabled``, and on a CPU, it stays where it is."""
-        self._require_own(model, "manual_load_to_gpu")
+        """Move a model to this worker's device and return it. The worker's own stays where it is with ``fsdp_offload_enabled``."""
+        if model is not self.model:
+            return model.to(self.runtime.device)
         self.backend.move("parameters", "device")
         return model
 
@@ -80,7 +83,3 @@ class FSDP1PolicyWorker(EngineWorker):
     def model(self) -> torch.nn.Module:
         """The model: wrapped in FullyShardedDataParallel, or on one rank the transformers model itself."""
         return self.backend.model.module
-
-    def _require_own(self, model: torch.nn.Module, method: str) -> None:
-        if model is not self.model:
-            raise ValueError(f"{method}({type(model).__name__}): only the worker's own model can be moved; give worker.model")

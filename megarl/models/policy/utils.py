@@ -1,0 +1,112 @@
+"""Functions that code written for NeMo-RL's policy layer imports from here; megarl itself needs none of them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl import env
+from megarl.distributed.device import runtime
+from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
+from megarl.errors import ConfigError, Violation
+
+__all__ = [
+    "configure_expandable_segments",
+    "get_gpu_info",
+    "get_megatron_checkpoint_dir",
+    "get_runtime_env_for_policy_worker",
+    "import_class_from_path",
+    "is_vllm_v1_engine_enabled",
+    "sliding_window_overwrite",
+]
+
+logger = logging.getLogger(__name__)
+
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_EXPANDABLE = "expandable_segments"
+_HOPPER = 9
+
+
+def is_vllm_v1_engine_enabled() -> bool:
+    """Whether vLLM runs its V1 engine: always, since the versions that megarl works with have no other."""
+    return True
+
+
+def import_class_from_path(name: str) -> Any:
+    """The class, or whatever stands there, at an import path ``package.module.Name``.
+
+    Raises:
+        ConfigError: (a ValueError) nothing can be imported under this name.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        bound = f"nothing can be imported under this name ({error})"
+        raise ConfigError([Violation("import path", name, bound, "write package.module.Name")]) from error
+
+
+def get_gpu_info(model: torch.nn.Module) -> dict[str, Any]:
+    """Rank, device, memory figures (MiB) of this process and one parameter of ``model`` as a sample; needs torch.distributed."""
+    return runtime().facts(model.named_parameters())
+
+
+def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
+    """What to change in a model's config so that an engine does not take a sliding window that the config switches off.
+
+    Args:
+        model_name: directory or hub id of the model.
+
+    Returns:
+        ``{"sliding_window": None}`` where ``use_sliding_window`` is false and a window is set, else nothing.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_name)
+    switched_off = getattr(config, "use_sliding_window", True) is False
+    return {"sliding_window": None} if switched_off and getattr(config, "sliding_window", None) is not None else {}
+
+
+def configure_expandable_segments() -> None:
+    """Let torch's CUDA allocator grow its segments (``PYTORCH_CUDA_ALLOC_CONF``) on devices from Hopper on.
+
+    To be called before anything is allocated. What the variable says of it already stays; without a CUDA device nothing is done.
+
+    Raises:
+        RuntimeError: the variable asks for it on an older device, where weights could not be handed to an engine.
+    """
+    if not runtime().is_cuda:
+        return
+    chosen = env.text(_ALLOCATOR, "") or ""
+    if torch.cuda.get_device_capability(runtime().device)[0] >= _HOPPER:
+        if _EXPANDABLE not in chosen:
+            env.set_variables({_ALLOCATOR: ",".join(filter(None, (chosen, f"{_EXPANDABLE}:True")))})
+    elif f"{_EXPANDABLE}:true" in chosen.lower():
+        raise RuntimeError(
+            f"{_ALLOCATOR} = {chosen!r}: {_EXPANDABLE} needs a device from Hopper on (compute capability {_HOPPER}.0). Fix: take it out"
+        )
+
+
+def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]:
+    """Ray's runtime environment of a policy worker: the profiler, where ``MEGARL_NSYS_WORKER_PATTERNS`` matches its name.
+
+    Args:
+        policy_worker_name: such as ``megatron_policy_worker``.
+    """
+    return get_nsight_config_if_pattern_matches(policy_worker_name)
+
+
+def get_megatron_checkpoint_dir() -> str:
+    """Where converted checkpoints are kept: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in ``HF_HOME``, else
+    ``~/.cache/huggingface/megarl``; a blank variable counts as unset. The choice is logged. megarl's own workers read Hugging Face models
+    directly and keep nothing there."""
+    chosen = env.text("MEGARL_MEGATRON_CHECKPOINT_DIR")
+    if chosen is None:
+        home = env.text("HF_HOME")
+        chosen = str((Path(home) if home else Path.home() / ".cache" / "huggingface") / "megarl")
+    logger.info("converted checkpoints are kept in %s", chosen)
+    return chosen

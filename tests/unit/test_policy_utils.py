@@ -1,0 +1,99 @@
+"""Functions that code written for NeMo-RL imports from the policy's utilities."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
+
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import ConfigError
+from megarl.models.policy import utils
+from megarl.models.policy.utils import (
+    configure_expandable_segments,
+    get_megatron_checkpoint_dir,
+    get_runtime_env_for_policy_worker,
+    import_class_from_path,
+    is_vllm_v1_engine_enabled,
+    sliding_window_overwrite,
+)
+
+
+def test_every_function_of_the_reference_is_there() -> None:
+    assert set(utils.__all__) == {
+        "is_vllm_v1_engine_enabled",
+        "import_class_from_path",
+        "get_gpu_info",
+        "sliding_window_overwrite",
+        "configure_expandable_segments",
+        "get_runtime_env_for_policy_worker",
+        "get_megatron_checkpoint_dir",
+    }
+    assert is_vllm_v1_engine_enabled()
+
+
+def test_a_class_by_its_path() -> None:
+    assert import_class_from_path("collections.OrderedDict").__name__ == "OrderedDict"
+    for name in ("collections.Nothing", "no_such_module.Name", "Name", ""):
+        with pytest.raises(ConfigError, match="nothing can be imported"):
+            import_class_from_path(name)
+
+
+def test_where_checkpoints_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for name in ("MEGARL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert get_megatron_checkpoint_dir() == "/home/someone/.cache/huggingface/megarl"
+    monkeypatch.setenv("HF_HOME", "/data/hf")
+    monkeypatch.setenv("MEGARL_MEGATRON_CHECKPOINT_DIR", "  ")
+    assert get_megatron_checkpoint_dir() == "/data/hf/megarl"
+    monkeypatch.setenv("MEGARL_MEGATRON_CHECKPOINT_DIR", "/data/mcore")
+    assert get_megatron_checkpoint_dir() == "/data/mcore"
+
+
+def test_a_profiler_where_its_pattern_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGARL_NSYS_WORKER_PATTERNS", raising=False)
+    assert get_runtime_env_for_policy_worker("megatron_policy_worker") == {}
+    monkeypatch.setenv("MEGARL_NSYS_WORKER_PATTERNS", "*policy*")
+    assert "nsight" in get_runtime_env_for_policy_worker("megatron_policy_worker")
+
+
+@pytest.mark.parametrize(
+    ("set_before", "capability", "after"),
+    [
+        (None, 9, "expandable_segments:True"),
+        ("max_split_size_mb:64", 10, "max_split_size_mb:64,expandable_segments:True"),
+        ("expandable_segments:False", 9, "expandable_segments:False"),
+        ("max_split_size_mb:64", 8, "max_split_size_mb:64"),
+        ("expandable_segments:True", 8, RuntimeError),
+    ],
+)
+def test_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, set_before: str | None, capability: int, after: str | type[Exception]
+) -> None:
+    variable = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(variable, set_before or "")
+    configure_expandable_segments()
+    assert os.environ[variable] == (set_before or ""), "on a CPU nothing is done"
+    monkeypatch.setattr(utils, "runtime", lambda: DeviceRuntime(torch.device("cuda", 0), "nccl"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    if isinstance(after, str):
+        configure_expandable_segments()
+        assert os.environ[variable] == after
+    else:
+        with pytest.raises(after, match="Hopper"):
+            configure_expandable_segments()
+
+
+def test_a_window_that_is_switched_off(tmp_path: Path) -> None:
+    for name, config, wanted in (
+        ("on", Qwen2Config(use_sliding_window=True, sliding_window=8), {}),
+        ("none", LlamaConfig(), {}),
+        ("off, by its class", Qwen2Config(use_sliding_window=False, sliding_window=8), {}),
+        ("off", Qwen2MoeConfig(use_sliding_window=False, sliding_window=8), {"sliding_window": None}),
+    ):
+        config.save_pretrained(tmp_path / name)
+        assert sliding_window_overwrite(str(tmp_path / name)) == wanted, name
