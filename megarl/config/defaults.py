@@ -204,6 +204,8 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
         filled["megatron_cfg"] = _complete_megatron(filled["megatron_cfg"], filled)
+    if isinstance(filled["optimizer"], dict):
+        filled["optimizer"] = _fill(filled["optimizer"], {"weight_decay_on_vectors": True})
     if _section(filled, "dtensor_cfg").get("enabled") is True:
         filled["dtensor_cfg"] = _fill(filled["dtensor_cfg"], DTENSOR)
     return filled

@@ -165,7 +165,7 @@ def _example(size: int) -> dict[str, Any]:
     return {
         "run_dir": f"runs/{size}",
         "seed": size,
-        "policy": {"model_name": "m", "tokenizer": {"name": "m"}, **sizes, **backends, "generation": generation},
+        "policy": {"model_name": "m", "tokenizer": {"name": "m"}, "optimizer": {}, **sizes, **backends, "generation": generation},
         "grpo": {"num_prompts_per_step": size, "num_generations_per_prompt": 2, "max_num_steps": size},
         "sft": {"max_num_steps": size},
         "loss_fn": {},
