@@ -112,10 +112,13 @@ def run_loop(
         train = algorithm.step(step)
         validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
         done = time.monotonic()
+        metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
+        # a step that was skipped has not all of them
+        if checkpoints is not None and not train.get("skipped_steps"):
+            checkpoints.require_metric(metrics)
         saves = checkpoints is not None and (checkpoints.due(step, schedule.total_steps) or stop.reason is not None)
         with ExitStack() as around_report:
             if checkpoints is not None and saves:
-                metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
                 around_report.enter_context(checkpoints.saving(step, algorithm.sampler.state(), metrics))
             reporting.report(step, train, validation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import yaml
 
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.config.resume_changes import check_changes
-from megarl.errors import CheckpointError, UnusableCheckpointError
+from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
 from megarl.observe.redact import redacted
 
 if TYPE_CHECKING:
@@ -124,6 +125,23 @@ class CheckpointWriter:
         """Whether a checkpoint follows this step; one always follows the last."""
         return step == last_step or step % self.save_period == 0
 
+    def require_metric(self, metrics: Mapping[str, float]) -> None:
+        """Refuse a ``checkpointing.metric_name`` that the run does not have, before a checkpoint would be ranked by it.
+
+        Args:
+            metrics: of a step that was taken; those of a validation tell of its names too.
+
+        Raises:
+            ConfigError: with the names that are most like it.
+        """
+        name, known = self.manager.metric_name, _ranking_metrics(metrics)
+        of_validation = name is not None and name.startswith(_OF_VALIDATION)
+        if name is None or name in {"step", *known} or (of_validation and not any(each.startswith(_OF_VALIDATION) for each in known)):
+            return
+        kin = [each for each in known if each.startswith(_OF_VALIDATION) == of_validation]
+        alike = difflib.get_close_matches(name, kin, n=3, cutoff=0.5) or sorted(kin)
+        raise ConfigError([Violation("checkpointing.metric_name", name, "this run has no such metric", f"write {' or '.join(alike)}")])
+
     @contextmanager
     def saving(self, step: int, sampler_state: Mapping[str, Any], metrics: Mapping[str, float]) -> Iterator[None]:
         """Write a checkpoint, run the block, then make the checkpoint visible.
@@ -138,6 +156,9 @@ class CheckpointWriter:
         yield
         self.manager.finalize_checkpoint(path)
         self.committed(step)
+
+
+_OF_VALIDATION = ("val_", "validation/")
 
 
 def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

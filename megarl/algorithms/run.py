@@ -30,6 +30,7 @@ from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
 from megarl.data.tokenization import get_tokenizer
 from megarl.environments.rewards import FAULT_OF_REFERENCE, get_reward
+from megarl.errors import ConfigError, Violation
 from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
@@ -81,7 +82,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
     config = validate_config(config)
     run_dir = Path(config["run_dir"]).absolute()
     with ExitStack() as stack:
-        lock = stack.enter_context(RunLock(run_dir))
+        lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
         stop = stack.enter_context(listening_for_stop(run_dir, attempt))
         check_vllm(config)
@@ -90,6 +91,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
         vocab_size = check_model(config["policy"])
         train_data, validation_data = _load_datasets(config, tokenizer, vocab_size)
+        _warn_of_few_records(len(train_data), _records_per_step(config))
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
@@ -126,10 +128,22 @@ def _open_checkpoints(section: Config, lock: RunLock, run_dir: Path, stack: Exit
     if not section["enabled"]:
         return None
     directory = Path(section["checkpoint_dir"])
-    directory.mkdir(parents=True, exist_ok=True)
-    if not directory.samefile(run_dir):
-        stack.enter_context(RunLock(directory))
+    if not (directory.is_dir() and directory.samefile(run_dir)):
+        _lock(directory, "checkpointing.checkpoint_dir", stack)
     return CheckpointManager(section, lock=lock)
+
+
+def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
+    """The right to write into a directory, which is made when it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        return stack.enter_context(RunLock(directory))
+    except OSError as error:
+        bound = f"it cannot be made or written: {os.strerror(error.errno) if error.errno else error}"
+        raise ConfigError([Violation(key, str(directory), bound, "give a directory that you may write to")]) from error
 
 
 def _writer(manager: CheckpointManager | None, policy: Policy, config: Config, attempt: Attempt) -> CheckpointWriter | None:
@@ -177,6 +191,16 @@ def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_siz
         return dataset
 
     return load(data["train"]), load(data["validation"]) if data["validation"] else None
+
+
+def _warn_of_few_records(records: int, per_step: int) -> None:
+    if records < per_step:
+        logger.warning(
+            "data.train has %d records and a step takes %d, so that some are in it several times; is grpo.num_prompts_per_step (for sft "
+            "policy.train_global_batch_size) meant?",
+            records,
+            per_step,
+        )
 
 
 def _records_per_step(config: Config) -> int:

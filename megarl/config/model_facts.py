@@ -12,6 +12,15 @@ from megarl.config.latent_facts import LatentWidths, read_latent_widths
 from megarl.errors import ConfigError, Violation
 
 KEY = "policy.model_name"
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,7 @@ def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return facts_of(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{file} lacks the key {error}" if isinstance(error, KeyError) else f"{file} cannot be used: {error}"
         raise ConfigError([Violation(KEY, model_name, problem, "give a directory of a Hugging Face language model")]) from error
 
@@ -146,8 +155,12 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
 
     Raises:
         KeyError: a size is missing.
+        ValueError: one is no number of at least 1.
     """
     text = content.get("text_config") or content
+    for key in _SIZES:
+        if text.get(key) is not None and int(text[key]) < 1:
+            raise ValueError(f"{key} = {text[key]}, at least 1 is needed")
     heads = int(text["num_attention_heads"])
     model_type = str(text.get("model_type") or content["model_type"])
     attention_bias = bool(text.get("attention_bias", model_type == "gpt_oss"))

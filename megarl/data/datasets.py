@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.data.records import Record, fingerprint, load_records
+from megarl.data.records import Record, fingerprint, load_records, texts_of
 from megarl.data.tokenization import PromptEncoder, encode_answers, refuse_empty_and_long
 from megarl.errors import DataError
 
@@ -77,6 +78,7 @@ def load_dataset(
     records = load_records(source)
     if fault_of_answer is not None:
         _refuse_useless_answers(records, fault_of_answer)
+    _warn_of_control_tokens(records, tokenizer)
     examples = tokenize(records, PromptEncoder.from_config(tokenizer, config), tokenizer)
     refuse_empty_and_long([len(example.prompt_ids) for example in examples], records, config["max_input_seq_length"], "prompts")
     if with_answers:
@@ -96,6 +98,27 @@ def _refuse_useless_answers(records: Sequence[Record], fault_of_answer: Callable
         raise DataError(
             f"{len(offenders)} of {len(records)} reference answers are of no use to env.reward: every answer to those prompts would be "
             f"wrong. Fix: correct or remove them. They are: {shown}{more}"
+        )
+
+
+def _warn_of_control_tokens(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say where the text of prompts has what the tokenizer reads as a control token: such a prompt can end a turn, or begin another."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""})
+    if not names:
+        return
+    control = re.compile("|".join(map(re.escape, names)))
+    found = [(place, hit[0]) for place, record in enumerate(records) if (hit := control.search("\n".join(texts_of(record.prompt))))]
+    if found:
+        place, name = found[0]
+        logger.warning(
+            "%d of %d prompts have a control token of the tokenizer in their text, which it reads as such; the first: index %d (%s): %r. "
+            "Take it out where it is meant as text",
+            len(found),
+            len(records),
+            place,
+            records[place].origin,
+            name,
         )
 
 

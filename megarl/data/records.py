@@ -78,8 +78,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _parse(line: str, origin: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{origin} is not JSON: {error}; it starts {line[:60]!r}. Fix: write one JSON object a line") from error
+    # json gives up with a RecursionError on what nests too deeply
+    except (ValueError, RecursionError) as error:
+        problem = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{origin} is not JSON: {problem}; it starts {line[:60]!r}. Fix: write one JSON object a line") from error
 
 
 def _dataset_rows(source: DataSource) -> Iterable[tuple[str, Any]]:
@@ -115,7 +117,27 @@ def _record(row: Any, prompt_key: str, answer_key: str, origin: str) -> Record:
     answer = row[answer_key]
     if not isinstance(answer, str):
         raise DataError(f"{origin}: {answer_key!r} = {answer!r} is a {type(answer).__name__}, expected a string. Fix: put it in quotes")
-    return Record(_prompt(row[prompt_key], prompt_key, origin), answer, origin)
+    prompt = _prompt(row[prompt_key], prompt_key, origin)
+    for key, text in [(answer_key, answer), *((prompt_key, text) for text in texts_of(prompt))]:
+        _refuse_half_characters(text, key, origin)
+    return Record(prompt, answer, origin)
+
+
+def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
+    """The text of a prompt, or the contents of its messages."""
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+
+
+def _refuse_half_characters(text: str, key: str, origin: str) -> None:
+    """Refuse a surrogate without the other half, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text[error.start].encode("unicode_escape").decode()
+        raise DataError(
+            f"{origin}: {key!r} has {shown} at character {error.start}, which is half of a surrogate pair and no character. "
+            "Fix: write the text again with its encoding intact, or remove it"
+        ) from error
 
 
 def _prompt(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:

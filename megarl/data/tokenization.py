@@ -41,8 +41,14 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any], trust_remote_code: bool =
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        fix = "set policy.tokenizer.name to a model name or directory"
-        raise ModelError(f"tokenizer {name!r} cannot be loaded: {error}. Fix: {fix}") from error
+        fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"
+        raise ModelError(f"policy.tokenizer.name = {name!r}: its tokenizer cannot be loaded: {error}. Fix: {fix}") from error
+    if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
+        # of a directory without a tokenizer's files, transformers makes one that knows no token
+        raise ModelError(
+            f"policy.tokenizer.name = {name!r}: there is no tokenizer. Fix: copy the files of the tokenizer there (tokenizer.json, "
+            "tokenizer_config.json), or give policy.tokenizer.name the model that this one was made from"
+        )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
@@ -101,7 +107,14 @@ class PromptEncoder:
             # Not str.format: braces elsewhere in the template or the prompt are ordinary text.
             prompt = [{"role": "user", "content": self._template.replace("{prompt}", prompt)}]
         messages = [*self._system, *(dict(message) for message in prompt)]
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        # a template is a program, and may fail in whatever way it does
+        except Exception as error:
+            raise DataError(
+                f"policy.tokenizer.chat_template cannot be applied to a prompt ({type(error).__name__}: {error}); it begins "
+                f"{str(self._tokenizer.chat_template)[:60]!r}. Fix: correct the template, or write null to join the messages as they are"
+            ) from error
 
 
 def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> list[list[int]]:

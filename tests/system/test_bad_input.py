@@ -50,6 +50,21 @@ def long_prompt(directory: Path) -> list[str]:
     return [f"data.train.path={path}"]
 
 
+def one_record(directory: Path, text: str) -> list[str]:
+    """A data file with one line."""
+    path = directory / "odd.jsonl"
+    path.write_text(text)
+    return [f"data.train.path={path}"]
+
+
+def without_tokenizer(model: Path, directory: Path) -> list[str]:
+    copy = directory / "bare"
+    shutil.copytree(model, copy)
+    for path in (*copy.glob("tokenizer*"), *copy.glob("special_tokens_map.json")):
+        path.unlink()
+    return [f"policy.model_name={copy}"]
+
+
 def changed_model(model: Path, directory: Path, **changes: object) -> list[str]:
     """The model with other entries in its config.json."""
     copy = directory / "changed"
@@ -155,6 +170,49 @@ FAULTS = [
     ),
     Case("lost tensor", lost_tensor, [r"missing: model\.norm\.weight", "Fix"]),
     Case("torn weights", torn_weights, [r"model\.safetensors is not a readable safetensors file", "Fix"]),
+    Case(
+        "nested record",
+        lambda model, directory: one_record(directory, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + ', "answer": "2"}'),
+        [r"odd\.jsonl line 1 is not JSON", "nest", "Fix"],
+    ),
+    Case(
+        "half a character in a prompt",
+        lambda model, directory: one_record(directory, '{"prompt": "a \\ud800 b", "answer": "2"}'),
+        [r"odd\.jsonl line 1", r"\\ud800", "no character", "Fix"],
+    ),
+    Case(
+        "half a character in an answer",
+        lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": "\\udfff"}'),
+        [r"odd\.jsonl line 1", r"\\udfff", "Fix"],
+    ),
+    Case(
+        "half a character in a message",
+        lambda model, directory: one_record(directory, '{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "2"}'),
+        [r"odd\.jsonl line 1", r"\\ud800", "Fix"],
+    ),
+    Case("no heads", lambda model, directory: changed_model(model, directory, num_attention_heads=0), ["num_attention_heads = 0", "Fix"]),
+    Case(
+        "no key-value heads",
+        lambda model, directory: changed_model(model, directory, num_key_value_heads=0),
+        ["num_key_value_heads = 0", "Fix"],
+    ),
+    Case("no width", lambda model, directory: changed_model(model, directory, hidden_size=0), ["hidden_size = 0", "Fix"]),
+    Case(
+        "broken chat template",
+        fixed("policy.tokenizer.chat_template='{% for message in messages %}'"),
+        ["policy.tokenizer.chat_template", "for", "Fix"],
+    ),
+    Case(
+        "chat template of other messages",
+        fixed("policy.tokenizer.chat_template='{{ messages[0].nothing.at_all }}'"),
+        ["policy.tokenizer.chat_template", "Fix"],
+    ),
+    Case(
+        "chat template that refuses",
+        fixed("""policy.tokenizer.chat_template="{{ raise_exception('no users here') }}\""""),
+        ["policy.tokenizer.chat_template", "no users here", "Fix"],
+    ),
+    Case("no tokenizer", without_tokenizer, [r"policy\.tokenizer\.name = '[^']*bare'", "no tokenizer", "Fix: .*policy.tokenizer.name"]),
     Case("token ids", small_vocabulary, [r"token id \d+", r"\[0, 211\)", "Fix"]),
 ]
 
@@ -183,6 +241,19 @@ def test_faults_are_found_before_workers_start(
     assert main(["train", str(config), f"run_dir={tmp_path / 'run'}", *case.make(material.model, tmp_path)]) == 2
     check_message(capsys.readouterr().err, case.says)
     check_nothing_left(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "place", ["file/run", "file", "/proc/none/run", "x" * 300], ids=["below a file", "a file", "read-only", "too long"]
+)
+def test_directories_that_no_run_can_have(
+    place: str, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start"))
+    (tmp_path / "file").write_text("x")
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    assert main(["train", str(config), f"run_dir={tmp_path / place}"]) == 2
+    check_message(capsys.readouterr().err, [re.escape(f"run_dir = {str(tmp_path / place)!r}"), "Fix"])
 
 
 @sampled(1)

@@ -17,6 +17,7 @@ from megarl.algorithms.loop import total_steps
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
+from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
 from megarl.observe.launches import read_launches
@@ -332,3 +333,34 @@ def test_validation_accuracy_is_that_of_plain_transformers(tmp_path: Path, model
 )
 def test_total_steps(steps: int, epochs: int | None, records: int, per_step: int, expected: int) -> None:
     assert total_steps(steps, epochs, records, per_step) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [("train/los", True), ("val_accuracy", True), ("validation/losss", True), ("train/loss", False), ("val_loss", False), ("step", False)],
+)
+def test_a_metric_that_no_step_has_ranks_no_checkpoint(name: str, refused: bool, tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path, model, data)
+    config["checkpointing"] |= {"metric_name": name, "export_hf": False}
+    if not refused:
+        run(config, PolicyMaker())
+        return
+    with pytest.raises(ConfigError, match=rf"metric_name = '{name}': this run has no such metric\. Fix: write \S*loss"):
+        run(config, PolicyMaker())
+    assert not list((tmp_path / "checkpoints").glob("*step_*"))
+
+
+def test_fewer_records_than_a_step_takes_and_control_tokens_are_said(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture) -> None:
+    eos = get_tokenizer({"name": model}).eos_token
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "4"}) for prompt in ("2+2=", f"1+{eos}3=", "3+1=")))
+    config = make_config("sft", tmp_path / "run", model, str(path), max_num_steps=1, val_period=0)
+    config["checkpointing"]["enabled"] = config["checkpointing"]["export_hf"] = False
+    run(config, PolicyMaker())
+    said = caplog.text
+    assert "data.train has 3 records and a step takes 4" in said
+    assert (
+        f"1 of 3 prompts have a control token of the tokenizer in their text, which it reads as such; the first: index 1 ({path} line 2)"
+        in said
+    )
+    assert repr(eos) in said
