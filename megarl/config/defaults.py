@@ -179,7 +179,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     if isinstance(run.get("cluster"), dict):
-        run["cluster"].setdefault("device", "auto")
+        run["cluster"] = _fill(run["cluster"], {"device": "auto", "device_memory_gib": 80.0})
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 

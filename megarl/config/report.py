@@ -13,6 +13,7 @@ from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate
+from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, engine_memory, host_memory
 from megarl.config.memory_sharded import estimate_sharded
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules.parallel import layout_of
@@ -74,7 +75,9 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
-    console.print(memory_table(_memory(config, facts, layout)))
+    ranks = _memory(config, facts, layout)
+    console.print(memory_table(ranks))
+    console.print(surroundings_table(config, facts, ranks))
 
 
 def layout_table(layout: Layout) -> Table:
@@ -135,6 +138,26 @@ def memory_table(rows: list[RankMemory]) -> Table:
     table.add_section()
     table.add_row("peak", *(size_text(row.peak) for row in shown))
     table.add_row("reference policy, host memory", *(size_text(row.reference_weights) for row in shown))
+    return table
+
+
+def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> Table:
+    """What the run needs besides the devices of training: engine, host memory of a node, disk."""
+    table = Table(title="beside the devices of training (estimated)", show_header=False)
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    generation, checkpointing = config["policy"]["generation"], config["checkpointing"]
+    if config["algorithm"] == "grpo" and generation["backend"] == "vllm" and config["cluster"]["device"] != "cpu":
+        engine = engine_memory(generation, config["cluster"], facts)
+        share = f"{generation['vllm_cfg']['gpu_memory_utilization']:g} of {config['cluster']['device_memory_gib']:g} GiB"
+        table.add_row("engine's weights, a device", size_text(engine.weights))
+        table.add_row(f"engine's share of a device, {share}", size_text(engine.budget))
+        table.add_row("tokens whose keys and values have room beside the weights", f"{engine.cached_tokens:,}")
+    table.add_row(f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks)))
+    if checkpointing["enabled"]:
+        table.add_row("a checkpoint", size_text(checkpoint_bytes(config["policy"], facts)))
+        kept = f"{checkpoints_kept(config)} checkpoints at once" + (", exported model" if checkpointing["export_hf"] else "")
+        table.add_row(f"disk: {kept}", size_text(disk_bytes(config, facts)))
     return table
 
 

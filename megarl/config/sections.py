@@ -255,11 +255,13 @@ class ClusterConfig(TypedDict):
         gpus_per_node: worker ranks a node, also where the ranks run on a CPU.
         num_nodes: nodes.
         device: what the ranks run on; "auto" takes CUDA where there is one.
+        device_memory_gib: memory of a GPU in GiB, which an engine's weights are held against before anything starts.
     """
 
     gpus_per_node: int
     num_nodes: int
     device: NotRequired[Literal["auto", "cpu", "cuda"]]
+    device_memory_gib: NotRequired[float]
 
 
 class DeadlinesConfig(TypedDict):

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.config.defaults import complete_policy
+from megarl.config.memory_run import checkpoint_bytes
+from megarl.config.model_facts import read_model_facts
 from megarl.errors import CheckpointError
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -179,6 +183,12 @@ def load_twice(config: Mapping[str, Any], directory: Path) -> str:
     return ""
 
 
+def stored_bytes(directory: Path) -> int:
+    """Of all tensors that a checkpoint holds."""
+    stored = TorchDistCheckpoint(directory)
+    return sum(torch.Size(stored.shape(key)).numel() * stored.dtype(key).itemsize for key in stored)
+
+
 @sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("distributed", [True, False])
@@ -186,7 +196,11 @@ def test_the_state_of_the_other_kind_of_optimizer(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, distributed: bool, precision: str
 ) -> None:
     model = tiny_models["qwen2-tied"]
-    pool.run(2, train_and_save, policy_config(model, distributed_optimizer=distributed, precision=precision), tmp_path)
+    config = policy_config(model, distributed_optimizer=distributed, precision=precision)
+    pool.run(2, train_and_save, config, tmp_path)
+    facts = read_model_facts(str(model))
+    assert facts is not None
+    assert stored_bytes(tmp_path / "weights") + stored_bytes(tmp_path / "optimizer") == checkpoint_bytes(complete_policy(config), facts)
     other = policy_config(model, distributed_optimizer=not distributed, precision=precision)
     for message in pool.run(2, load_twice, other, tmp_path):
         assert f"use_distributed_optimizer = {str(distributed).lower()}, and this one has {str(not distributed).lower()}" in message

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from megarl.config.arithmetic import BatchPlan
+from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.layout import Layout, layers_per_stage
+from megarl.config.load import load_config
 from megarl.config.memory import estimate, in_flight, layer_activation_bytes, layer_parameters, optimizer_bytes, stage_parameters
-from megarl.config.model_facts import ModelFacts, read_model_facts
+from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, engine_memory, host_memory, model_parameters
+from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
+from megarl.config.report import memory_of_run
+from megarl.config.validate import validate_config
+from megarl.errors import ConfigError
 from tests.unit.config_samples import FACTS, complete, raw_grpo
 
 SHAPE = {
@@ -174,3 +180,66 @@ def test_facts_of_experts_and_of_a_text_config_inside(tmp_path: Path) -> None:
     assert facts is not None
     assert dataclasses.astuple(facts)[:2] == ("gemma3_text", 6)
     assert (facts.num_experts, facts.tied, facts.head_dim) == (4, True, 4)
+
+
+ROOT = Path(__file__).parents[2]
+LARGE = "configs/grpo-llama3.1-70b-8x8gpu-megatron.yaml"
+LARGE_FACTS = facts_of(KNOWN_MODELS["meta-llama/Llama-3.1-70B-Instruct"])
+
+
+def with_engine(*overrides: str) -> dict[str, Any]:
+    return load_config(ROOT / LARGE, overrides, [str(ROOT / "configs/base/vllm.yaml")])
+
+
+def test_an_engine_whose_weights_have_no_room_is_refused_with_sizes_and_fix() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config(with_engine())
+    [violation] = caught.value.violations
+    assert violation.key == "policy.generation.vllm_cfg.tensor_parallel_size" and violation.value == 1
+    # 70,553,706,496 parameters of 2 bytes
+    assert (
+        "131.4 GiB of weights" in violation.bound
+        and "gpu_memory_utilization = 0.6 of cluster.device_memory_gib = 80 GiB" in violation.bound
+    )
+    assert violation.fix.startswith("write 4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        (("policy.generation.vllm_cfg.tensor_parallel_size=2",), False),
+        (("policy.generation.vllm_cfg.tensor_parallel_size=4",), True),
+        (("policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.device_memory_gib=141"), True),
+        (("policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.vllm_cfg.gpu_memory_utilization=0.9"), True),
+    ],
+)
+def test_what_makes_an_engine_fit(changes: tuple[str, ...], fits: bool) -> None:
+    config = with_engine(*changes)
+    if fits:
+        validate_config(config)
+    else:
+        with pytest.raises(ConfigError, match=r"65\.7 GiB of weights .*write 4"):
+            validate_config(config)
+
+
+def test_room_for_keys_and_values_is_counted_by_hand() -> None:
+    config = validate_config(with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4"))
+    engine = engine_memory(config["policy"]["generation"], config["cluster"], LARGE_FACTS)
+    # 80 layers, 8 key-value heads of 128 over 4 ranks, keys and values, 2 bytes
+    assert engine.token == 80 * 2 * 128 * 2 * 2
+    assert engine.budget == int(0.6 * 80 * 2**30) and engine.cached_tokens == (engine.budget - engine.weights) // engine.token
+
+
+def test_host_memory_and_disk_of_a_run() -> None:
+    config = validate_config(with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4", "checkpointing.keep_top_k=3"))
+    _, ranks = memory_of_run(config)
+    fullest = max(rank.reference_weights + rank.optimizer + rank.weights for rank in ranks)
+    assert host_memory(config, ranks) == 8 * fullest
+    # weights in bfloat16, float32 copies and two moments
+    parameters = model_parameters(LARGE_FACTS)
+    assert parameters == 70_553_706_496
+    assert checkpoint_bytes(config["policy"], LARGE_FACTS) == parameters * 14
+    assert checkpoints_kept(config) == 5, "three, the newest, and the one that is being written"
+    assert disk_bytes(config, LARGE_FACTS) == parameters * (5 * 14 + 2 * config["checkpointing"]["export_hf"])
+    config["cluster"]["device"] = "cpu"
+    assert host_memory(config, ranks) == 8 * max(rank.peak + rank.reference_weights for rank in ranks)

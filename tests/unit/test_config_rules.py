@@ -257,6 +257,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"g.vllm_cfg.tensor_parallel_size"},
     ),
     ("heads_divide_over_an_engine", {"g.vllm_cfg.tensor_parallel_size": 5, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
+    (
+        "engine_weights_fit",
+        {"cluster.device": "cuda", "cluster.device_memory_gib": 1e-4, **ON_VLLM},
+        {},
+        {"g.vllm_cfg.tensor_parallel_size"},
+    ),
     ("changes_go_to_engines_apart", {"g.vllm_cfg.refit_delta_share": 0.5, **ON_VLLM}, {}, {"g.vllm_cfg.refit_delta_share"}),
     (
         "engines_stay_the_policy_s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.memory_run import GIB, engine_memory
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.parallel import FOR_TRAINING, GENERATION, generation_shape, training_shape
 from megarl.config.rules.view import Rule, View
@@ -66,6 +67,29 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
         who = "the engine gets the policy's weights" if _on_vllm(view) else "the policy itself generates"
         bound = f"{who}, so it must be policy.model_name = {model}"
         yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
+
+
+def engine_weights_fit(view: View) -> Iterator[Violation]:
+    """The engine's weights have room in its share of a device; without that, engines would fail after minutes of starting."""
+    view.require(_on_vllm(view) and view["cluster.device"] != "cpu")
+    facts, generation = view.facts, view[GENERATION]
+    cluster = {"device_memory_gib": view["cluster.device_memory_gib"]}
+    tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
+    needed = engine_memory(generation, cluster, facts)
+    if needed.weights < needed.budget:
+        return
+
+    def fits(size: int) -> bool:
+        divided = engine_memory({**generation, "vllm_cfg": {**generation["vllm_cfg"], "tensor_parallel_size": size}}, cluster, facts)
+        return facts.num_attention_heads % size == 0 and divided.weights < divided.budget
+
+    bound = (
+        f"{needed.weights / GIB:.1f} GiB of weights on each of the engine's devices have no room in gpu_memory_utilization = {share:g} of "
+        f"cluster.device_memory_gib = {cluster['device_memory_gib']:g} GiB"
+    )
+    enough = next((size for size in (1, 2, 4, 8, 16, 32, 64) if size > tensor and fits(size)), None)
+    fix = "give the engine more of larger devices" if enough is None else f"write {enough}, or give the engine more of larger devices"
+    yield Violation(f"{VLLM}.tensor_parallel_size", tensor, bound, fix)
 
 
 def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
@@ -184,6 +208,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
     megatron_generates_in_place,
     resources_of_generation,
     engine_has_the_policy_model,
+    engine_weights_fit,
     shared_devices_need_no_resources,
     examples_are_scored_by_the_model_itself,
     engines_are_whole,

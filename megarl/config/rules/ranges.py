@@ -100,6 +100,7 @@ RANGES: dict[str, Range] = {
     "policy.generation.pad_token_id": AT_LEAST_0,
     "policy.generation.vllm_cfg.tensor_parallel_size": AT_LEAST_1,
     "policy.generation.vllm_cfg.max_model_len": AT_LEAST_1,
+    "cluster.device_memory_gib": Range(low=0, low_open=True),
     "policy.generation.vllm_cfg.gpu_memory_utilization": Range(low=0, high=1, low_open=True),
     "policy.generation.vllm_cfg.kv_cache_gb": ABOVE_0,
     "policy.generation.vllm_cfg.refit_delta_share": Range(low=0, high=1),

@@ -1,0 +1,101 @@
+"""What a run needs besides the devices of training: the generation engine, host memory of a node, disk. All sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.backend import enabled_backend
+from megarl.config.memory import BYTES, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
+from megarl.config.model_facts import ModelFacts
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Memory of a device of a vLLM engine.
+
+    Attributes:
+        weights: its part of the model.
+        budget: what the engine may take of the device.
+        token: keys and values of one token.
+    """
+
+    weights: int
+    budget: int
+    token: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values have room beside the weights; 0 where the weights have none."""
+        return max(0, self.budget - self.weights) // max(self.token, 1)
+
+
+def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
+    """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
+    layers = [facts.num_layers]
+    experts = stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor) if facts.num_experts else 0
+    return stage_parameters(facts, tensor, 0, layers) + experts
+
+
+def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], facts: ModelFacts) -> EngineMemory:
+    """Memory of a device of an engine.
+
+    Args:
+        generation: a filled-in ``policy.generation`` section on vLLM.
+        cluster: a filled-in ``cluster`` section.
+        facts: sizes of the model.
+    """
+    settings = generation["vllm_cfg"]
+    tensor, element = settings["tensor_parallel_size"], BYTES[settings["precision"]]
+    width = 2 * facts.head_dim if facts.latent is None else facts.latent.head + facts.latent.value
+    heads = -(-facts.num_key_value_heads // tensor)
+    budget = int(settings["gpu_memory_utilization"] * cluster["device_memory_gib"] * GIB)
+    return EngineMemory(model_parameters(facts, tensor) * element, budget, facts.num_layers * heads * width * element)
+
+
+def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory]) -> int:
+    """Host memory of a node: of each of its ranks the reference policy, the optimizer state while answers are generated and scored, and the
+    weights while an engine on the same device generates; where ranks run on a CPU, everything."""
+    generation = config["policy"]["generation"]
+    on_cpu, offloads = config["cluster"]["device"] == "cpu", config["algorithm"] == "grpo"
+    colocated = generation is not None and generation["backend"] == "vllm" and generation["colocated"]["enabled"]
+
+    def of_rank(rank: RankMemory) -> int:
+        if on_cpu:
+            return rank.peak + rank.reference_weights
+        return rank.reference_weights + offloads * rank.optimizer + colocated * rank.weights
+
+    return int(config["cluster"]["gpus_per_node"] * max(of_rank(rank) for rank in ranks))
+
+
+def checkpoint_bytes(policy: Mapping[str, Any], facts: ModelFacts) -> int:
+    """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes them.
+
+    Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit float32 copies of them; the torch
+    backends write float32 weights.
+    """
+    parameters, element = model_parameters(facts), BYTES[policy["precision"]]
+    if enabled_backend(policy) != "megatron":
+        return parameters * (4 + 2 * 4)
+    optimizer = policy["megatron_cfg"]["optimizer"]
+    moments = 2 if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
+    copies = optimizer["use_distributed_optimizer"] or element < 4
+    return parameters * (element + 4 * (moments + copies))
+
+
+def checkpoints_kept(config: Mapping[str, Any]) -> int:
+    """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being written."""
+    section = config["checkpointing"]
+    steps = config[config["algorithm"]]["max_num_steps"]
+    written = -(-steps // section["save_period"])
+    return min(written, written if section["keep_top_k"] is None else section["keep_top_k"] + 2)
+
+
+def disk_bytes(config: Mapping[str, Any], facts: ModelFacts) -> int:
+    """The run's directory at its largest: checkpoints, and the exported model."""
+    section, policy = config["checkpointing"], config["policy"]
+    exported = model_parameters(facts) * BYTES[policy["precision"]] if section["export_hf"] else 0
+    return exported + (checkpoints_kept(config) * checkpoint_bytes(policy, facts) if section["enabled"] else 0)
