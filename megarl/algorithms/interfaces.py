@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from megarl.errors import ConfigError
 from megarl.observe.metrics import Reduction
 
 if TYPE_CHECKING:
@@ -65,3 +67,29 @@ class LossFunction(Protocol):
             The 0-d loss and detached 0-d metric tensors; they stay on the device so that no step waits for the device to catch up.
         """
         ...
+
+
+def check_loss(loss_fn: object) -> None:
+    """Refuse what cannot be called as a :class:`LossFunction`, such as a loss written for logits, before a worker is.
+
+    Raises:
+        ConfigError: says what it takes, and what a loss takes.
+    """
+    name = type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
+    wanted = "(data, global_valid_seqs, global_valid_toks, next_token_logprobs)"
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn = {loss_fn!r} cannot be called. Fix: give a loss {wanted}")
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # of a function that is not written in Python
+        return
+    try:
+        signature.bind(None, None, None, next_token_logprobs=None)
+        takes_logits = getattr(getattr(loss_fn, "input_type", LossInputType.LOGPROB), "value", None) != LossInputType.LOGPROB.value
+    except TypeError:
+        takes_logits = True
+    if takes_logits:
+        raise ConfigError(
+            f"loss_fn = {name}{signature}: a loss is called as {wanted} and gets log-probabilities [B, S-1] float, not logits. "
+            "Fix: take next_token_logprobs in place of logits; column i is log p(token i+1), with the temperature applied"
+        )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.view import Rule, View
 from megarl.errors import Violation
 
 NOT_YET = "not in this version"
+_DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
+NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
+    f"{_DATA_PARALLEL}.use_custom_fsdp": frozenset({True}),
+    f"{_DATA_PARALLEL}.data_parallel_sharding_strategy": frozenset({"optim", "optim_grads", "optim_grads_params"}),
+    f"{_DATA_PARALLEL}.average_in_collective": frozenset({True}),
+    f"{MEGATRON}.optimizer.params_dtype": frozenset({"bfloat16", "float16"}),
+}
+"""Values that the types have for the sake of NeMo-RL's configurations and that a rule refuses in every configuration."""
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
 }

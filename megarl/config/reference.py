@@ -18,6 +18,7 @@ from typing_extensions import is_typeddict
 
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
+from megarl.config.not_yet import NEVER_LEGAL
 from megarl.config.report import memory_of_run, size_text
 from megarl.config.schema import keys_of, section_types
 from megarl.config.sections import RunConfig
@@ -96,7 +97,8 @@ def key_tables() -> Iterator[str]:
         for key, annotation in keys_of(section).items():
             full = f"{path}.{key}" if path else key
             default = _default(annotation, *_absent_values(full))
-            yield f"| `{key}` | {_kind(annotation)} | {default} | {_in_markdown(meanings.get(key, ''))} |"
+            kind = _kind(annotation, NEVER_LEGAL.get(full, frozenset()))
+            yield f"| `{key}` | {kind} | {default} | {_in_markdown(meanings.get(key, ''))} |"
 
 
 def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
@@ -107,13 +109,15 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
             yield from _sections(f"{path}.{key}" if path else key, inner)
 
 
-def _kind(annotation: Any) -> str:
-    """What a value may be, in words."""
+def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
+    """What a value may be, in words, without those that are refused."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is NotRequired:
-        return _kind(parts[0])
+        return _kind(parts[0], refused)
     if origin is Literal:
-        return ", ".join(f"`{part}`" for part in parts)
+        return ", ".join(f"`{part}`" for part in parts if part not in refused)
+    if annotation is bool and refused:
+        return ", ".join(f"`{str(value).lower()}`" for value in (True, False) if value not in refused)
     if is_typeddict(annotation):
         return "section"
     if origin is list:

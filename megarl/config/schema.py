@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
+from megarl.config.nemo_rl import INSTEAD
 from megarl.config.sections import RunConfig
 from megarl.errors import Violation
 from megarl.models.policy import PolicyConfig
@@ -145,6 +146,9 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
     if kind == "extra_forbidden":
         near = nearest(path, known_paths(section))
         full = ".".join(part for part in (prefix, near or "") if part)
+        of_nemo_rl = INSTEAD.get(key)
+        if of_nemo_rl is not None:
+            return Violation(key, value, "NeMo-RL has this key, megarl has not", of_nemo_rl)
         return Violation(key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it")
     if kind == "missing":
         return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: <value>")

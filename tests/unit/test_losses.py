@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType, check_loss
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
 from megarl.errors import BatchError, ConfigError
@@ -488,3 +490,24 @@ def test_kl_estimate_is_never_negative_and_unbiased() -> None:
     expectation = float((policy.exp() * estimate).sum())
     assert expectation == pytest.approx(float((policy.exp() * (policy - reference)).sum()))
     assert torch.equal(calculate_kl_penalty_joschu2020(policy, policy), torch.zeros_like(policy))
+
+
+def test_a_loss_that_is_written_for_logits_is_refused_by_its_signature() -> None:
+    class ForLogits:
+        def __call__(self, next_token_logits: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Any: ...
+
+    def with_further(data: Any, seqs: Tensor, toks: Tensor, vocab_parallel_rank: int, *, next_token_logprobs: Tensor) -> Any: ...
+
+    class SaysLogits(NLLLoss):
+        input_type = SimpleNamespace(value="logit")  # type: ignore[assignment]
+
+    for refused in (ForLogits(), with_further, SaysLogits(), "no loss"):
+        with pytest.raises(ConfigError, match="next_token_logprobs"):
+            check_loss(refused)
+    with pytest.raises(ConfigError, match=r"loss_fn = ForLogits\(next_token_logits: .*not logits\. Fix: take next_token_logprobs"):
+        check_loss(ForLogits())
+
+    def with_defaults(data: Any, seqs: Tensor, toks: Tensor, next_token_logprobs: Tensor, scale: float = 1.0) -> Any: ...
+
+    for taken in (NLLLoss(), with_defaults, lambda *arguments, **options: None):
+        check_loss(taken)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from converters.source import open_source
+from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend
 from megarl.distributed.batch_checks import check_batch
@@ -166,10 +167,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         of ``data`` that was seen first.
 
         Raises:
+            ConfigError: ``loss_fn`` is not called as a loss is, for example one written for logits.
             BatchError: the batch cannot be trained on.
             NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or ``policy.max_consecutive_skips`` does not
                 allow to go on; its ``skipped`` is as above.
         """
+        check_loss(loss_fn)
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
