@@ -15,6 +15,7 @@ from typing import Any
 from converters.errors import ConversionError
 from megarl import __version__
 from megarl.config import load_config, published_config, read_model_facts, validate_config
+from megarl.config.load import with_environment
 from megarl.config.sections import Config
 from megarl.config.validate import unusual_values
 from megarl.errors import MegarlError
@@ -130,7 +131,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = ()) -> Config:
     """The configuration of a run: read, overridden, checked and filled in."""
-    return validate_config(load_config(path, overrides, layers), name=Path(path).stem)
+    return validate_config(with_environment(load_config(path, overrides, layers)), name=Path(path).stem)
 
 
 def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool) -> int:

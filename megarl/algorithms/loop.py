@@ -12,6 +12,7 @@ from megarl.algorithms.stopping import StopRequest
 from megarl.observe.timing import STEP_SECONDS
 
 if TYPE_CHECKING:
+    from megarl.algorithms.profiling import StepProfiler
     from megarl.algorithms.resume import CheckpointWriter
     from megarl.data.sampler import ResumableSampler
     from megarl.observe.console import TrainingConsole
@@ -96,6 +97,7 @@ def run_loop(
     checkpoints: CheckpointWriter | None = None,
     first_step: int = 0,
     stop: StopRequest | None = None,
+    profiler: StepProfiler | None = None,
 ) -> int:
     """Train from after ``first_step`` to the last step, or until somebody asks to stop. Returns the last step done.
 
@@ -109,7 +111,11 @@ def run_loop(
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             return step - 1
         begun = time.monotonic()
+        if profiler is not None:
+            profiler.begin(step)
         train = algorithm.step(step)
+        if profiler is not None:
+            profiler.end(step)
         validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
         done = time.monotonic()
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}

@@ -17,6 +17,8 @@ from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.loop import Algorithm, Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.algorithms.model_check import check_model, check_tokens
+from megarl.algorithms.profiling import DIRECTORY as PROFILES
+from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
 from megarl.algorithms.sft import SFT
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
@@ -100,6 +102,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         sampler = _sampler(config, train_data, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
+        tell_worker_groups(config["profiler"])
         policy = (make_policy or start_policy)(config, tokenizer, start, stack)
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures)
@@ -111,7 +114,9 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
 
         reporting.console.start(start.step)
         with stop.deferred():
-            reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop)
+            profiler = StepProfiler(policy, config["profiler"], run_dir / PROFILES)
+            reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop, profiler)
+            profiler.close(reached)
         if reached < schedule.total_steps:
             return _stopped(reached, stop, reporting.console, writer is not None)
         stop.forget_files()

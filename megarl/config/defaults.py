@@ -23,6 +23,7 @@ ORDER = (
     "data",
     "checkpointing",
     "logger",
+    "profiler",
     "deadlines",
 )
 GRPO = {
@@ -56,6 +57,7 @@ CHECKPOINTING = {
     "export_hf": False,
 }
 LOGGER = {"wandb_enabled": False, "tensorboard_enabled": False}
+PROFILER: Config = {"steps": None, "nsys_workers": None, "torch_ranks": []}
 DEADLINES = {"init_s": 1800.0, "step_s": 3600.0, "save_s": 1800.0}
 GENERATION = {
     "temperature": 1.0,
@@ -176,6 +178,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     _fill_sizes_of_validation(run)
     run["checkpointing"] = _fill(_section(run, "checkpointing"), CHECKPOINTING)
     run["logger"] = _fill(_section(run, "logger"), LOGGER)
+    run["profiler"] = _fill(_section(run, "profiler"), PROFILER)
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     if isinstance(run.get("cluster"), dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from megarl import env
 from megarl.config.sections import Config
 from megarl.errors import ConfigError
 
@@ -202,3 +203,14 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
     if only_that_value and present != value:
         raise OverridesError(f"override {override!r}: the value of {key} is {present!r}. Fix: write ~{key}")
     del parent[name]
+
+
+def with_environment(config: Mapping[str, Any]) -> Config:
+    """A run's configuration with what ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS`` say of the keys of
+    ``profiler`` that it leaves out; not checked yet."""
+    section = config.get("profiler") or {}
+    told = {"steps": env.text("MEGARL_NSYS_PROFILE_STEP_RANGE"), "nsys_workers": env.text("MEGARL_NSYS_WORKER_PATTERNS")}
+    if not isinstance(section, Mapping) or not any(told.values()):
+        return dict(config)
+    filled = {key: value for key, value in told.items() if value is not None and section.get(key) is None}
+    return {**config, "profiler": {**section, **filled}}

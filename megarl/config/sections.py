@@ -278,6 +278,21 @@ class DeadlinesConfig(TypedDict):
     save_s: NotRequired[float]
 
 
+class ProfilerConfig(TypedDict):
+    """Profiles of some steps.
+
+    Attributes:
+        steps: which, ``"first:stop"``, counted from 1, without ``stop``; null for ``MEGARL_NSYS_PROFILE_STEP_RANGE``, or none.
+        nsys_workers: names of workers that run under NVIDIA Nsight Systems, patterns with commas between (``"*policy*,*vllm*"``), which
+            record those steps; null for ``MEGARL_NSYS_WORKER_PATTERNS``, or none.
+        torch_ranks: ranks of the policy whose steps torch's profiler records, into ``profiles`` of the run's directory.
+    """
+
+    steps: NotRequired[str | None]
+    nsys_workers: NotRequired[str | None]
+    torch_ranks: NotRequired[list[int]]
+
+
 class RunConfig(TypedDict):
     """A whole run.
 
@@ -294,6 +309,7 @@ class RunConfig(TypedDict):
         env: the rewards of GRPO.
         checkpointing: checkpoints.
         logger: where metrics go.
+        profiler: profiles of some steps.
         cluster: the machines.
     """
 
@@ -309,6 +325,7 @@ class RunConfig(TypedDict):
     env: NotRequired[EnvConfig]
     checkpointing: NotRequired[CheckpointingConfig]
     logger: NotRequired[LoggerConfig]
+    profiler: NotRequired[ProfilerConfig]
     cluster: ClusterConfig
 
 

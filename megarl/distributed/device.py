@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import env
+from megarl.distributed import nvml
 
 MEBIBYTE = 1024 * 1024
 
@@ -83,6 +84,24 @@ class DeviceRuntime:
         resident, peak = _resident_mebibytes()
         return MemoryFigures(resident, resident, peak, peak)
 
+    def free_memory(self) -> int:
+        """Memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not answer, as CUDA does."""
+        try:
+            return int(nvml.get_free_memory_bytes(self.device.index))
+        except RuntimeError:
+            return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def gpu_figures(self) -> dict[str, float]:
+        """``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML says them; nothing on a CPU."""
+        if not self.is_cuda:
+            return {}
+        try:
+            found = nvml.gpu_figures(self.device.index)
+        except RuntimeError:
+            return {}
+        figures = {"free_memory_mb": found.free_mb, "power_w": found.power_w, "utilization_percent": found.utilization_percent}
+        return {name: value for name, value in figures.items() if value is not None}
+
     def facts(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         """Rank, device, memory figures (MiB) and the first of some parameters as a sample; needs torch.distributed."""
         name, parameter = next(iter(named_parameters))
@@ -101,6 +120,7 @@ class DeviceRuntime:
             "memory_reserved_mb": figures.reserved_mb,
             "peak_memory_allocated_mb": figures.peak_allocated_mb,
             "peak_memory_reserved_mb": figures.peak_reserved_mb,
+            **self.gpu_figures(),
             "parameter_sample": {name: {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}},
             "env_vars": {
                 key: value for key, value in env.snapshot().items() if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
@@ -113,8 +133,10 @@ class DeviceRuntime:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def identity(self) -> str:
-        """What tells this device from every other one: the NVML UUID of a GPU, the process of a CPU worker."""
+        """What tells this device from every other one: the UUID of a GPU as NVML has it, the process of a CPU worker."""
         if self.is_cuda:
+            with contextlib.suppress(RuntimeError):
+                return nvml.get_device_uuid(self.device.index)
             return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         return f"CPU-{os.uname().nodename}-{os.getpid()}"
 

@@ -117,7 +117,7 @@ class WeightSender:
         total, largest = self.manifest.total_bytes, self.manifest.largest[1]
         wanted = DEFAULT_SLOT_BYTES
         if self._runtime.is_cuda:
-            wanted = min(wanted, int(FREE_SHARE * torch.cuda.mem_get_info(self._runtime.device)[0]))
+            wanted = min(wanted, int(FREE_SHARE * self._runtime.free_memory()))
         return max(min(wanted, total), largest)
 
     def send(self, names: Sequence[str]) -> dict[str, Any]:

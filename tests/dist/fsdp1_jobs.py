@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -305,6 +307,13 @@ def small_methods(config: Mapping[str, Any]) -> dict[str, Any]:
             call(BatchedDataDict({**narrow, "token_mask": torch.ones(2, 5)}))
         except AssertionError as error:
             answers["columns"].append(f"{type(error).__name__}: {error}")
+    with tempfile.TemporaryDirectory() as directory:
+        worker.start_torch_profiling([0])
+        worker.get_logprobs(BatchedDataDict(narrow))
+        answers["trace"] = worker.stop_torch_profiling(Path(directory) / "profiles" / "steps_1_to_1")
+        events = json.loads(Path(answers["trace"]).read_text())["traceEvents"] if answers["trace"] else []
+        answers["traced"] = any(event.get("name") == "aten::mm" for event in events)
+        answers["stopped"] = worker.stop_torch_profiling(Path(directory) / "again")
     before = full_weights(worker)
     worker._add_noise_to_weights()
     after = full_weights(worker)

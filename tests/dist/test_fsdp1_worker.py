@@ -264,6 +264,8 @@ def test_small_methods(pool: WorkerPool, tiny_models: dict[str, Path], world: in
         assert answers["other model"]
         refusal = "BatchError: token_mask: Dim 1 must be the sequence dim, expected 4 as in input_ids, got torch.float32 [2, 5]"
         assert answers["columns"] == [refusal, refusal]
+        assert answers["traced"] == (rank == 0) and answers["stopped"] is None, "only the ranks that were named record"
+        assert str(answers["trace"]).endswith("/profiles/steps_1_to_1_rank0.json") == (rank == 0)
         assert all(0.002 < spread < 0.03 for spread in answers["noise"].values()), answers["noise"]
 
 

@@ -45,6 +45,7 @@ class ReferencePolicy:
         )
         self.trained_steps = 0
         self.train_calls = 0
+        self.profiled: list[tuple[str, Any]] = []
         self._prepared = ""
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))
@@ -70,6 +71,19 @@ class ReferencePolicy:
 
     def memory_figures(self) -> dict[str, float]:
         return {"memory_gib": 0.5, "peak_memory_gib": 0.75}
+
+    def start_gpu_profiling(self) -> None:
+        self.profiled.append(("start", self.trained_steps))
+
+    def stop_gpu_profiling(self) -> None:
+        self.profiled.append(("stop", self.trained_steps))
+
+    def start_torch_profiling(self, ranks: Any) -> None:
+        self.profiled.append(("torch", list(ranks)))
+
+    def stop_torch_profiling(self, stem: Path) -> list[str]:
+        self.profiled.append(("written", stem.name))
+        return [f"{stem}_rank0.json"]
 
     def shutdown(self) -> bool:
         self._prepared = "shut down"

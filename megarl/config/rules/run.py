@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 
 from megarl.config.rules.backends import MEGATRON, backend_of
+from megarl.config.rules.parallel import training_shape
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
 from megarl.errors import Violation
 
+POLICY_WORKERS = "lm_policy"
+"""What the policy's worker group is called."""
 SECTIONS = {"grpo": ("grpo", "loss_fn", "env"), "sft": ("sft",)}
 
 
@@ -85,6 +89,42 @@ def wandb_is_named(view: View) -> Iterator[Violation]:
         )
 
 
+def profiled_steps(view: View) -> Iterator[Violation]:
+    """The profiled steps are steps of the run, and something records them."""
+    key, text = "profiler.steps", view["profiler.steps"]
+    recorders = {name: view[name] for name in ("profiler.torch_ranks", "profiler.nsys_workers") if view[name]}
+    if text is None:
+        for name, value in recorders.items():
+            yield Violation(name, value, "profiler.steps says of no step that it is recorded", "write profiler.steps: 3:5")
+        return
+    (first, stop), last = step_range(text), view[f"{view['algorithm']}.max_num_steps"]
+    if first is None or stop is None or not 1 <= first < stop:
+        yield Violation(key, text, "first:stop is wanted, with 1 <= first < stop", "write 3:5 for steps 3 and 4")
+    elif first > last:
+        yield Violation(key, text, f"the run has {last} steps", f"begin at {last} at the latest")
+    elif not recorders:
+        yield Violation(key, text, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers")
+
+
+def profiled_workers(view: View) -> Iterator[Violation]:
+    """The ranks and workers that record are there."""
+    ranks, patterns = view["profiler.torch_ranks"], view["profiler.nsys_workers"]
+    nodes, per_node = training_shape(view)
+    outside = [rank for rank in ranks if not 0 <= rank < nodes * per_node]
+    if outside:
+        yield Violation("profiler.torch_ranks", ranks, f"ranks of the policy lie in [0, {nodes * per_node})", f"leave out {outside}")
+    matches = [pattern.strip() for pattern in (patterns or "").split(",") if fnmatch.fnmatch(POLICY_WORKERS, pattern.strip())]
+    if patterns is not None and not matches:
+        bound = f"it matches no worker that is profiled: those of the policy are called {POLICY_WORKERS}"
+        yield Violation("profiler.nsys_workers", patterns, bound, 'write "*policy*"')
+
+
+def step_range(text: str) -> tuple[int | None, int | None]:
+    """The numbers of ``first:stop``; None for what is none."""
+    first, _, stop = text.partition(":")
+    return (int(first) if first.isdecimal() else None), (int(stop) if stop.isdecimal() else None)
+
+
 RUN_RULES: tuple[Rule, ...] = (
     sections_of_algorithm,
     megatron_trains,
@@ -93,4 +133,6 @@ RUN_RULES: tuple[Rule, ...] = (
     validation_has_data,
     single_turn,
     wandb_is_named,
+    profiled_steps,
+    profiled_workers,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.nonfinite import SkipLimit, require_finite
 from megarl.models.engine.reference import ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
+from megarl.models.engine.step_trace import StepTrace
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.meeting import Meeting
@@ -91,6 +92,7 @@ class EngineWorker:
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
         self._stages: Stages | None = None
+        self._trace: StepTrace | None = None
         self._require_finite_weights(f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError)
 
     def continue_from(self, weights_path: str | None, optimizer_path: str | None) -> None:
@@ -458,6 +460,16 @@ class EngineWorker:
     def stop_gpu_profiling(self) -> None:
         """Close the CUDA profiler's capture range."""
         self.runtime.profiler_stop()
+
+    def start_torch_profiling(self, ranks: Sequence[int]) -> None:
+        """Record with torch's profiler, on these ranks alone."""
+        self._trace = StepTrace(self.runtime.device) if dist.get_rank() in ranks else None
+
+    def stop_torch_profiling(self, stem: Path) -> str | None:
+        """End the recording, if this rank has one, and write it to ``<stem>_rank<N>.json``; where it is."""
+        trace, self._trace = self._trace, None
+        path = stem.with_name(f"{stem.name}_rank{dist.get_rank()}.json")
+        return None if trace is None else trace.stop(path)
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:

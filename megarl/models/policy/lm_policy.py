@@ -6,9 +6,10 @@ import functools
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike as OsPathLike
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -379,10 +380,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def memory_figures(self) -> dict[str, float]:
         """``memory_gib`` and ``peak_memory_gib`` of the worker that has most: what the allocator reserved of a GPU (on a CPU, the resident
-        set), now and at its peak so far."""
+        set), now and at its peak so far. On GPUs also, as NVML says them now: ``free_memory_gib`` of the fullest one, ``power_w`` of all
+        together, ``utilization_percent`` on average."""
         infos = self._results("get_gpu_info")
         figures = {"memory_gib": "memory_reserved_mb", "peak_memory_gib": "peak_memory_reserved_mb"}
-        return {name: max(info[key] for info in infos) / 1024 for name, key in figures.items()}
+        memory = {name: max(info[key] for info in infos) / 1024 for name, key in figures.items()}
+        return memory | gpu_metrics(infos)
 
     def start_gpu_profiling(self) -> None:
         """Open the CUDA profiler's capture range on all workers."""
@@ -391,6 +394,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def stop_gpu_profiling(self) -> None:
         """Close the CUDA profiler's capture range on all workers."""
         self._call_all("stop_gpu_profiling")
+
+    def start_torch_profiling(self, ranks: Sequence[int]) -> None:
+        """Record with torch's profiler on these ranks, until :meth:`stop_torch_profiling`."""
+        self._call_all("start_torch_profiling", ranks=list(ranks))
+
+    def stop_torch_profiling(self, stem: Path) -> list[str]:
+        """End the recordings and write each to ``<stem>_rank<N>.json``; the files."""
+        return [path for path in self._results("stop_torch_profiling", stem=stem) if path is not None]
 
     def shutdown(self) -> bool:
         """End the workers; True when all ended cleanly. May be called more than once."""
@@ -432,6 +443,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _results(self, method: str, **options: Any) -> list[Any]:
         """The answers of all workers, by rank."""
         return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+
+
+def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of what workers say of their GPUs, what is logged; a figure that not all of them have is left out."""
+    ways: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
+        "free_memory_gib": ("free_memory_mb", lambda values: min(values) / 1024),
+        "power_w": ("power_w", sum),
+        "utilization_percent": ("utilization_percent", fmean),
+    }
+    return {name: combine([info[key] for info in infos]) for name, (key, combine) in ways.items() if all(key in info for info in infos)}
 
 
 def _with_rows_of_batch(skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int) -> list[dict[str, Any]]:

@@ -1,0 +1,114 @@
+"""What NVIDIA's management library says of the GPUs of this process: identity, free memory, power and use.
+
+It counts the memory of every process on a GPU, which torch's allocator does not, and names a GPU alike in every process. A GPU is given by
+its index among those that this process can see, as torch counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl import env
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """A GPU at this moment.
+
+    Attributes:
+        free_mb: memory that no process has, MiB.
+        power_w: drawn power, watts; None where the GPU does not say.
+        utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None where the GPU does not say.
+    """
+
+    free_mb: float
+    power_w: float | None
+    utilization_percent: float | None
+
+
+@contextlib.contextmanager
+def nvml_context() -> Iterator[Any]:
+    """The library, ready to be asked inside the block.
+
+    Raises:
+        RuntimeError: there is no NVIDIA driver, or it does not answer.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:
+        # NVML's own errors, and those of a library that is missing or cannot be loaded
+        raise RuntimeError(f"NVML cannot be used: {error}") from error
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def device_id_to_physical_device_id(device_id: int) -> int:
+    """The driver's index of a GPU.
+
+    Args:
+        device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable the driver's own.
+
+    Raises:
+        RuntimeError: there is no such GPU, or the driver does not answer.
+    """
+    with nvml_context() as nvml:
+        return int(_asked(nvml, lambda: nvml.nvmlDeviceGetIndex(_handle(nvml, device_id))))
+
+
+def get_device_uuid(device_idx: int) -> str:
+    """What names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments and errors as above."""
+    with nvml_context() as nvml:
+        found = _asked(nvml, lambda: nvml.nvmlDeviceGetUUID(_handle(nvml, device_idx)))
+        return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def get_free_memory_bytes(device_idx: int) -> float:
+    """Memory of a GPU that no process has, bytes. Arguments and errors as above."""
+    with nvml_context() as nvml:
+        return float(_asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, device_idx)).free))
+
+
+def gpu_figures(device_idx: int) -> GpuFigures:
+    """Free memory, power and use of a GPU at this moment. Arguments and errors as above."""
+    with nvml_context() as nvml:
+        handle = _asked(nvml, lambda: _handle(nvml, device_idx))
+        free = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).free)
+        power = _where_supported(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        used = _where_supported(nvml, lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+        return GpuFigures(free / MEBIBYTE, power, used)
+
+
+def _handle(nvml: Any, device_idx: int) -> Any:
+    """The GPU that ``CUDA_VISIBLE_DEVICES``, which has indices or UUIDs, names at this place."""
+    visible = [name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()]
+    if not visible:
+        return nvml.nvmlDeviceGetHandleByIndex(device_idx)
+    if not 0 <= device_idx < len(visible):
+        names = ",".join(visible)
+        raise RuntimeError(f"device {device_idx}: CUDA_VISIBLE_DEVICES = {names!r} names {len(visible)}. Fix: give one of these")
+    name = visible[device_idx]
+    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _asked(nvml: Any, question: Any) -> Any:
+    try:
+        return question()
+    except nvml.NVMLError as error:
+        raise RuntimeError(f"NVML does not answer: {error}") from error
+
+
+def _where_supported(nvml: Any, question: Any) -> float | None:
+    try:
+        return float(question())
+    except nvml.NVMLError:
+        return None
