@@ -13,6 +13,7 @@ import torch
 from converters.architecture import Architecture, with_defaults
 from converters.artifacts import file_hashes, speaks
 from converters.check import is_excused
+from converters.errors import ConversionError
 from converters.exact import cast, unequal
 from converters.inert_keys import SPEAKING_KEYS
 from converters.json_file import read_json_object
@@ -90,7 +91,10 @@ def file_differences(one: Path, other: Path) -> Iterator[Difference]:
 def _hold_the_same(one: Path, other: Path) -> bool:
     if one.suffix != ".json":
         return False
-    left, right = (read_json_object(path) for path in (one, other))
+    try:
+        left, right = (read_json_object(path) for path in (one, other))
+    except ConversionError:  # one holds something else than an object
+        return False
     return {**left, "transformers_version": None} == {**right, "transformers_version": None}
 
 

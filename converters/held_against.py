@@ -30,6 +30,7 @@ class HeldAgainst:
         known = manifest.tensors if manifest is not None else {}
         self._directory = directory
         self._records = {name: known[name] for name in dtypes if name in known and name not in other}
+        self._unknown = [name for name in dtypes if manifest is not None and name not in known]
         self._cast = {
             name: dtype_called(record.dtype) for name, record in self._records.items() if record.dtype != dtype_name(dtypes[name])
         }
@@ -54,6 +55,7 @@ class HeldAgainst:
             ChangedSourceError: with the names.
         """
         changed = [name for name, record in self._records.items() if (before if name in self._cast else written)[name] != record.sha256]
+        changed += [f"{name}, which it does not know" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
                 f"{self._directory} is not what its {MANIFEST_FILE} says",

@@ -150,6 +150,21 @@ def test_an_export_takes_no_tensor_that_the_manifest_does_not_know(converted: Pa
     assert run("export", converted / "mcore", converted / "new")[0] == 0
 
 
+def test_an_import_takes_no_tensor_that_the_manifest_does_not_know(converted: Path, run: Run) -> None:
+    path = converted / "back" / "conversion.json"
+    manifest = json.loads(path.read_text())
+    manifest["tensors"].pop(NORM)
+    path.write_text(json.dumps(manifest))
+    code, said = run("import", converted / "back", converted / "new")
+    assert code == 2 and f"{NORM}, which it does not know" in said and not list(converted.glob(".new*"))
+
+
+def test_a_json_file_that_is_no_object_is_compared_all_the_same(converted: Path, run: Run) -> None:
+    (converted / "hf" / "tokenizer.json").write_text("[1]")
+    code, facts = run("verify", converted / "hf", converted / "back")
+    assert code == 1 and found(facts) == {("file", "tokenizer.json")}
+
+
 def test_objects_are_looked_at_or_named(converted: Path, run: Run) -> None:
     checkpoint = converted / "mcore"
     assert not any("objects" in each for each in run("verify", checkpoint)[1]["not_checked"])
