@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl import env
-from megarl.config.rules.run import step_range
 
 if TYPE_CHECKING:
     from megarl.models.policy.lm_policy import Policy
@@ -29,8 +28,7 @@ class StepProfiler:
     """
 
     def __init__(self, policy: Policy, section: Mapping[str, Any], directory: Path) -> None:
-        first, stop = step_range(section["steps"] or "")
-        self._steps = range(first or 0, stop or 0)
+        self._steps = range(*(section["steps"] or (0,)))
         self._policy, self._directory = policy, directory
         self._ranks: Sequence[int] = section["torch_ranks"]
         self._begun: int | None = None
@@ -63,6 +61,5 @@ class StepProfiler:
 def tell_worker_groups(section: Mapping[str, Any]) -> None:
     """Let the worker groups of this process know which of them are to run under Nsight Systems."""
     if section["nsys_workers"] is not None:
-        env.set_variables(
-            {"MEGARL_NSYS_WORKER_PATTERNS": section["nsys_workers"], "MEGARL_NSYS_PROFILE_STEP_RANGE": section["steps"] or ""}
-        )
+        steps = ":".join(map(str, section["steps"]))
+        env.set_variables({"MEGARL_NSYS_WORKER_PATTERNS": section["nsys_workers"], "MEGARL_NSYS_PROFILE_STEP_RANGE": steps})

@@ -13,7 +13,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from megarl import env
 from megarl.config.sections import Config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, Violation
 
 
 class OverridesError(ConfigError):
@@ -207,10 +207,19 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
 
 def with_environment(config: Mapping[str, Any]) -> Config:
     """A run's configuration with what ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS`` say of the keys of
-    ``profiler`` that it leaves out; not checked yet."""
+    ``profiler`` that it leaves out; not checked yet.
+
+    Raises:
+        ConfigError: the variable of the steps is not ``first:stop``.
+    """
     section = config.get("profiler") or {}
-    told = {"steps": env.text("MEGARL_NSYS_PROFILE_STEP_RANGE"), "nsys_workers": env.text("MEGARL_NSYS_WORKER_PATTERNS")}
-    if not isinstance(section, Mapping) or not any(told.values()):
+    steps, workers = env.text("MEGARL_NSYS_PROFILE_STEP_RANGE"), env.text("MEGARL_NSYS_WORKER_PATTERNS")
+    if not isinstance(section, Mapping) or not (steps or workers):
         return dict(config)
+    numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
+    if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
+        bound = "first:stop is wanted, the first of the steps and the one after the last"
+        raise ConfigError([Violation("MEGARL_NSYS_PROFILE_STEP_RANGE", steps, bound, "write 3:5 for steps 3 and 4, or unset it")])
+    told = {"steps": numbers, "nsys_workers": workers}
     filled = {key: value for key, value in told.items() if value is not None and section.get(key) is None}
     return {**config, "profiler": {**section, **filled}}

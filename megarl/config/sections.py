@@ -282,13 +282,14 @@ class ProfilerConfig(TypedDict):
     """Profiles of some steps.
 
     Attributes:
-        steps: which, ``"first:stop"``, counted from 1, without ``stop``; null for ``MEGARL_NSYS_PROFILE_STEP_RANGE``, or none.
+        steps: which, ``[first, stop]``, counted from 1, without ``stop``; null for what ``MEGARL_NSYS_PROFILE_STEP_RANGE``
+            (``first:stop``) says, or none.
         nsys_workers: names of workers that run under NVIDIA Nsight Systems, patterns with commas between (``"*policy*,*vllm*"``), which
             record those steps; null for ``MEGARL_NSYS_WORKER_PATTERNS``, or none.
         torch_ranks: ranks of the policy whose steps torch's profiler records, into ``profiles`` of the run's directory.
     """
 
-    steps: NotRequired[str | None]
+    steps: NotRequired[list[int] | None]
     nsys_workers: NotRequired[str | None]
     torch_ranks: NotRequired[list[int]]
 

@@ -369,7 +369,7 @@ def test_fewer_records_than_a_step_takes_and_control_tokens_are_said(tmp_path: P
 @pytest.mark.parametrize("crash_at", [None, 3])
 def test_chosen_steps_are_profiled(crash_at: int | None, tmp_path: Path, model: str, data: str) -> None:
     config = make_config("sft", tmp_path, model, data, val_period=0)
-    config["profiler"] = {"steps": "2:5", "torch_ranks": [0]}
+    config["profiler"] = {"steps": [2, 5], "torch_ranks": [0]}
     maker = PolicyMaker(crash_at) if crash_at else PolicyMaker()
     if crash_at:
         with pytest.raises(Crash):
@@ -386,7 +386,7 @@ def test_chosen_steps_are_profiled(crash_at: int | None, tmp_path: Path, model: 
 
 def test_a_range_that_ends_behind_the_run_is_written_too(tmp_path: Path, model: str, data: str) -> None:
     config = make_config("sft", tmp_path, model, data, val_period=0)
-    config["profiler"] = {"steps": f"{STEPS}:{STEPS + 9}", "torch_ranks": [0]}
+    config["profiler"] = {"steps": [STEPS, STEPS + 9], "torch_ranks": [0]}
     maker = PolicyMaker()
     run(config, maker)
     assert maker.policies[0].profiled[-1] == ("written", f"steps_{STEPS}_to_{STEPS}")

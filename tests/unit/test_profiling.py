@@ -13,7 +13,7 @@ from megarl.algorithms.profiling import tell_worker_groups
 from megarl.config.load import with_environment
 from megarl.distributed.device import DeviceRuntime
 from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
-from megarl.errors import StateError
+from megarl.errors import ConfigError, StateError
 from megarl.models.engine.step_trace import StepTrace
 
 
@@ -51,9 +51,14 @@ def test_environment_fills_what_the_configuration_leaves_out(monkeypatch: pytest
     assert with_environment({"seed": 1}) == {"seed": 1}
     monkeypatch.setenv("MEGARL_NSYS_PROFILE_STEP_RANGE", "3:5")
     monkeypatch.setenv("MEGARL_NSYS_WORKER_PATTERNS", "*policy*")
-    assert with_environment({"seed": 1}) == {"seed": 1, "profiler": {"steps": "3:5", "nsys_workers": "*policy*"}}
-    given = {"profiler": {"steps": "7:8", "nsys_workers": None, "torch_ranks": [1]}}
-    assert with_environment(given) == {"profiler": {"steps": "7:8", "nsys_workers": "*policy*", "torch_ranks": [1]}}
+    assert with_environment({"seed": 1}) == {"seed": 1, "profiler": {"steps": [3, 5], "nsys_workers": "*policy*"}}
+    for wrong in ("3-5", "3", "3:5:7", "a:5", ":"):
+        monkeypatch.setenv("MEGARL_NSYS_PROFILE_STEP_RANGE", wrong)
+        with pytest.raises(ConfigError, match=r"MEGARL_NSYS_PROFILE_STEP_RANGE = .*write 3:5"):
+            with_environment({})
+    monkeypatch.setenv("MEGARL_NSYS_PROFILE_STEP_RANGE", "3:5")
+    given = {"profiler": {"steps": [7, 8], "nsys_workers": None, "torch_ranks": [1]}}
+    assert with_environment(given) == {"profiler": {"steps": [7, 8], "nsys_workers": "*policy*", "torch_ranks": [1]}}
 
 
 def test_worker_groups_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +66,5 @@ def test_worker_groups_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
     tell_worker_groups({"steps": None, "nsys_workers": None, "torch_ranks": []})
     assert get_nsight_config_if_pattern_matches("lm_policy") == {}
-    tell_worker_groups({"steps": "3:5", "nsys_workers": "*policy*", "torch_ranks": []})
+    tell_worker_groups({"steps": [3, 5], "nsys_workers": "*policy*", "torch_ranks": []})
     assert get_nsight_config_if_pattern_matches("lm_policy")["nsight"]["o"] == "'lm_policy_3:5_%p'"

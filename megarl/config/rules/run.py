@@ -91,19 +91,19 @@ def wandb_is_named(view: View) -> Iterator[Violation]:
 
 def profiled_steps(view: View) -> Iterator[Violation]:
     """The profiled steps are steps of the run, and something records them."""
-    key, text = "profiler.steps", view["profiler.steps"]
+    key, steps = "profiler.steps", view["profiler.steps"]
     recorders = {name: view[name] for name in ("profiler.torch_ranks", "profiler.nsys_workers") if view[name]}
-    if text is None:
+    if steps is None:
         for name, value in recorders.items():
-            yield Violation(name, value, "profiler.steps says of no step that it is recorded", "write profiler.steps: 3:5")
+            yield Violation(name, value, "profiler.steps says of no step that it is recorded", "write profiler.steps: [3, 5]")
         return
-    (first, stop), last = step_range(text), view[f"{view['algorithm']}.max_num_steps"]
-    if first is None or stop is None or not 1 <= first < stop:
-        yield Violation(key, text, "first:stop is wanted, with 1 <= first < stop", "write 3:5 for steps 3 and 4")
-    elif first > last:
-        yield Violation(key, text, f"the run has {last} steps", f"begin at {last} at the latest")
+    last = view[f"{view['algorithm']}.max_num_steps"]
+    if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
+        yield Violation(key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4")
+    elif steps[0] > last:
+        yield Violation(key, steps, f"the run has {last} steps", f"begin at {last} at the latest")
     elif not recorders:
-        yield Violation(key, text, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers")
+        yield Violation(key, steps, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers")
 
 
 def profiled_workers(view: View) -> Iterator[Violation]:
@@ -117,12 +117,6 @@ def profiled_workers(view: View) -> Iterator[Violation]:
     if patterns is not None and not matches:
         bound = f"it matches no worker that is profiled: those of the policy are called {POLICY_WORKERS}"
         yield Violation("profiler.nsys_workers", patterns, bound, 'write "*policy*"')
-
-
-def step_range(text: str) -> tuple[int | None, int | None]:
-    """The numbers of ``first:stop``; None for what is none."""
-    first, _, stop = text.partition(":")
-    return (int(first) if first.isdecimal() else None), (int(stop) if stop.isdecimal() else None)
 
 
 RUN_RULES: tuple[Rule, ...] = (
