@@ -108,6 +108,24 @@ BREAKS: Mapping[str, Break] = {
     "resume: damaged checkpoints are forgotten": Break(
         "megarl/algorithms/resume.py", 'if damaged and resume != "never":', "if False:", ("unit/test_drivers.py",)
     ),
+    "policy: vectors decay whatever is asked": Break(
+        "megarl/models/huggingface/optimizer.py",
+        'decays = chosen.get("weight_decay_on_vectors", True) or',
+        "decays = True or",
+        ("unit/test_torch_optimizer.py",),
+    ),
+    "policy: a loss for logits goes to the workers": Break(
+        "megarl/algorithms/interfaces.py", "    if takes_logits:", "    if False:", ("unit/test_losses.py",)
+    ),
+    "config: an engine of any size passes": Break(
+        "megarl/config/rules/generation.py", "    if needed.weights < needed.budget:", "    if True:", ("unit/test_config_memory.py",)
+    ),
+    "run: a profile ends with the run": Break(
+        "megarl/algorithms/profiling.py", "        if step + 1 not in self._steps:", "        if False:", ("unit/test_drivers.py",)
+    ),
+    "run: checkpoints are ranked by a metric of no step": Break(
+        "megarl/algorithms/loop.py", "            checkpoints.require_metric(metrics)", "            pass", ("unit/test_drivers.py",)
+    ),
     "policy: calls of one that is gone": Break(
         "megarl/distributed/worker_groups.py",
         "        if not self._workers:\n            raise StateError(",
@@ -191,9 +209,21 @@ BREAKS: Mapping[str, Break] = {
     ),
     "converters: configurations are not compared": Break(
         "converters/verify.py",
-        "    found += config_differences(one.model.architecture, other.model.architecture)\n",
+        "    yield from config_differences(one.model.architecture, other.model.architecture)\n",
         "",
         ("unit/test_convert_command.py", "unit/test_prediction_layers.py", "unit/test_converters_verify.py"),
+    ),
+    "converters: special tokens are not compared": Break(
+        "converters/verify.py",
+        "        yield from setting_differences(one.config, other.config)\n",
+        "        pass\n",
+        ("unit/test_converters_beside.py",),
+    ),
+    "converters: changed files are exported": Break(
+        "converters/artifacts.py",
+        "    changes = changed_files(directory, recorded) if recorded else {}",
+        "    changes: dict[str, str] = {}",
+        ("unit/test_converters_beside.py",),
     ),
     "converters: any class is unpickled": Break(
         "converters/restricted.py",

@@ -369,7 +369,7 @@ def test_fewer_records_than_a_step_takes_and_control_tokens_are_said(tmp_path: P
 @pytest.mark.parametrize("crash_at", [None, 3])
 def test_chosen_steps_are_profiled(crash_at: int | None, tmp_path: Path, model: str, data: str) -> None:
     config = make_config("sft", tmp_path, model, data, val_period=0)
-    config["profiler"] = {"steps": [2, 5], "torch_ranks": [0]}
+    config["profiler"] = {"steps": [2, STEPS], "torch_ranks": [0]}
     maker = PolicyMaker(crash_at) if crash_at else PolicyMaker()
     if crash_at:
         with pytest.raises(Crash):
@@ -380,8 +380,8 @@ def test_chosen_steps_are_profiled(crash_at: int | None, tmp_path: Path, model: 
     begun = 3 if crash_at else 2
     seen = maker.policies[0].profiled
     assert [kind for kind, _ in seen] == ["start", "torch", "stop", "written"]
-    assert seen[1] == ("torch", [0]) and seen[3] == ("written", f"steps_{begun}_to_4")
-    assert [steps for kind, steps in seen if kind in {"start", "stop"}] == [begun - 1, 4]
+    assert seen[1] == ("torch", [0]) and seen[3] == ("written", f"steps_{begun}_to_{STEPS - 1}")
+    assert [steps for kind, steps in seen if kind in {"start", "stop"}] == [begun - 1, STEPS - 1], "before the run's last step"
 
 
 def test_a_range_that_ends_behind_the_run_is_written_too(tmp_path: Path, model: str, data: str) -> None:
