@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation, many_tokens, replacing, sees_tokens
+from megarl.parity.patching import Mutation, is_clipped, many_tokens, replacing, sees_tokens
 
 MEGATRON = "megarl.models.megatron"
 HERE = ("megatron",)
@@ -127,7 +127,7 @@ FAULTS: dict[str, Mutation] = {
     ),
     "clipping-forgotten": Mutation(
         "gradients are not clipped",
-        lambda case: 0 < case.clip < 0.1 and sees_tokens(case),
+        is_clipped,
         replacing(f"{MEGATRON}.optimizer", "optimizer_config", _unclipped),
         "clip=0.05",
         HERE,

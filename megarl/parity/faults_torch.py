@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation, Patch, many_tokens, replacing, sees_tokens
+from megarl.parity.patching import Mutation, Patch, is_clipped, many_tokens, replacing, sees_tokens
 
 DTENSOR, FSDP1 = "megarl.models.dtensor", "megarl.models.fsdp1"
 
@@ -69,7 +69,7 @@ FAULTS: dict[str, Mutation] = {
     ),
     "torch-clipping-forgotten": Mutation(
         "gradients are not clipped",
-        lambda case: 0 < case.clip < 0.1 and sees_tokens(case),
+        is_clipped,
         _on_own_backend("clip", lambda original: lambda gradients, norm, bound: None),
         "clip=0.05",
         ("dtensor", "fsdp1"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.parity.case import BACKENDS, Case
+from megarl.parity.losses import loss_weight
 from megarl.patched import patched
 
 Patch = Callable[[contextlib.ExitStack, Case], None]
@@ -77,3 +78,8 @@ def sees_tokens(case: Case) -> bool:
 def many_tokens(case: Case) -> bool:
     """The same on several rows."""
     return sees_tokens(case) and case.global_batch >= 2
+
+
+def is_clipped(case: Case) -> bool:
+    """The gradients of every step are longer than the bound; with the small weight that losses have in float16, they need not be."""
+    return 0 < case.clip < 0.1 * loss_weight(case) and sees_tokens(case)
