@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from benchmarks.point import Metric, Point
 from benchmarks.timing import seconds_of
-from converters.safetensors_file import SafetensorsFile
+from converters.checkpoint.safetensors_file import SafetensorsFile
 
 WIDTH, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 2048, 5632, 32, 4, 64, 32000
 BLOCK = 8 * 2**20
@@ -40,9 +40,9 @@ print(json.dumps({"seconds": time.monotonic() - begun, "peak_memory": peak}))
 IMPORTS = """
 import json, sys
 from pathlib import Path
-import converters.command, converters.exporting, converters.importing, converters.quantized
-from converters.architecture import read_architecture
-from converters.artifacts import read_config
+import converters.command, converters.exporting, converters.importing, converters.checkpoint.quantized
+from converters.families.read import read_architecture
+from converters.checkpoint.artifacts import read_config
 read_architecture(read_config(Path(sys.argv[1])))
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 print(json.dumps({"peak_memory": peak}))
@@ -79,7 +79,7 @@ def shard_and_tensor(directory: Path) -> int:
     """Bytes of the largest file of a model and of its largest tensor together."""
     paths = list(directory.glob("*.safetensors"))
     files = [SafetensorsFile(path) for path in paths]
-    names = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118  # no dict
+    names = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118 - no dict
     sizes = [torch.Size(file.shape(name)).numel() * file.dtype(name).itemsize for file, name in names]
     return max(path.stat().st_size for path in paths) + max(sizes)
 

@@ -1,19 +1,26 @@
-"""Checks before anything is loaded that weights and config belong together."""
+"""Checks, before anything is loaded, that weights and config belong together.
+
+A config is about as large as the checkpoint beside it; every parameter of the model is in the checkpoint, and every key of the checkpoint
+belongs to a parameter.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 
-from converters.architecture import Architecture
+from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
-from converters.formulas import formula_of
-from converters.prediction_layers import copies
-from converters.rules import hf_tensors
-from converters.source import HuggingFaceSource
+from converters.mapping.formulas import formula_of
+from converters.mapping.logical import MegatronModel
+from converters.mapping.rule import Rule
+from converters.mapping.rules import all_rules, hf_tensors
+from converters.model_config.architecture import Architecture
+from converters.model_config.prediction_layers import copies
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
@@ -134,3 +141,69 @@ def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     step = max(1, _CHUNK_BYTES // (columns * source.dtype(first).itemsize))
     pieces = ((slice(start, min(start + step, rows)),) for start in range(0, rows, step))
     return all(torch.equal(source.read(first, piece).view(torch.uint8), source.read(second, piece).view(torch.uint8)) for piece in pieces)
+
+
+# what trainers keep beside the parameters
+_IGNORED_KEYS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+
+
+def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
+    """The parameters that are there, and the excused keys that nothing asks for.
+
+    Raises:
+        ConversionError: with every key that is missing, unknown or of another shape, and not excused.
+    """
+    rules, asked, problems = [], set(), []
+    for rule in all_rules(model.architecture):
+        key = model.place(rule).key
+        asked.add(key)
+        if model.has(rule):
+            rules.append(rule)
+        elif not is_excused((key, rule.megatron_name, *rule.hf_names), excused):
+            problems.append(f"missing: {key}" + (f" of {rule.megatron_name}" if key in model.checkpoint else ""))
+    left_out = []
+    for key in model.checkpoint:
+        if key in asked or key.startswith(_IGNORED_KEYS):
+            continue
+        if is_excused((key,), excused):
+            left_out.append(key)
+        else:
+            problems.append(f"unknown: {key} {list(model.checkpoint.shape(key))}")
+    if problems:
+        raise ConversionError(
+            f"{model.checkpoint.directory} does not hold a {model.architecture.family} model as its config describes it",
+            "use the config that belongs to these weights, or --allow-missing PATTERN for keys that need no counterpart",
+            list(dict.fromkeys(problems)),
+        )
+    return rules, tuple(left_out)
+
+
+def check_plausible(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool) -> None:
+    """Refuse a config of more layers or experts than the stored tensors can hold.
+
+    A layer is a tensor of its own, or a place along the first axis of one where layers may be stacked; an expert is a tensor of its own, or
+    a place along an axis of a tensor of layers.
+
+    Args:
+        architecture: from the config.
+        shapes: of all stored tensors, by name.
+        what: to call the checkpoint by.
+        stacked: layers may be stacked.
+
+    Raises:
+        ConversionError: there are too few tensors.
+    """
+    inside = [shape for name, shape in shapes.items() if ".layers." in name and not name.startswith("optimizer.") and shape]
+    count = len(shapes)
+    layers = architecture.num_layers + architecture.prediction_layers
+    experts = architecture.mixture.num_experts if architecture.mixture is not None else 1
+    most_layers = max([count, *(shape[0] for shape in inside)]) if stacked else count
+    most_experts = max([count, *(size for shape in inside for size in shape)])
+    # what layers and experts take up together, even where an expert is nothing but a row
+    places = count + sum(math.prod(shape[:2]) for shape in inside)
+    if layers > most_layers or experts > most_experts or layers * experts > places:
+        counted = f"{layers} layers" + (f" of {experts} experts" if architecture.mixture is not None else "")
+        raise ConversionError(
+            f"config.json asks for {counted}, which the {count} tensors of {what} cannot hold",
+            "use the config.json that belongs to these weights, and complete weights",
+        )

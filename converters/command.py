@@ -1,4 +1,4 @@
-"""The command ``megarl convert``, also ``python -m converters``."""
+"""The command ``megarl convert``, also ``python -m converters``: its sub-commands, and what they say as text and as ``--json``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from converters.checkpoint.manifest import dtype_name
+from converters.checkpoint.quantized import DequantizedSource
+from converters.checkpoint.work import BYTES_A_WORKER, resident_memory
 from converters.errors import ConversionError
+from converters.exporting import ExportPlan
+from converters.families import FAMILIES
 from converters.foreign.flags import MEGATRON_LM, add_layout_flag, add_opening_flags, opening_options
+from converters.importing import ImportPlan
+from converters.mapping.logical import HuggingFaceModel, MegatronModel
+from converters.mapping.rules import hf_tensors
+from converters.verify import Opened
 
 Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
 INTERRUPTED = 130
@@ -113,9 +126,9 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
     """Run the parsed command. Returns its exit code.
 
     Args:
-        arguments: of :func:`build_parser`.
+        arguments: of ``build_parser``.
         megatron: where there are Megatron-Core workers, what gives a function of theirs to the self-test, from the files of the user's
-            families (:data:`converters.selftest.ComputeLogprobs`).
+            families (``ComputeLogprobs``).
 
     Raises:
         ConversionError: see the exit codes.
@@ -154,10 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.foreign.importing import import_for_megatron_lm
-    from converters.import_plan import plan_import
-    from converters.importing import import_model
-    from converters.quantized import open_dequantized
+    from converters.checkpoint.quantized import open_dequantized
+    from converters.foreign.flags import import_for_megatron_lm
+    from converters.importing import import_model, plan_import
 
     plan = plan_import(
         open_dequantized(arguments.source, arguments.revision),
@@ -171,8 +183,7 @@ def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.export_plan import plan_export
-    from converters.exporting import export_model
+    from converters.exporting import export_model, plan_export
     from converters.opening import open_megatron
 
     plan = plan_export(
@@ -186,7 +197,7 @@ def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.work import RunOptions, give_memory_back
+    from converters.checkpoint.work import RunOptions, give_memory_back
 
     give_memory_back()
     begun = time.monotonic()
@@ -216,21 +227,20 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.verify_command import verify_paths
+    from converters.verify import verify_paths
 
     options, excused = opening_options(arguments), tuple(arguments.allow_missing)
     return verify_paths(arguments.paths, options, excused, logits=arguments.logits, lora=arguments.lora)
 
 
 def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.verify_command import diff_paths
+    from converters.verify import diff_paths
 
     one, other = arguments.paths
     return diff_paths(one, other, opening_options(arguments), tuple(arguments.allow_missing))
 
 
 def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.describe import describe
     from converters.verify import open_any
 
     facts = describe(open_any(arguments.paths[0], opening_options(arguments)))
@@ -239,11 +249,10 @@ def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.describe import describe_export, describe_import
-    from converters.export_plan import plan_export
-    from converters.import_plan import plan_import
+    from converters.checkpoint.quantized import open_dequantized
+    from converters.exporting import plan_export
+    from converters.importing import plan_import
     from converters.opening import MEGATRON, kind_of, open_megatron
-    from converters.quantized import open_dequantized
 
     path = arguments.paths[0]
     options: dict[str, Any] = {"dtype": _dtype(arguments.dtype), "allow_missing": tuple(arguments.allow_missing), "lora": arguments.lora}
@@ -268,7 +277,6 @@ def _adapter(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from converters.describe import describe_families
 
     families = describe_families()
     return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
@@ -283,16 +291,97 @@ def _load_families(files: Sequence[Path]) -> None:
 
 
 def _selftest(arguments: argparse.Namespace, megatron: Megatron | None) -> tuple[int, dict[str, Any], str]:
-    from converters.selftest_command import selftest_of
+    from converters.selftest import selftest_of
 
     return selftest_of(arguments.family, arguments.family_file, arguments.config, megatron)
 
 
 def _dtype(name: str | None) -> Any:
-    from converters.manifest import dtype_called
+    from converters.checkpoint.manifest import dtype_called
 
     return None if name is None else dtype_called(name)
 
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.2f} MB"
+
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def describe(opened: Opened) -> dict[str, Any]:
+    """Format, family, sizes, dtypes and layout of a checkpoint."""
+    architecture = opened.model.architecture
+    dtypes: Counter[str] = Counter()
+    elements = size = 0
+    missing = []
+    for tensor in hf_tensors(architecture):
+        if not opened.model.holds(tensor):
+            missing.append(tensor.name)
+            continue
+        dtype, count = opened.model.dtype(tensor), torch.Size(tensor.shape).numel()
+        dtypes[dtype_name(dtype)] += 1
+        elements += count
+        size += count * dtype.itemsize
+    facts: dict[str, Any] = {
+        "path": str(opened.path),
+        "format": opened.kind,
+        "family": architecture.family,
+        "parameters": elements,
+        "bytes": size,
+        "dtypes": dict(dtypes),
+        "tied_embeddings": architecture.tied_embeddings,
+    }
+    if missing:
+        facts["missing"] = missing
+    if isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
+        facts |= opened.model.source.notes()
+    if isinstance(opened.model, MegatronModel):
+        facts["layers"] = "stacked" if opened.model.stacked else "indexed"
+        if _EMBEDDING in opened.model.checkpoint:
+            facts["padded_vocabulary"] = opened.model.checkpoint.shape(_EMBEDDING)[0]
+        facts |= {"optimizer_state": any(key.startswith("optimizer.") for key in opened.model.checkpoint)}
+    if opened.manifest is not None:
+        facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}
+    return facts | {"architecture": asdict(architecture)}
+
+
+def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
+    """What an import would write."""
+    tensors = [
+        {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": _size(tensor.shape, tensor.dtype)}
+        for tensor in plan.tensors
+    ]
+    return _described("import", plan.architecture.family, tensors, [name for name, _ in plan.files], workers)
+
+
+def describe_export(plan: ExportPlan, workers: int) -> dict[str, Any]:
+    """What an export would write."""
+    tensors = [
+        {"key": tensor.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size}
+        for tensor in plan.written
+    ]
+    return _described("export", plan.architecture.family, tensors, list(plan.files), workers)
+
+
+def _described(direction: str, family: str, tensors: list[dict[str, Any]], files: list[str], workers: int) -> dict[str, Any]:
+    return {
+        "direction": direction,
+        "family": family,
+        "tensors": tensors,
+        "bytes": sum(tensor["bytes"] for tensor in tensors),
+        "files": files,
+        "peak_memory": resident_memory() + workers * BYTES_A_WORKER,
+    }
+
+
+def describe_families() -> list[dict[str, Any]]:
+    """The families that can be converted."""
+    return [
+        {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
+        for family in FAMILIES.values()
+    ]
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

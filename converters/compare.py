@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from converters.architecture import Architecture, with_defaults
-from converters.artifacts import file_hashes, speaks
 from converters.check import is_excused
+from converters.checkpoint.artifacts import file_hashes, speaks
+from converters.checkpoint.exact import cast, unequal
+from converters.checkpoint.files import read_json_object
+from converters.checkpoint.manifest import Manifest, TensorHashes, dtype_called, dtype_name
+from converters.checkpoint.restricted import load_plain
+from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
-from converters.exact import cast, unequal
-from converters.inert_keys import SPEAKING_KEYS
-from converters.json_file import read_json_object
-from converters.logical import LogicalModel, MegatronModel
-from converters.manifest import Manifest, TensorHashes, dtype_called, dtype_name
-from converters.restricted import load_plain
-from converters.rule import HuggingFaceTensor, Kind
-from converters.rules import all_rules, hf_tensors
+from converters.families.read import with_defaults
+from converters.mapping.logical import LogicalModel, MegatronModel
+from converters.mapping.rule import HuggingFaceTensor, Kind
+from converters.mapping.rules import all_rules, hf_tensors
+from converters.model_config.architecture import Architecture
+from converters.model_config.inert_keys import SPEAKING_KEYS
 from converters.torch_dist.reader import TorchDistCheckpoint
-from converters.work import row_ranges
 
 
 @dataclass(frozen=True, slots=True)

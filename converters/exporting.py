@@ -1,31 +1,54 @@
-"""``torch_dist`` checkpoint -> Hugging Face safetensors: no Hugging Face reference needed, one chunk of a tensor at a time."""
+"""Export: ``torch_dist`` checkpoint -> Hugging Face safetensors, without a Hugging Face reference, one chunk of a tensor at a time.
+
+The plan says what an export will write, which tensor stands in which file and where; it is worked out from the index alone, before a byte
+is written.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
 
-from converters.artifacts import artifacts, copy_artifacts, file_hashes, refuse_changed_config, write_config
-from converters.boxes import read_box, whole, write_bytes
-from converters.errors import ConversionError
-from converters.export_files import WrittenTensor, header_of, index_of, is_hf_directory
-from converters.export_plan import ExportPlan
-from converters.held_against import HeldAgainst
-from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name, excused_notes
-from converters.narrowing import Narrowing
-from converters.open_files import OpenFiles
-from converters.places import rows_in
-from converters.rule import HuggingFaceTensor, Place
-from converters.space import require_space
-from converters.staging import Staging, check_apart
-from converters.work import (
+from converters.adapters.lora import LoraAdapter
+from converters.adapters.lora_model import merge_export
+from converters.check import account, is_excused, repeated_tensors
+from converters.checkpoint.artifacts import (
+    TEMPLATES_DIRECTORY,
+    artifacts,
+    copy_artifacts,
+    file_hashes,
+    refuse_changed_config,
+    refuse_changed_files,
+    write_config,
+)
+from converters.checkpoint.files import require_space
+from converters.checkpoint.manifest import (
+    MANIFEST_FILE,
+    RULES,
+    THE_REST,
+    WEIGHTS,
+    HeldAgainst,
+    Manifest,
+    TensorHashes,
+    TensorRecord,
+    dtype_name,
+    excused_notes,
+    fingerprint_of_rules,
+    fingerprints,
+)
+from converters.checkpoint.narrowing import Narrowing, kept_dtype
+from converters.checkpoint.safetensors_file import NAMES, OpenFiles, read_box, whole, write_bytes
+from converters.checkpoint.staging import Staging, check_apart
+from converters.checkpoint.work import (
     READ_BYTES,
     Outcome,
     Piece,
@@ -37,17 +60,301 @@ from converters.work import (
     say_why_anew,
     workers_within,
 )
+from converters.errors import ConversionError
+from converters.mapping.logical import MegatronModel
+from converters.mapping.places import rows_in
+from converters.mapping.rule import HuggingFaceTensor, Place, Rule
+from converters.mapping.rules import all_rules, hf_tensors
+from converters.model_config.architecture import Architecture
+from converters.opening import MegatronCheckpoint
+
+Parts = tuple[tuple[HuggingFaceTensor, Place], ...]
+"""The Hugging Face tensors in a stored tensor, each with its place there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensor:
+    """A tensor as it will stand in a safetensors file.
+
+    Attributes:
+        name, shape, dtype: of the stored tensor.
+        parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one part.
+        file: name of the file.
+        offset: of its first byte, from the end of the header.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Parts
+    file: str
+    offset: int
+
+    @property
+    def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, Place]]]:
+        """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind the other; else empty.
+
+        Such a block is put together as a whole.
+        """
+        blocks: dict[int, list[tuple[HuggingFaceTensor, Place]]] = {}
+        if any(not place.is_consecutive for _, place in self.parts):
+            for part, place in self.parts:
+                assert place.index is not None, place
+                blocks.setdefault(place.index, []).append((part, place))
+        return blocks
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int) -> list[WrittenTensor]:
+    """Tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide dtypes first in each, so that all are
+    aligned."""
+    groups: list[list[int]] = []
+    filled = 0
+    for number, (_, shape, dtype, _) in enumerate(tensors):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not groups or filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += size
+    written = []
+    for index, group in enumerate(groups, start=1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        offset = 0
+        for number in sorted(group, key=lambda number: -tensors[number][2].itemsize):
+            name, shape, dtype, parts = tensors[number]
+            written.append(WrittenTensor(name, shape, dtype, parts, file, offset))
+            offset += written[-1].size
+    return written
+
+
+def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
+    """The header of the file that holds these tensors, its length in front."""
+    entries = {
+        tensor.name: {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.offset, tensor.offset + tensor.size],
+        }
+        for tensor in tensors
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
+    """The text of ``model.safetensors.index.json``; None for a single file."""
+    if len({tensor.file for tensor in tensors}) == 1:
+        return None
+    weight_map = {tensor.name: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
+    size = sum(tensor.size for tensor in tensors)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def is_hf_directory(directory: Path) -> bool:
+    """Whether a directory is a Hugging Face model that may be replaced."""
+    names = {path.name for path in directory.iterdir() if not path.is_dir()}
+    others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
+    holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
+    return "config.json" in names and holds_weights and not others
+
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will do.
+
+    Attributes:
+        checkpoint: the source.
+        written: every stored tensor, in the order of the files.
+        left_out: keys of the checkpoint without a counterpart that were excused.
+        dtype: that was asked for.
+        missing: Hugging Face tensors that the checkpoint does not have, and is excused for.
+        adapter: that is merged into the tensors of the checkpoint.
+        max_shard_bytes: largest file, bytes of tensors.
+    """
+
+    checkpoint: MegatronCheckpoint
+    written: tuple[WrittenTensor, ...]
+    left_out: tuple[str, ...]
+    dtype: torch.dtype | None = None
+    missing: tuple[str, ...] = ()
+    adapter: LoraAdapter | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the conversion will say of itself that follows from the plan."""
+        return {} if self.adapter is None else self.adapter.notes()
+
+    @property
+    def model(self) -> MegatronModel:
+        """The source's tensors."""
+        return self.checkpoint.model
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the model."""
+        return self.model.architecture
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size for tensor in self.written)
+
+    @functools.cached_property
+    def files(self) -> dict[str, list[WrittenTensor]]:
+        """Tensors by file."""
+        files: dict[str, list[WrittenTensor]] = {}
+        for tensor in self.written:
+            files.setdefault(tensor.file, []).append(tensor)
+        return files
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that most bytes have."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self.written:
+            sizes[tensor.dtype] += tensor.size
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
+        return fingerprints(
+            {
+                WEIGHTS: self.checkpoint.identity(),
+                "config.json": self.checkpoint.config,
+                RULES: fingerprint_of_rules(all_rules(self.architecture)),
+                "--source-weights": self.checkpoint.weights,
+                "--dtype": str(self.dtype),
+                "--max-shard-size": self.max_shard_bytes if len(self.files) > 1 else None,
+                "--allow-missing": [self.missing, self.left_out],
+                "--lora": [] if self.adapter is None else self.adapter.identity(),
+                THE_REST: [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written],
+            }
+        )
+
+
+def plan_export(
+    checkpoint: MegatronCheckpoint,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_missing: tuple[str, ...] = (),
+    lora: Path | None = None,
+) -> ExportPlan:
+    """Work out an export.
+
+    Args:
+        checkpoint: the Megatron checkpoint.
+        dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor, what it was before.
+        max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its own.
+        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+        lora: directory of a PEFT adapter to merge.
+
+    Raises:
+        ConversionError: the checkpoint does not hold the model that its config describes.
+    """
+    if max_shard_bytes < 1:
+        raise ConversionError(f"max-shard-size = {max_shard_bytes}: at least one byte is needed", "leave it out, or pass 5GB")
+    if checkpoint.unanswered:
+        raise ConversionError(
+            f"nothing says the special tokens of {checkpoint.directory}, whose config is made of its trainer's settings",
+            f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a generation_config.json",
+        )
+    adapter = None
+    if lora is not None:
+        checkpoint, adapter = merge_export(checkpoint, lora, dtype)
+    model = checkpoint.model
+    rules, left_out = account(model, allow_missing)
+    _check_manifest(checkpoint, rules, allow_missing)
+    stored = _stored(rules, checkpoint.manifest)
+    written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
+    for place, parts in stored:
+        dtypes = {kept_dtype(part, _dtype(model, checkpoint.manifest, part), dtype) for part, _ in parts}
+        if len(dtypes) > 1:
+            raise ConversionError(f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one")
+        written.append((place.name, place.shape, dtypes.pop(), parts))
+    there = {part.name for rule in rules for part in rule.parts}
+    missing = tuple(part.name for part in hf_tensors(model.architecture) if part.name not in there)
+    return ExportPlan(checkpoint, tuple(in_files(written, max_shard_bytes)), left_out, dtype, missing, adapter, max_shard_bytes)
+
+
+def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: tuple[str, ...]) -> None:
+    """Refuse files and tensors that are not those of the conversion which made the checkpoint.
+
+    Raises:
+        ConversionError: a file beside the weights was changed, there are other tensors, or the manifest says what no model of the family
+            does.
+    """
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return
+    if checkpoint.hf_directory is not None:
+        refuse_changed_files(checkpoint.hf_directory, checkpoint.directory, checkpoint.recorded_files)
+    there = {name for rule in rules for name in rule.hf_names}
+    problems = [f"{name!r} is in the checkpoint, and it does not know it" for name in sorted(there - set(manifest.tensors))]
+    gone = [name for name in manifest.tensors if name not in there and not is_excused([name], (*excused, *manifest.excused))]
+    problems += [f"{name!r} is in it, and not in the checkpoint" for name in gone]
+    known = repeated_tensors(checkpoint.model.architecture)
+    doubled = [(name, original) for name, original in manifest.also_stored.items() if known.get(name) != original]
+    problems += [f"{name!r} repeats {original!r}, which no {manifest.family} model does" for name, original in doubled]
+    if problems:
+        raise ConversionError(
+            f"{checkpoint.directory / MANIFEST_FILE} and the checkpoint do not belong together",
+            f"import again, or remove {MANIFEST_FILE} if the weights were changed on purpose",
+            problems,
+        )
+
+
+def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, Parts]]:
+    """What is stored: every tensor alone under its name, or where the source of the import had it."""
+    together: dict[str, list[tuple[HuggingFaceTensor, Place]]] = {}
+    for rule in rules:
+        for part in rule.parts:
+            place = part.places[0]
+            described = manifest.places.get(part.name) if manifest is not None else None
+            for other in part.alternatives:
+                if other.written and described is not None and other.name == described["name"]:
+                    place = other
+            together.setdefault(place.name, []).append((part, place))
+    return [(Place(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
+
+
+def _repeated(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, Parts]]:
+    """Tensors that the source stored a second time under another name."""
+    parts = {part.name: part for rule in rules for part in rule.parts}
+    again: list[tuple[Place, Parts]] = []
+    for name, original in (manifest.also_stored if manifest is not None else {}).items():
+        if original in parts and name not in parts:
+            place = Place(name, parts[original].shape)
+            again.append((place, ((parts[original], place),)))
+    return again
+
+
+def _dtype(model: MegatronModel, manifest: Manifest | None, part: HuggingFaceTensor) -> torch.dtype:
+    """What a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
+    stored = model.dtype(part)
+    return stored if manifest is None else manifest.dtype_before(part.name, stored)
 
 
 def export_model(
     plan: ExportPlan,
     target: Path,
-    options: RunOptions = RunOptions(),  # noqa: B008  # frozen
+    options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> Outcome:
     """Write the Hugging Face directory that a plan describes. A run that was killed goes on where it ended.
 
     Args:
-        plan: from :func:`converters.export_plan.plan_export`.
+        plan: from ``plan_export``.
         target: directory to make.
         options: how.
 

@@ -1,7 +1,7 @@
 """A family of a user's own, from a Python file.
 
-The file is a module with one name that matters, ``FAMILY``, a :class:`converters.families.base.Family`. It may import whatever it needs;
-:mod:`converters.families.dense` and :mod:`converters.families.sparse` have the rules of plain decoders and of mixtures of experts to begin
+The file is a module with one name that matters, ``FAMILY``, a ``Family``. It may import whatever it needs;
+``converters.families.dense`` and ``converters.families.sparse`` have the rules of plain decoders and of mixtures of experts to begin
 from. A family that is Qwen2 with other names for its MLP::
 
     from dataclasses import replace
@@ -21,7 +21,7 @@ from. A family that is Qwen2 with other names for its MLP::
         layer_rules=lambda architecture, layer: tuple(layer_rules(architecture, layer)),
     )
 
-``megarl convert selftest --family-file my_family.py`` checks it (:mod:`converters.selftest`); every other command takes the same option.
+``megarl convert selftest --family-file my_family.py`` checks it (``converters.selftest``); every other command takes the same option.
 The file runs only where a user names it: nothing in a checkpoint can cause that.
 """
 
@@ -35,7 +35,7 @@ from types import ModuleType
 from converters.errors import ConversionError
 from converters.families import register_family
 from converters.families.base import Family
-from converters.rules import forget_rules
+from converters.mapping.rules import forget_rules
 
 
 def load_family_file(path: Path) -> Family:

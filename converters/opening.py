@@ -6,23 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.architecture import read_architecture
-from converters.artifacts import HF_DIRECTORY, read_config
+from converters.check import check_plausible
+from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
+from converters.checkpoint.manifest import Manifest, read_manifest
+from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
 from converters.foreign.agreement import check_agreement
 from converters.foreign.hf_config import derived_config
 from converters.foreign.master_weights import optimizer_beside
-from converters.foreign.opening import are_stacked, canonical, read_settings, tensors_of
+from converters.foreign.opening import are_stacked, canonical, read_settings, tensors_of, token_entries, vocab_size_of
 from converters.foreign.options import MODEL_WEIGHTS, OpeningOptions
 from converters.foreign.settings import ForeignSettings
-from converters.foreign.special_tokens import token_entries, vocab_size_of
 from converters.foreign.view import EMBEDDING
-from converters.logical import HuggingFaceModel, MegatronModel
-from converters.manifest import Manifest, read_manifest
-from converters.plausible import check_plausible
-from converters.prediction_layers import as_stored
-from converters.source import HuggingFaceSource
-from converters.torch_dist.find import find_checkpoint
+from converters.mapping.logical import HuggingFaceModel, MegatronModel
+from converters.model_config.prediction_layers import as_stored
+from converters.torch_dist.index import find_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
 MEGATRON, HUGGING_FACE = "megatron", "huggingface"
@@ -43,7 +42,7 @@ class MegatronCheckpoint:
         padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says what it trained
             starts them with anything.
         stored: the checkpoint as it lies there.
-        weights: which of its weights the tensors are (:class:`converters.foreign.options.OpeningOptions`).
+        weights: which of its weights the tensors are (``OpeningOptions``).
     """
 
     directory: Path
@@ -74,7 +73,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     """Open a Megatron checkpoint.
 
     Args:
-        path: of the checkpoint, or a directory that trainers keep one in (:func:`converters.torch_dist.find.find_checkpoint`).
+        path: of the checkpoint, or a directory that trainers keep one in (``find_checkpoint``).
         options: what it does not say itself, and which of its weights are meant.
 
     Raises:

@@ -1,8 +1,8 @@
 """``megarl convert selftest``: tiny models of a family, generated from its config class and its rules, through every conversion.
 
-Of each variant of a tiny config (:func:`converters.selftest_models.variants`) it checks that
+Of each variant of a tiny config (``variants``) it checks that
 
-* ``rules``: no name and no place has two rules, and every rule can be what it says (:mod:`converters.selftest_rules`);
+* ``rules``: no name and no place has two rules, and every rule can be what it says (``converters.selftest``);
 * ``tensors``: the rules ask for every tensor that transformers saves, and for no other;
 * ``shards``: parameters cut over tensor-parallel ranks and put together again are what they were;
 * ``round trip``: import and export give the same bytes, in float32 with every element another, and in bfloat16;
@@ -14,31 +14,118 @@ Of each variant of a tiny config (:func:`converters.selftest_models.variants`) i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from converters.architecture import Architecture, read_architecture
 from converters.check import check_source
+from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
+from converters.exporting import export_model, plan_export
+from converters.families import family_of
 from converters.families.base import Family
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.megatron_settings import megatron_settings
+from converters.families.read import read_architecture
+from converters.family_file import load_family_file
+from converters.importing import import_model, plan_import
+from converters.mapping.layouts import padded_vocab_size
+from converters.mapping.rule import Kind, Rule
+from converters.mapping.rules import all_rules, rule_for
+from converters.mapping.shards import load_shard, to_hf
+from converters.model_config.architecture import Architecture
+from converters.model_config.heads import head_rules
+from converters.model_config.megatron_settings import megatron_settings
 from converters.opening import open_megatron
-from converters.selftest_models import is_known_to_transformers, save_random, save_tensors, save_unique, stored_tensors, variants
-from converters.selftest_rules import rule_problems, shard_problems
-from converters.source import open_source
+from converters.selftest_models import (
+    is_known_to_transformers,
+    save_random,
+    save_tensors,
+    save_unique,
+    stored_tensors,
+    tiny_config,
+    variants,
+)
+from converters.torch_dist.keys import is_stacked, stored_place
 from converters.verify import open_any, verify
+
+_TENSOR_PARALLEL_SIZES = (1, 2)
+_ONE_PART, _GATE_AND_UP, _HEADS = 1, 2, 3
+
+
+def rule_problems(architecture: Architecture) -> Iterator[str]:
+    """Names that come twice, places that two parameters share, parts that a layout cannot be made of."""
+    family = family_of(architecture.family)
+    rules = [*head_rules(family.model_rules(architecture), architecture)]
+    for layer in range(architecture.num_layers):
+        rules += family.layer_rules(architecture, layer)
+    yield from _twice("Megatron-Core parameter", [rule.megatron_name for rule in rules])
+    emitted = all_rules(architecture)
+    yield from _twice("Hugging Face tensor", [part.name for rule in emitted for part in rule.parts])
+    stacked = is_stacked(architecture)
+    places = [stored_place(rule, architecture, stacked=stacked) for rule in emitted]
+    yield from _twice("place in a checkpoint", [f"{place.key} {list(place.index)}" for place in places])
+    for rule in emitted:
+        if rule_for(rule.megatron_name, architecture) != rule:
+            yield f"{rule.megatron_name}: another rule is found under this name"
+        yield from _part_problems(rule, architecture)
+
+
+def _twice(what: str, names: list[str]) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"{what} {name} has {count} rules"
+
+
+def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
+    shapes = [part.shape for part in rule.parts]
+    wanted = {Kind.QKV: _HEADS, Kind.GATED: _GATE_AND_UP}.get(rule.kind, _ONE_PART)
+    if len(shapes) != wanted:
+        yield f"{rule.megatron_name}: {rule.kind} is made of {wanted} tensors, not of {len(shapes)}"
+        return
+    if len({shape[1:] for shape in shapes}) > 1:
+        yield f"{rule.megatron_name}: its tensors differ in more than their rows: {shapes}"
+    if rule.kind is Kind.ROW and len(shapes[0]) < 2:
+        yield f"{rule.megatron_name}: {rule.kind} is cut by columns, and {rule.hf_names[0]} has none"
+    if rule.kind is Kind.VOCAB and shapes[0][0] != architecture.vocab_size:
+        yield f"{rule.megatron_name}: {rule.kind} has {architecture.vocab_size} rows, {rule.hf_names[0]} has {shapes[0][0]}"
+    if rule.kind is Kind.QKV:
+        query, key, value = (shape[0] for shape in shapes)
+        if key != value or key % architecture.head_dim or query % key:
+            yield f"{rule.megatron_name}: {query}, {key} and {value} rows are no heads of {architecture.head_dim} in groups"
+
+
+def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
+    """Parameters whose tensors are not what they were after they have been cut over ranks and put together again."""
+    for rule in all_rules(architecture):
+        for ranks in _TENSOR_PARALLEL_SIZES:
+            padded = padded_vocab_size(architecture.vocab_size, ranks)
+            try:
+                shards = [load_shard(rule, source, architecture, rank, ranks, padded) for rank in range(ranks)]
+            except ConversionError:
+                if ranks == 1:
+                    raise
+                continue  # a size that does not divide by two
+            yield from _changed(rule, shards, source, architecture)
+
+
+def _changed(rule: Rule, shards: list[Tensor], source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
+    back = dict(to_hf(rule, shards, architecture))
+    whole = dict(to_hf(rule, [load_shard(rule, source, architecture)], architecture))
+    for part in rule.parts:
+        # a tensor that is stored in one piece under its own name is compared with what is stored
+        expected = source.read(part.name) if part.name in source else whole[part.name]
+        if not torch.equal(back[part.name], expected):
+            yield f"{part.name}: cut over {len(shards)} ranks as {rule.kind} and put together again, it is another tensor"
+
 
 ComputeLogprobs = Callable[[Path, Tensor], Tensor]
 """From a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column 0, by Megatron-Core."""
@@ -212,3 +299,52 @@ def read_tiny_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConversionError(f"{file} is no JSON object", "give the config.json of a tiny model")
     return config
+
+
+FAILED = 1
+
+
+def selftest_of(
+    name: str | None,
+    family_files: Sequence[Path],
+    config: Path | None,
+    megatron: Callable[[Sequence[Path]], AbstractContextManager[ComputeLogprobs]] | None,
+) -> tuple[int, dict[str, Any], str]:
+    """Check one family.
+
+    Args:
+        name: of the family; None for that of the last file.
+        family_files: of the user's families.
+        config: of a tiny model; None to make one.
+        megatron: what computes with Megatron-Core, from the files of the user's families; None where there is nothing.
+
+    Returns:
+        Exit code, facts for programs, text for people.
+
+    Raises:
+        ConversionError: no family is named, or no tiny model of it can be made.
+    """
+    if name is None and not family_files:
+        raise ConversionError("selftest needs a family", "pass --family NAME, or --family-file FILE")
+    family = family_of(name) if name is not None else load_family_file(family_files[-1])
+    tiny = read_tiny_config(config) if config is not None else tiny_config(family)
+    with contextlib.ExitStack() as stack:
+        _silence_progress_bars(stack)
+        compute = stack.enter_context(megatron(family_files)) if megatron is not None else None
+        findings = list(selftest(family, tiny, compute))
+    failed = [finding for finding in findings if finding.result == "failed"]
+    facts = {"family": family.model_type, "passed": not failed, "findings": [asdict(finding) for finding in findings]}
+    return (FAILED if failed else 0), facts, "\n".join([*map(str, findings), _summary(family.model_type, findings)])
+
+
+def _summary(name: str, findings: Sequence[Finding]) -> str:
+    counts = [f"{sum(finding.result == result for finding in findings)} {result}" for result in ("passed", "failed", "left out")]
+    return f"{name}: {', '.join(counts)}"
+
+
+def _silence_progress_bars(stack: contextlib.ExitStack) -> None:
+    from transformers.utils import logging
+
+    if logging.is_progress_bar_enabled():
+        logging.disable_progress_bar()
+        stack.callback(logging.enable_progress_bar)

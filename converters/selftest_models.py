@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters.architecture import Architecture
-from converters.artifacts import write_config
+from converters.checkpoint.artifacts import write_config
 from converters.errors import ConversionError
 from converters.families.base import Family
-from converters.rules import hf_tensors
+from converters.mapping.rules import hf_tensors
+from converters.model_config.architecture import Architecture
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,

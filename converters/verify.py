@@ -1,4 +1,4 @@
-"""Proves that a conversion lost nothing, or names what it lost."""
+"""Verification that a conversion lost nothing, with the names of what it lost; and what ``verify`` and ``diff`` say of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.account import account
-from converters.artifacts import changed_files, file_hashes, read_config, speaks
-from converters.check import check_source
+from converters.adapters.lora_model import merge_opened
+from converters.check import account, check_source
+from converters.checkpoint.artifacts import changed_files, file_hashes, read_config, speaks
+from converters.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from converters.checkpoint.quantized import DequantizedSource, open_dequantized
 from converters.compare import (
     Difference,
     Recorded,
@@ -24,15 +26,12 @@ from converters.compare import (
     value_problems,
 )
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
+from converters.exporting import export_model, plan_export
 from converters.foreign.options import OpeningOptions
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.logical import HuggingFaceModel, MegatronModel
-from converters.manifest import MANIFEST_FILE, Manifest, read_manifest
+from converters.importing import import_model, plan_import
+from converters.mapping.logical import HuggingFaceModel, MegatronModel
+from converters.mapping.rules import hf_tensors
 from converters.opening import MEGATRON, MegatronCheckpoint, kind_of, open_huggingface, open_megatron
-from converters.quantized import DequantizedSource, open_dequantized
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def recorded_excuses(one: Opened, other: Opened | None = None) -> tuple[str, ...
 
 
 def scope(one: Opened, other: Opened | None, found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """What :func:`verify` checked, and what it did not, in words."""
+    """What ``verify`` checked, and what it did not, in words."""
     checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], [*_unchecked_files(one, other)]
     for opened in (one, other):
         if opened is not None and opened.megatron is not None and opened.megatron.stored.objects and opened.manifest is None:
@@ -246,3 +245,77 @@ def _logits(opened: Opened, tokens: int) -> Any:
         ids = torch.randint(0, opened.model.architecture.vocab_size, (2, tokens), generator=generator)
         with torch.no_grad():
             return model(input_ids=ids, use_cache=False).logits
+
+
+DIFFERENT = 1
+
+
+def verify_paths(
+    paths: Sequence[Path], options: OpeningOptions, excused: Sequence[str], *, logits: bool, lora: Path | None = None
+) -> tuple[int, dict[str, Any], str]:
+    """Verify one checkpoint, or two against each other.
+
+    Args:
+        paths: one or two.
+        options: what a Megatron checkpoint does not say itself.
+        excused: patterns of names that need no counterpart.
+        logits: compare what transformers computes from both, too.
+        lora: directory of a PEFT adapter that is merged into the first checkpoint before they are compared.
+
+    Raises:
+        ConversionError: it cannot be done, or a file is damaged.
+    """
+    if len(paths) > 2:
+        raise ConversionError(f"verify takes one or two checkpoints, not {len(paths)}", "leave the others out")
+    if logits and len(paths) != 2:
+        raise ConversionError("--logits compares two checkpoints, and one was given", "give the second, or leave --logits out")
+    opened = [open_any(path, options) for path in paths]
+    if lora is not None:
+        if logits or len(opened) != 2:
+            raise ConversionError("--lora compares the values of two checkpoints", "give two checkpoints, and leave --logits out")
+        opened[0] = merge_opened(opened[0], lora, opened[1])
+    one, other = opened[0], opened[1] if len(opened) == 2 else None
+    found = verify(one, other, excused)
+    checked, unchecked = scope(one, other, found, excused)
+    facts: dict[str, Any] = {
+        "equal": not found,
+        "values_checked": not any(each.kind == "keys" for each in found) and (other is not None or one.manifest is not None),
+        "tensors": tensor_count(one) if not any(each.kind == "keys" for each in found) else None,
+        "checked": checked,
+        "not_checked": unchecked,
+        "differences": [_facts(each) for each in found],
+    }
+    lines = (
+        [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)]
+        if found
+        else [f"{facts['tensors']} tensors: {_said(opened)}"]
+    )
+    if logits and any(each.kind in ("keys", "missing", "shape") for each in found):
+        unchecked.append("logits: the models are too different")
+    elif logits and any(len(each.recorded.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):
+        unchecked.append("logits: a model without some of its tensors has none")
+    elif logits and other is not None:
+        facts["logits_difference"] = logits_difference(one, other)
+        lines.append(f"largest difference of logits: {facts['logits_difference']:.3g}")
+    lines += [*(f"  checked: {each}" for each in checked), *(f"  not checked: {each}" for each in unchecked)]
+    return (DIFFERENT if found else 0), facts, "\n".join(lines)
+
+
+def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> tuple[int, dict[str, Any], str]:
+    """List in what two models differ. Arguments and errors as of ``verify_paths``."""
+    one, other = open_any(first, options), open_any(second, options)
+    found = list(differences(one, other, excused))
+    facts = {"equal": not found, "differences": [_facts(each) for each in found]}
+    return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
+
+
+def _said(opened: Sequence[Any]) -> str:
+    if len(opened) == 2:
+        return "equal bit for bit"
+    if opened[0].manifest is not None:
+        return "as its manifest and its config say"
+    return "as its config says; it has no manifest to compare its values with"
+
+
+def _facts(difference: Difference) -> dict[str, str]:
+    return {"kind": difference.kind, "name": difference.name, "text": difference.text}

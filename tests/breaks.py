@@ -100,7 +100,7 @@ BREAKS: Mapping[str, Break] = {
         "megarl/models/engine/nonfinite.py", "if on_all_ranks(all(finite), device):", "if True:", ("dist/test_nonfinite.py",)
     ),
     "checkpoint: an index may name anything": Break(
-        "converters/restricted.py",
+        "converters/checkpoint/restricted.py",
         "if found is None:",
         "if False:",
         ("unit/test_converters_hostile.py", "dist/test_checkpoint_payloads.py"),
@@ -202,7 +202,7 @@ BREAKS: Mapping[str, Break] = {
         ("unit/test_observe_metrics.py",),
     ),
     "converters: ranks read one another's rows": Break(
-        "converters/layouts.py",
+        "converters/mapping/layouts.py",
         "spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))",
         "spans = tuple(_clip(_qkv_spans(rule, head_dim), 0, stop - start))",
         ("unit/test_converters_shards.py",),
@@ -220,13 +220,13 @@ BREAKS: Mapping[str, Break] = {
         ("unit/test_converters_beside.py",),
     ),
     "converters: changed files are exported": Break(
-        "converters/artifacts.py",
+        "converters/checkpoint/artifacts.py",
         "    changes = changed_files(directory, recorded) if recorded else {}",
         "    changes: dict[str, str] = {}",
         ("unit/test_converters_beside.py",),
     ),
     "converters: any class is unpickled": Break(
-        "converters/restricted.py",
+        "converters/checkpoint/restricted.py",
         "found = self._known(module, name)",
         "found = self._known(module, name) or super().find_class(module, name)",
         ("unit/test_converters_hostile.py", "unit/test_checkpoint_manager.py"),

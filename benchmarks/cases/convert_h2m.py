@@ -1,4 +1,4 @@
-"""Import of a Hugging Face model into a Megatron-Core checkpoint: see :mod:`benchmarks.conversion`."""
+"""Import of a Hugging Face model into a Megatron-Core checkpoint: see ``benchmarks.conversion``."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from benchmarks.point import Point
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """See :func:`benchmarks.conversion.measure`."""
+    """See ``measure``."""
     return conversion.measure("import", quick)

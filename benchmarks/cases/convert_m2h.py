@@ -1,4 +1,4 @@
-"""Export of a Megatron-Core checkpoint to a Hugging Face model: see :mod:`benchmarks.conversion`."""
+"""Export of a Megatron-Core checkpoint to a Hugging Face model: see ``benchmarks.conversion``."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from benchmarks.point import Point
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """See :func:`benchmarks.conversion.measure`."""
+    """See ``measure``."""
     return conversion.measure("export", quick)

@@ -1,4 +1,4 @@
-"""Weights sent to an engine apart: see :mod:`benchmarks.refit_broadcast`."""
+"""Weights sent to an engine apart: see ``benchmarks.refit_broadcast``."""
 
 from __future__ import annotations
 

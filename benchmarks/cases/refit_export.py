@@ -152,8 +152,8 @@ def _each(backend: Any) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
     import torch.distributed as dist
 
-    from converters.rules import rule_for
-    from converters.shards import to_hf
+    from converters.mapping.rules import rule_for
+    from converters.mapping.shards import to_hf
 
     group = backend.groups.tensor
     for name, parameter in backend.parameters():

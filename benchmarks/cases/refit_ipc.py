@@ -1,4 +1,4 @@
-"""Weights handed to an engine on the same device: see :mod:`benchmarks.refit`."""
+"""Weights handed to an engine on the same device: see ``benchmarks.refit``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.point import Point
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """See :func:`benchmarks.refit.measure`."""
+    """See ``measure``."""
     # thousands of handles are more than a process may have open files
     torch.multiprocessing.set_sharing_strategy("file_system")
     return refit.measure(quick)

@@ -1,14 +1,88 @@
-"""The sub-command ``adapter``: adapters by themselves, from one side to the other."""
+"""The sub-command ``adapter``: adapters by themselves, from PEFT's form to a ``torch_dist`` checkpoint and back."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-from converters.adapters.peft_directory import is_peft_directory
+from safetensors.torch import save_file
+
+from converters.adapters.megatron_adapter import MegatronAdapter
+from converters.adapters.peft_directory import WEIGHTS_FILE, is_peft_directory
 from converters.adapters.to_megatron import plan_adapter, write_megatron_adapter
-from converters.adapters.to_peft import open_megatron_adapter, write_peft_adapter
+from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
+from converters.checkpoint.manifest import WEIGHTS, fingerprints
+from converters.checkpoint.source import ADAPTER_CONFIG
+from converters.checkpoint.staging import Staging, check_apart
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
+from converters.torch_dist.index import find_checkpoint
+
+_OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
+"""What peft (0.21, for transformers 5) takes for factors of stacks of experts, wherever in a mixture of experts it stands."""
+
+
+def open_megatron_adapter(directory: Path, hf_directory: Path | None) -> MegatronAdapter:
+    """Open the adapters of a checkpoint.
+
+    Args:
+        directory: of the checkpoint, or where a trainer keeps it.
+        hf_directory: with the ``config.json`` of the base model; None where the checkpoint has it.
+
+    Raises:
+        ConversionError: nothing says which model they are of, or as of ``MegatronAdapter``.
+    """
+    checkpoint = find_checkpoint(directory)
+    places = [hf_directory] if hf_directory is not None else [checkpoint / HF_DIRECTORY, directory / HF_DIRECTORY]
+    place = next((place for place in places if (place / "config.json").is_file()), None)
+    if place is None:
+        raise ConversionError(
+            f"{hf_directory or checkpoint} does not say of which model the adapters are (no config.json)",
+            "pass --hf-config DIRECTORY of it",
+        )
+    return MegatronAdapter(checkpoint, read_architecture(read_config(place)))
+
+
+def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
+    """Write the directory. The whole adapter is in memory: safetensors writes a file at once.
+
+    Args:
+        adapter: the source.
+        target: directory to make.
+        overwrite: replace an existing adapter.
+
+    Returns:
+        Its tensors and bytes, by those names.
+
+    Raises:
+        ConversionError: PEFT would take some of it for something else, or the target cannot be written.
+    """
+    kept = adapter.origin.name == ADAPTER_CONFIG  # it was PEFT's, and goes back as it came
+    misread = sorted(filter(_OF_EXPERTS.fullmatch, adapter.keys())) if adapter.has_experts and not kept else []
+    if misread:
+        raise ConversionError(
+            f"{adapter.directory} holds adapters of dense layers in a mixture of experts, whose names PEFT takes for those of experts",
+            "merge them: give the base model, and with --lora this directory",
+            misread,
+        )
+    check_apart(adapter.directory, target)
+    identity = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in adapter.files()]
+    with Staging(target, fingerprints({WEIGHTS: identity}), overwrite=overwrite, is_ours=_is_ours) as staging:
+        tensors = {name: adapter.read(name) for name in sorted(adapter.keys())}
+        save_file(tensors, staging.directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        if kept:
+            shutil.copyfile(adapter.origin, staging.directory / ADAPTER_CONFIG)
+        else:
+            (staging.directory / ADAPTER_CONFIG).write_text(json.dumps(adapter.raw_config, indent=2) + "\n", encoding="utf-8")
+        staging.finish()
+    return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+
+def _is_ours(directory: Path) -> bool:
+    return (directory / ADAPTER_CONFIG).is_file()
 
 
 def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool) -> tuple[int, dict[str, Any], str]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from converters.adapters.linears import peft_name
+from converters.checkpoint.manifest import Manifest, TensorHashes
 from converters.errors import ConversionError
-from converters.manifest import Manifest, TensorHashes
-from converters.rule import Rule
+from converters.mapping.rule import Rule
 
 if TYPE_CHECKING:
     from converters.adapters.megatron_adapter import MegatronAdapter

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from converters.architecture import Architecture
-from converters.experts import is_expert
-from converters.rule import HuggingFaceTensor, Kind, Rule
-from converters.rules import all_rules
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, is_expert
+from converters.mapping.rules import all_rules
+from converters.model_config.architecture import Architecture
 from converters.torch_dist.keys import StoredPlace, stored_place
 
 PEFT_PREFIX = "base_model.model."

@@ -2,36 +2,119 @@
 
 Three forms are known. Megatron-Bridge's own, LoRA, has one adapter for a fused layer: PEFT's factors ``lora_A`` of query, key and value are
 then the same matrix, and ``lora_B`` are rows of one. Its CanonicalLoRA has one for each part, as PEFT does. And what this library writes
-(:mod:`converters.adapters.blocks`) is of the first form, with a part for each in the ranks.
+(``converters.adapters.blocks``) is of the first form, with a part for each in the ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from converters.adapters.blocks import Block, blocks_of, require_as_written
-from converters.adapters.linears import linears, parts_of, peft_name, rows_of, stored_factor
-from converters.adapters.said import said_of
-from converters.architecture import Architecture
-from converters.artifacts import HF_DIRECTORY
-from converters.boxes import Box, whole
+from converters.adapters.linears import PEFT_PREFIX, linears, parts_of, peft_name, rows_of, stored_factor
+from converters.adapters.lora_config import LoraConfig, read_lora_config
+from converters.checkpoint.artifacts import HF_DIRECTORY
+from converters.checkpoint.files import read_json_object
+from converters.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from converters.checkpoint.safetensors_file import Box, whole
+from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
+from converters.foreign.settings import RUN_CONFIG_FILE, find_run_config, read_section
 from converters.foreign.view import CanonicalTensors
-from converters.layouts import runs_of
-from converters.lora_config import LoraConfig, read_lora_config
-from converters.manifest import MANIFEST_FILE, read_manifest
-from converters.rule import Kind, Rule
-from converters.rules import all_rules
-from converters.source import ADAPTER_CONFIG
-from converters.torch_dist.find import find_checkpoint
+from converters.mapping.layouts import runs_of
+from converters.mapping.rule import Kind, Rule
+from converters.mapping.rules import all_rules, hf_tensors
+from converters.model_config.architecture import Architecture
+from converters.torch_dist.index import find_checkpoint
 from converters.torch_dist.keys import StoredPlace, stored_place
 from converters.torch_dist.reader import TorchDistCheckpoint
+
+_KNOWN = ("LoRA", "CanonicalLoRA")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is said.
+
+    Attributes:
+        origin: the file that says it.
+        raw_config: PEFT's config.
+        tensor_parallel: over how many ranks the adapters were cut that were saved, as it stands there; 1 if nothing says it.
+    """
+
+    origin: Path
+    raw_config: Mapping[str, Any]
+    tensor_parallel: Any
+
+
+def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture) -> Said:
+    """Look for it.
+
+    Args:
+        directory: of the checkpoint.
+        kept: the config of PEFT that a conversion kept, where one made the checkpoint.
+        rank: of every stored adapter.
+        names: PEFT's names of their factors.
+        architecture: of the base model.
+
+    Raises:
+        ConversionError: nothing says the scale, or what says it says another rank or another kind of adapter.
+    """
+    if kept is not None:
+        try:
+            return Said(kept, read_json_object(kept), 1)
+        except FileNotFoundError as error:
+            raise ConversionError(f"{kept} does not exist", "import the adapter again") from error
+    path = find_run_config(directory)
+    if path is None:
+        raise ConversionError(
+            f"nothing says the scale (alpha) of the adapters in {directory}", f"put the {RUN_CONFIG_FILE} of Megatron-Bridge beside them"
+        )
+    section, model = read_section(path, "peft"), read_section(path, "model")
+    kind = str(section.get("_target_", "")).rpartition(".")[2]
+    if kind not in _KNOWN:
+        raise ConversionError(f"{path}: peft = {kind or section}, known are {' and '.join(_KNOWN)}", "let the trainer merge the adapters")
+    if section.get("dim") != rank:
+        raise ConversionError(f"{path}: dim = {section.get('dim')!r}, the stored adapters have rank {rank}", "use the file of this run")
+    return Said(path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1)
+
+
+def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture) -> dict[str, Any]:
+    """PEFT's config of adapters that Megatron-Bridge trained."""
+    return {
+        "base_model_name_or_path": model.get("hf_model_id"),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": section.get("alpha"),
+        "lora_dropout": section.get("dropout") or 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": section["dim"],
+        "target_modules": _targets(names, architecture),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
+    """Modules as PEFT's config lists them: by the last part of the name where all that end so have an adapter, otherwise by the whole."""
+    modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
+    others = {tensor.name.removesuffix(".weight") for tensor in hf_tensors(architecture)} - modules
+    targets = set()
+    for module in modules:
+        end = module.rpartition(".")[2]
+        targets.add(module if any(other.endswith(f".{end}") for other in others) else end)
+    return sorted(targets)
+
 
 _ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
 _STACKED = re.compile(r"decoder\.layers\.[a-z]")
@@ -54,7 +137,7 @@ class _Factor:
 
 
 class MegatronAdapter:
-    """The adapters of a checkpoint, itself an :class:`converters.adapters.source.AdapterSource`.
+    """The adapters of a checkpoint, itself an ``AdapterSource``.
 
     Args:
         directory: of the checkpoint, or where a trainer keeps it.
@@ -105,23 +188,23 @@ class MegatronAdapter:
             require_as_written(self, manifest, self.directory / MANIFEST_FILE, self._between(rules, blocks))
 
     def files(self) -> list[Path]:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return [*sorted(path for path in self.directory.iterdir() if path.is_file()), self.origin]
 
     def keys(self) -> list[str]:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return list(self._factors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return self._factors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return self._tensors.dtype(self._factors[name].place.key)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         factor = self._factors[name]
         (first, last), (left, right) = whole(factor.shape) if box is None else box
         pieces, position = [torch.empty(0, right - left, dtype=self.dtype(name))], 0

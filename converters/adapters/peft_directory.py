@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.boxes import Box
+from converters.adapters.lora_config import LoraConfig, read_lora_config
+from converters.checkpoint.files import read_json_object
+from converters.checkpoint.safetensors_file import Box, SafetensorsFile
+from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
-from converters.json_file import read_json_object
-from converters.lora_config import LoraConfig, read_lora_config
-from converters.safetensors_file import SafetensorsFile
-from converters.source import ADAPTER_CONFIG
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class PeftDirectory:
-    """A directory of PEFT, itself an :class:`converters.adapters.source.AdapterSource`.
+    """A directory of PEFT, itself an ``AdapterSource``.
 
     Args:
         directory: where PEFT saved it.
@@ -36,23 +35,23 @@ class PeftDirectory:
         self.config: LoraConfig = read_lora_config(directory / ADAPTER_CONFIG, self.raw_config)
 
     def files(self) -> list[Path]:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return [self.directory / ADAPTER_CONFIG, self._file.path]
 
     def keys(self) -> list[str]:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return self._file.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return self._file.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return self._file.dtype(name)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See :class:`AdapterSource`."""
+        """See ``AdapterSource``."""
         return self._file.read(name, box)
 
 

@@ -1,4 +1,4 @@
-"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of :mod:`converters.adapters.blocks`."""
+"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of ``converters.adapters.blocks``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ from torch import Tensor
 
 from converters.adapters.blocks import BLOCKS, FORM_NOTE, SHARED, Block, block
 from converters.adapters.linears import linears, peft_name, rows_of, stored_factor
-from converters.architecture import Architecture, read_architecture
-from converters.artifacts import HF_DIRECTORY, read_config
-from converters.boxes import bytes_of
+from converters.adapters.lora import Factors, LoraAdapter
+from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
+from converters.checkpoint.manifest import (
+    RULES,
+    WEIGHTS,
+    Manifest,
+    TensorHashes,
+    TensorRecord,
+    dtype_name,
+    fingerprint_of_rules,
+    fingerprints,
+)
+from converters.checkpoint.safetensors_file import bytes_of
+from converters.checkpoint.source import ADAPTER_CONFIG
+from converters.checkpoint.staging import Staging, check_apart
 from converters.errors import ConversionError
-from converters.fingerprints import RULES, WEIGHTS, fingerprint_of_rules, fingerprints
-from converters.layouts import runs_of
-from converters.lora import Factors, LoraAdapter
-from converters.manifest import Manifest, TensorHashes, TensorRecord, dtype_name
-from converters.rule import Rule
-from converters.source import ADAPTER_CONFIG
-from converters.staging import Staging, check_apart
-from converters.torch_dist.find import is_checkpoint
+from converters.families.read import read_architecture
+from converters.mapping.layouts import runs_of
+from converters.mapping.rule import Rule
+from converters.model_config.architecture import Architecture
+from converters.torch_dist.index import is_checkpoint
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
 from converters.torch_dist.writer import ItemFile, StoredTensor, finish_checkpoint
 
@@ -104,7 +113,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
     """Write the checkpoint. All of a layer's factors are in memory at once, and no more.
 
     Args:
-        plan: from :func:`plan_adapter`.
+        plan: from ``plan_adapter``.
         target: directory to make.
         overwrite: replace an existing checkpoint.
 

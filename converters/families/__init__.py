@@ -29,7 +29,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_known)
 
 
 def register_family(family: Family) -> None:
-    """Make a family known that is not part of this package (:mod:`converters.family_file`). One registered earlier under the same name is
+    """Make a family known that is not part of this package (``converters.family_file``). One registered earlier under the same name is
     replaced.
 
     Raises:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.latent_attention import LatentAttention
-from converters.mixture import MixtureOfExperts
-from converters.rule import Rule
+from converters.mapping.rule import Rule
+from converters.model_config.latent_attention import LatentAttention
+from converters.model_config.mixture import MixtureOfExperts
 
 if TYPE_CHECKING:
-    from converters.architecture import Architecture
+    from converters.model_config.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Family:
         has_uniform_window: ``sliding_window``, when it is set, holds for every layer.
         read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
         may_predict_further: behind its layers a model may have layers that predict further tokens
-            (:mod:`converters.prediction_layers`).
+            (``converters.model_config.prediction_layers``).
         has_layer_windows: ``sliding_window`` holds for the layers that ``layer_types`` says.
-        read_gate_limit: bound of what the gated MLP multiplies, from the config (:class:`converters.architecture.Architecture`).
+        read_gate_limit: bound of what the gated MLP multiplies, from the config (``Architecture``).
         rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
         config_like: ``model_type`` of the transformers config class that fills in what a ``config.json`` leaves out, for a family that
             transformers does not know; without it, such a config has to say everything.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters import latent_attention
 from converters.families.base import Family
 from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES, read_features, require
 from converters.families.dense import model_rules
 from converters.families.sparse import layer_rules
-from converters.mixture import MixtureOfExperts, read_deepseek_mixture
+from converters.model_config import latent_attention
+from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture
 
 _METHODS = ("greedy", "group_limited_greedy")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters import latent_attention, prediction_layers
 from converters.families.base import Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
-from converters.mixture import MixtureOfExperts, read_deepseek_mixture
+from converters.model_config import latent_attention, prediction_layers
+from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture
 
 NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
 
@@ -41,7 +41,7 @@ CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
 
 
 def read_features(config: Mapping[str, object]) -> Features:
-    """No bias anywhere: :func:`converters.latent_attention.read_latent_attention` refuses those that a config can ask for."""
+    """No bias anywhere: ``read_latent_attention`` refuses those that a config can ask for."""
     del config
     return Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters import latent_attention
-from converters.rule import HuggingFaceTensor, Kind, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+from converters.model_config import latent_attention
 
 if TYPE_CHECKING:
-    from converters.architecture import Architecture
+    from converters.model_config.architecture import Architecture
 
 
 def model_rules(architecture: Architecture) -> tuple[Rule, ...]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters import prediction_layers
 from converters.families.base import Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
-from converters.mixture import MixtureOfExperts, read_deepseek_mixture
+from converters.model_config import prediction_layers
+from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
 

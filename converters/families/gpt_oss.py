@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from converters.families import dense
 from converters.families.base import Family, Features
 from converters.families.sparse import MixtureNames, router_rules
-from converters.mixture import MixtureOfExperts, read_mixture
-from converters.routing import Routing
-from converters.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.model_config.mixture import MixtureOfExperts, Routing, read_mixture
 
 if TYPE_CHECKING:
-    from converters.architecture import Architecture
+    from converters.model_config.architecture import Architecture
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", router="router")
 # the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change

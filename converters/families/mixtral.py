@@ -8,7 +8,7 @@ from functools import partial
 from converters.families.base import Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
-from converters.mixture import MixtureOfExperts, read_mixture
+from converters.model_config.mixture import MixtureOfExperts, read_mixture
 
 _NAMES = MixtureNames(blocks=("block_sparse_moe", "mlp"), gate="w1", up="w3", down="w2")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.families import dense
-from converters.mixture import MixtureOfExperts, read_mixture
-from converters.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.model_config.mixture import MixtureOfExperts, read_mixture
 
 if TYPE_CHECKING:
-    from converters.architecture import Architecture
+    from converters.model_config.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class MixtureNames:
 def read_qwen_mixture(
     config: Mapping[str, object], num_layers: int, problems: list[str], *, shared_width_key: str | None = None
 ) -> MixtureOfExperts | None:
-    """The mixture of Qwen2-MoE and Qwen3-MoE; arguments as of :func:`converters.mixture.read_mixture`."""
+    """The mixture of Qwen2-MoE and Qwen3-MoE; arguments as of ``read_mixture``."""
     return read_mixture(
         config,
         problems,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.foreign.known_settings import DEFAULTS, NEUTRAL, NEUTRAL_OF_MIXTURES, is_suspicious
 from converters.foreign.settings import ForeignSettings
-from converters.megatron_settings import megatron_settings
+from converters.model_config.architecture import Architecture
+from converters.model_config.megatron_settings import megatron_settings
 
 GATE_OF_GPT_OSS = "quick_gelu"
 """Megatron-Core's activation function where a gate is limited."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from converters.architecture import Architecture
 from converters.errors import ConversionError
 from converters.foreign.settings import ROPE_FACTOR
-from converters.megatron_settings import MegatronSettings, megatron_settings
-from converters.torch_dist.find import TRACKER_FILE
+from converters.model_config.architecture import Architecture
+from converters.model_config.megatron_settings import MegatronSettings, megatron_settings
+from converters.torch_dist.index import TRACKER_FILE
 
 RELEASE = "release"
 _RENAMED = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from converters.boxes import Box
+from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError
 from converters.foreign.view import RenamedTensors
-from converters.torch_dist.find import is_checkpoint
+from converters.torch_dist.index import is_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
 # "param": fully_reshardable. "fp32_param": the optimizer that is not distributed, and fully_sharded_model_space.
@@ -22,7 +22,7 @@ _OPTIMIZER_DIRECTORY = "optimizer"
 
 
 class MasterTensors:
-    """A checkpoint whose parameters are replaced by those of its optimizer; itself :class:`converters.torch_dist.reader.StoredTensors`.
+    """A checkpoint whose parameters are replaced by those of its optimizer; itself ``StoredTensors``.
 
     Args:
         model: the tensors of the model.
@@ -54,7 +54,7 @@ class MasterTensors:
 
     @property
     def directory(self) -> Path:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._model.directory
 
     def __iter__(self) -> Iterator[str]:
@@ -64,19 +64,19 @@ class MasterTensors:
         return key in self._model
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._of(key).shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._of(key).dtype(key)
 
     def read(self, key: str, box: Box) -> Tensor:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._of(key).read(key, box)
 
     def is_saved(self, key: str, box: Box) -> bool:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._of(key).is_saved(key, box)
 
     def _of(self, key: str) -> StoredTensors:

@@ -1,18 +1,93 @@
-"""Finds out what a checkpoint says of its model, and shows its tensors in the form that this library's own checkpoints have."""
+"""Foreign Megatron checkpoints: finds out what they say of their model, and shows their tensors in the form of this library's own.
+
+What is no tensor lies in ``common.pt``, or since Megatron-Core 0.18 in an object among the tensors; reading it runs no code. Special
+tokens and the size of the vocabulary, where a config has to be made, come from what a user says or from files that say it.
+"""
 
 from __future__ import annotations
 
-from converters.architecture import Architecture
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from converters.checkpoint.files import read_json_object, require_regular
+from converters.checkpoint.restricted import DAMAGED, unpickle
 from converters.errors import ConversionError
-from converters.foreign.common_state import arguments_of, read_common_state
 from converters.foreign.master_weights import with_master_weights
 from converters.foreign.options import MASTER_WEIGHTS, OpeningOptions
-from converters.foreign.run_config import find_run_config, read_section
-from converters.foreign.settings import ForeignSettings, settings_from_arguments, settings_from_provider, with_rope_factor
+from converters.foreign.settings import (
+    ForeignSettings,
+    find_run_config,
+    read_section,
+    settings_from_arguments,
+    settings_from_provider,
+    with_rope_factor,
+)
+from converters.foreign.stand_ins import Arguments, StandIn, stand_in
 from converters.foreign.view import CanonicalTensors, refuse_adapters, without_prefix
-from converters.rules import all_rules
+from converters.mapping.layouts import padded_vocab_size
+from converters.mapping.rules import all_rules
+from converters.model_config.architecture import Architecture
 from converters.torch_dist.keys import stored_place
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
+from converters.torch_dist.writer import COMMON_FILE
+
+_OBJECT = "common_state/shard_0_1"
+_LARGEST = 2**28
+
+
+def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
+    """What a trainer saved beside the tensors: plain values as they are, everything else as ``StandIn``.
+
+    Returns:
+        Empty where nothing was saved.
+
+    Raises:
+        ConversionError: it is damaged, or holds what no trainer puts there.
+    """
+    path = checkpoint.directory / COMMON_FILE
+    if path.exists():
+        with require_regular(path).open("rb") as file:
+            state = _read(file, str(path))
+    elif _OBJECT in checkpoint.objects:
+        name = f"{_OBJECT} in {checkpoint.directory}"
+        state = _read(io.BytesIO(checkpoint.read_object(_OBJECT)), name)
+        state = state[0] if isinstance(state, list) and len(state) == 1 else state
+    else:
+        return {}
+    if not isinstance(state, dict):
+        raise ConversionError(f"the common state of {checkpoint.directory} is no dictionary", "fetch or write the checkpoint again")
+    return state
+
+
+def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments that Megatron-LM was started with; None where there are none.
+
+    Raises:
+        ConversionError: they are something else than arguments.
+    """
+    arguments = state.get("args")
+    if arguments is None:
+        return None
+    if not isinstance(arguments, Arguments) or not isinstance(arguments.state, dict):
+        raise ConversionError(f"args of the common state is a {arguments!r}, not an argparse.Namespace", "pass --hf-config DIRECTORY")
+    return {str(name): value for name, value in arguments.state.items()}
+
+
+def _read(file: BinaryIO, what: str) -> Any:
+    """The pickle in an archive of ``torch.save``; tensors in it are left out."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            (entry,) = (entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl")
+            if entry.file_size > _LARGEST or entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"a description of {entry.file_size} bytes")
+            return unpickle(io.BytesIO(archive.read(entry)), stand_in, what, StandIn)
+    except ConversionError:
+        raise
+    except (zipfile.BadZipFile, OSError, RecursionError, *DAMAGED) as error:
+        raise ConversionError(f"{what} cannot be read ({type(error).__name__}: {error})", "fetch or write the checkpoint again") from error
 
 
 def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> ForeignSettings | None:
@@ -38,7 +113,7 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
 
     Args:
         checkpoint: as it lies there.
-        weights: see :class:`converters.foreign.options.OpeningOptions`.
+        weights: see ``OpeningOptions``.
 
     Raises:
         ConversionError: there is not one model in it, there are adapters beside it, or there are no such weights.
@@ -61,3 +136,56 @@ def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTe
     stacked = are_stacked(tensors)
     places = [stored_place(rule, architecture, stacked=stacked) for rule in all_rules(architecture)]
     return CanonicalTensors(tensors, {place.key: place.grid for place in places})
+
+
+_MEGATRON_MULTIPLE = 128
+
+
+def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int) -> int:
+    """Rows of the embedding that belong to tokens.
+
+    Args:
+        settings: of the trainer.
+        options: of the user, who comes first.
+        rows: of the stored embedding, padding included.
+
+    Raises:
+        ConversionError: nobody says it, or what is said does not fit the embedding.
+    """
+    fix = f"pass --vocab-size N, the vocab_size of the model's config.json, at most {rows}"
+    if options.vocab_size is not None:
+        if not 1 <= options.vocab_size <= rows:
+            raise ConversionError(f"vocab-size = {options.vocab_size}: the stored embedding has {rows} rows, padding included", fix)
+        return options.vocab_size
+    said = settings.values.get("vocab_size")
+    counts_more = "null" in str(settings.values.get("tokenizer_type") or "").lower()  # adds a token to what it is told
+    if not isinstance(said, int) or isinstance(said, bool) or said < 1 or counts_more:
+        raise ConversionError(f"{settings.origin} does not say how many of the {rows} rows of the embedding are padding", fix)
+    multiple = settings.values.get("make_vocab_size_divisible_by") or _MEGATRON_MULTIPLE
+    ranks = settings.values.get("tensor_model_parallel_size") or 1
+    if rows not in (said, padded_vocab_size(said, ranks, multiple)):
+        raise ConversionError(
+            f"{settings.origin}: vocab_size = {said}, padded to a multiple of {multiple} x {ranks}, does not make the {rows} stored rows",
+            fix,
+        )
+    return said
+
+
+def token_entries(options: OpeningOptions) -> dict[str, Any]:
+    """Config entries of special tokens. Those that nobody says are null, so that no class fills in its own."""
+    entries: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if options.tokenizer is not None:
+        for name in ("config.json", "generation_config.json"):
+            found = _read_json_file(options.tokenizer / name)
+            entries |= {key: found[key] for key in entries if found.get(key) is not None}
+    if options.eos_token_ids is not None:
+        ids = list(options.eos_token_ids)
+        entries["eos_token_id"] = ids[0] if len(ids) == 1 else (ids or None)
+    return entries
+
+
+def _read_json_file(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except FileNotFoundError:
+        return {}

@@ -10,7 +10,7 @@ MODEL_WEIGHTS, MASTER_WEIGHTS = "model", "master"
 
 @dataclass(frozen=True, slots=True)
 class OpeningOptions:
-    """Options of :func:`converters.opening.open_megatron`.
+    """Options of ``open_megatron``.
 
     Attributes:
         hf_directory: config and tokenizer of the model.
@@ -19,7 +19,7 @@ class OpeningOptions:
         eos_token_ids: ends of a text; empty for none.
         ignored_settings: settings of the trainer that are known to be harmless.
         rope_scaling_factor: that a model was trained with which Megatron-LM says to scale as Llama 3 does
-            (:func:`converters.foreign.settings.with_rope_factor`).
+            (``with_rope_factor``).
         weights: ``model``, or ``master`` for the float32 weights that the optimizer keeps.
     """
 

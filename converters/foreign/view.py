@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under the keys of :mod:`converters.torch_dist.keys`, whatever its writer called them and however it cut them.
+"""The tensors of a checkpoint under the keys of ``converters.torch_dist.keys``, whatever its writer called them and however it cut them.
 
 Known are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as Transformer Engine fuses them, experts stored one by
 one, and gate and up stored apart (``singleton_local_shards``). Legacy ``GroupedMLP`` stores the same tensors as the other experts do.
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from converters.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
-from converters.fused_norms import FUSED_NORMS
+from converters.mapping.rule import FUSED_NORMS
 from converters.torch_dist.reader import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class CanonicalTensors:
-    """The view, itself :class:`converters.torch_dist.reader.StoredTensors`.
+    """The view, itself ``StoredTensors``.
 
     Args:
         tensors: as they are stored.
@@ -63,7 +63,7 @@ class CanonicalTensors:
 
     @property
     def directory(self) -> Path:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._tensors.directory
 
     def __iter__(self) -> Iterator[str]:
@@ -73,11 +73,11 @@ class CanonicalTensors:
         return key in self._entries or key in self._others
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._entries[key].shape if key in self._entries else self._tensors.shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
-        """See :class:`StoredTensors`; where pieces differ, the dtype that holds the values of all."""
+        """See ``StoredTensors``; where pieces differ, the dtype that holds the values of all."""
         if key not in self._entries:
             return self._tensors.dtype(key)
         entry = self._entries[key]
@@ -87,7 +87,7 @@ class CanonicalTensors:
         return dtype
 
     def read(self, key: str, box: Box) -> Tensor:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         if key not in self._entries:
             return self._tensors.read(key, box)
         entry = self._entries[key]
@@ -101,7 +101,7 @@ class CanonicalTensors:
         return out
 
     def is_saved(self, key: str, box: Box) -> bool:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         if key not in self._entries:
             return self._tensors.is_saved(key, box)
         entry = self._entries[key]
@@ -125,7 +125,7 @@ class RenamedTensors:
 
     @property
     def directory(self) -> Path:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._tensors.directory
 
     def __iter__(self) -> Iterator[str]:
@@ -135,19 +135,19 @@ class RenamedTensors:
         return key in self._names
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._tensors.shape(self._names[key])
 
     def dtype(self, key: str) -> torch.dtype:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._tensors.dtype(self._names[key])
 
     def read(self, key: str, box: Box) -> Tensor:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._tensors.read(self._names[key], box)
 
     def is_saved(self, key: str, box: Box) -> bool:
-        """See :class:`StoredTensors`."""
+        """See ``StoredTensors``."""
         return self._tensors.is_saved(self._names[key], box)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.boxes import Box, part, read_box, whole
+from converters.checkpoint.restricted import DAMAGED, unpickle
+from converters.checkpoint.safetensors_file import Box, part, read_box, whole
 from converters.errors import ConversionError
-from converters.restricted import DAMAGED, unpickle
 
 _LOCAL_HEADER = 30
 _LARGEST_DESCRIPTION = 2**16
@@ -163,7 +163,7 @@ def _describe(storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ..
 def _describe_typed(
     storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *unused: Any
 ) -> _Described:
-    """As :func:`_describe`, of the dtypes that have no storage class of their own: the fifth argument behind is the dtype."""
+    """As ``_describe``, of the dtypes that have no storage class of their own: the fifth argument behind is the dtype."""
     dtype = next((value for value in unused if isinstance(value, torch.dtype)), storage[1])
     return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
 

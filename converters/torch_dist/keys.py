@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from converters.architecture import Architecture
-from converters.fused_norms import fused_norms
-from converters.rule import Rule
+from converters.mapping.rule import Rule, fused_norms
+from converters.model_config.architecture import Architecture
 
 _LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
 _PREDICTION_LAYER = re.compile(r"(mtp\.layers\.(0|[1-9]\d*)\.transformer_layer\.)(.+)")

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from converters.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.files import require_regular
+from converters.checkpoint.restricted import DAMAGED
+from converters.checkpoint.safetensors_file import Box, OpenFiles, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
-from converters.open_files import OpenFiles
-from converters.regular_file import require_regular
-from converters.restricted import DAMAGED
 from converters.torch_dist.index import INDEX_FILE, read_index
 from converters.torch_dist.items import RawTensor, find_tensor, read_raw
 
@@ -45,7 +44,7 @@ class _Stored:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint by key, in one directory or put together; what :class:`TorchDistCheckpoint` says of each method holds.
+    """The tensors of a checkpoint by key, in one directory or put together; what ``TorchDistCheckpoint`` says of each method holds.
 
     Attributes:
         directory: to call the checkpoint by.

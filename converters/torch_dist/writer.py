@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from converters.checkpoint.files import whole_file
 from converters.torch_dist.index import INDEX_FILE, write_index
-from converters.whole_file import whole_file
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"
@@ -87,7 +87,7 @@ def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: I
         directory: with the item files.
         tensors: all of them, in the order the index is to have.
         items: all pieces of all tensors.
-        object_names: names of the modules' states (:func:`converters.torch_dist.keys.extra_state_keys`). All are equal and share bytes.
+        object_names: names of the modules' states (``extra_state_keys``). All are equal and share bytes.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     places: dict[MetadataIndex, Any] = {}

@@ -70,7 +70,7 @@ class LossFunction(Protocol):
 
 
 def check_loss(loss_fn: object) -> None:
-    """Refuse what cannot be called as a :class:`LossFunction`, such as a loss written for logits, before a worker is.
+    """Refuse what cannot be called as a ``LossFunction``, such as a loss written for logits, before a worker is.
 
     Raises:
         ConfigError: says what it takes, and what a loss takes.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.architecture import read_architecture
 from converters.check import check_source
-from converters.megatron_settings import megatron_settings
-from converters.prediction_layers import as_stored
-from converters.source import HuggingFaceSource, open_source
+from converters.checkpoint.source import HuggingFaceSource, open_source
+from converters.families.read import read_architecture
+from converters.model_config.megatron_settings import megatron_settings
+from converters.model_config.prediction_layers import as_stored
 from megarl.config.backend import enabled_backend
 from megarl.config.model_facts import published_config, read_model_facts
 from megarl.errors import DataError, ModelError
@@ -43,11 +43,11 @@ def check_model(policy: Mapping[str, Any]) -> int:
 
 
 def check_model_on_disk(policy: Mapping[str, Any]) -> None:
-    """:func:`check_model` without the network: of a directory everything, unless it holds no weights at all; else what ``config.json``
+    """``check_model`` without the network: of a directory everything, unless it holds no weights at all; else what ``config.json``
     says, where it is on this disk or known.
 
     Raises:
-        ConversionError, ModelError, ConfigError: as :func:`check_model`.
+        ConversionError, ModelError, ConfigError: as ``check_model``.
     """
     directory = Path(policy["model_name"]).expanduser()
     if directory.is_dir() and any(directory.glob("*.safetensors*")):

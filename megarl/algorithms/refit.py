@@ -28,7 +28,7 @@ def refit_policy_generation(
     """Hand the policy's present weights to the engines that generate.
 
     Colocated, the policy leaves the device afterwards and the engines may generate; call the policy's ``prepare_for_lp_inference`` or
-    ``prepare_for_training`` when it is to work again. Apart, :func:`connect` has to have been called, and the policy stays as it is.
+    ``prepare_for_training`` when it is to work again. Apart, ``connect`` has to have been called, and the policy stays as it is.
 
     Args:
         policy: whose weights go; they must be on its device.

@@ -66,7 +66,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
     ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see
-    :mod:`megarl.algorithms.stopping`), it ends after the step it is in, with a checkpoint.
+    ``megarl.algorithms.stopping``), it ends after the step it is in, with a checkpoint.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.

@@ -20,7 +20,7 @@ def appears_whole(directory: Path) -> Iterator[Path]:
     Everything is written beside it, synced to disk, and moved to its name by rank 0 alone. A collective over all ranks.
 
     What the block raises leaves it at once: another rank may be inside a collective of the block, where no agreement could reach it. Work
-    that each rank does for itself belongs into :func:`failing_together`.
+    that each rank does for itself belongs into ``failing_together``.
 
     Raises:
         CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.

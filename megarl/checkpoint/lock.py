@@ -76,7 +76,7 @@ def has_ended(owner: Owner) -> bool | None:
 class RunLock:
     """The right to write into a run directory.
 
-    Use it as a context manager, or call :meth:`acquire` and :meth:`release`.
+    Use it as a context manager, or call ``acquire`` and ``release``.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -43,7 +43,7 @@ _TEMPORARY = re.compile(rf"{TEMPORARY_PREFIX}(step_(0|[1-9]\d*)|deleted_step_.+)
 class CheckpointManager:
     """Writes, finds and prunes the checkpoints below ``checkpoint_dir``.
 
-    One writer a directory: hold a :class:`~megarl.checkpoint.lock.RunLock` on the run directory while saving. Readers need none.
+    One writer a directory: hold a ``RunLock`` on the run directory while saving. Readers need none.
 
     Attributes:
         checkpoint_dir: absolute path.
@@ -80,7 +80,7 @@ class CheckpointManager:
 
         Args:
             step: finished training steps.
-            training_info: JSON values only; see :func:`~megarl.checkpoint.training_info.plain_json`.
+            training_info: JSON values only; see ``plain_json``.
             run_config: the resolved configuration, saved with its secrets hidden.
 
         Returns:
@@ -109,7 +109,7 @@ class CheckpointManager:
         return temporary
 
     def finalize_checkpoint(self, checkpoint_path: str | Path) -> Path:
-        """Commit a checkpoint that :meth:`init_tmp_checkpoint` began and every worker has written, then prune old ones.
+        """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old ones.
 
         Returns:
             Its final path ``step_N``.
@@ -142,7 +142,7 @@ class CheckpointManager:
         remove_tree(temporary)
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Delete what :func:`~megarl.checkpoint.retention.steps_to_keep` does not keep.
+        """Delete what ``steps_to_keep`` does not keep.
 
         Nothing is deleted unless the newest whole checkpoint was verified. Damaged ones count for nothing and are left for a
         person to look at.

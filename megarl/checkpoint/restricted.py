@@ -1,4 +1,4 @@
-"""Reads the kinds of file that torch writes as pickles, so that none can run code: see :mod:`converters.restricted`."""
+"""Reads the kinds of file that torch writes as pickles, so that none can run code: see ``converters.checkpoint.restricted``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from converters.checkpoint.restricted import load_plain
 from converters.errors import ConversionError
-from converters.restricted import load_plain
 from converters.torch_dist.index import INDEX_FILE as METADATA_FILE
 from converters.torch_dist.index import read_index
 from megarl.errors import UnusableCheckpointError
@@ -42,14 +42,14 @@ class RestrictedReader(dcp.FileSystemReader):
         """As DCP's, except that the index names no object but those that an index is made of.
 
         Raises:
-            UnusableCheckpointError: see :func:`read_plain_index`.
+            UnusableCheckpointError: see ``read_plain_index``.
         """
         return _read_metadata(self)
 
 
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Inside, every reader of DCP's, whoever makes it, is a :class:`RestrictedReader`, and objects among the tensors are plain values."""
+    """Inside, every reader of DCP's, whoever makes it, is a ``RestrictedReader``, and objects among the tensors are plain values."""
     load_bytes = DefaultLoadPlanner.load_bytes
 
     def load_plain_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:

@@ -58,7 +58,7 @@ def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None =
         base_dir: where relative ``defaults`` of this file start; its own directory when None.
 
     Raises:
-        ConfigError: as in :func:`load_config`.
+        ConfigError: as in ``load_config``.
     """
     return cast(DictConfig, OmegaConf.create(_load(Path(path), Path(base_dir) if base_dir is not None else None, ())))
 

@@ -158,7 +158,7 @@ class DeviceRuntime:
         return states
 
     def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Put back what :meth:`rng_state` gave."""
+        """Put back what ``rng_state`` gave."""
         torch.set_rng_state(states["torch"])
         if self.is_cuda and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
@@ -178,7 +178,7 @@ class DeviceRuntime:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds that a :meth:`DeviceRuntime.timed` block took."""
+    """Seconds that a ``DeviceRuntime.timed`` block took."""
 
     seconds: float = 0.0
 

@@ -36,7 +36,7 @@ def math_verify(response: str, answer: str) -> float:
 
     Args:
         response: the model's.
-        answer: the reference, see :func:`fault_of_reference`.
+        answer: the reference, see ``fault_of_reference``.
 
     Raises:
         JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``. Signals do that, so only in the main thread.

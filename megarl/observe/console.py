@@ -36,7 +36,7 @@ _STYLES = {
 class TrainingConsole:
     """Shows a run. On a terminal: coloured lines above a live progress bar; in a pipe or file: plain lines of at most 100 columns.
 
-    Use it as a context manager, or call :meth:`start` and :meth:`finish`. The terminal is given back as it was when an
+    Use it as a context manager, or call ``start`` and ``finish``. The terminal is given back as it was when an
     exception ends the block.
     """
 

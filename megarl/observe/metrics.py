@@ -79,7 +79,7 @@ def reduce_metrics(all_mb_metrics: Mapping[str, Sequence[float]], reductions: Ma
     Args:
         all_mb_metrics: per name, the values of all micro-batches of all data-parallel ranks.
         reductions: what the loss declares (``loss_fn.metric_reductions``); names missing there follow
-            :func:`default_reduction`.
+            ``default_reduction``.
 
     Returns:
         One float per name. A name without values (every micro-batch was skipped) is left out.

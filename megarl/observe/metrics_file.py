@@ -20,7 +20,7 @@ FILE_NAME = "metrics.jsonl"
 class MetricsFile:
     """Appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines file.
 
-    Every row reaches the operating system before :meth:`append` returns. NaN and infinities have no JSON form: they are
+    Every row reaches the operating system before ``append`` returns. NaN and infinities have no JSON form: they are
     written as null and logged as a warning.
     """
 
@@ -111,7 +111,7 @@ def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The rows one by one, as the file of a long run is larger than what is kept of it; none of a file that has no whole row yet.
 
     Raises:
-        DataError: as :func:`read_metrics`, but for an empty file.
+        DataError: as ``read_metrics``, but for an empty file.
     """
     try:
         with path.open("rb") as stream:

@@ -19,7 +19,7 @@ _OWN_NAMES = ("step", "time")
 
 
 class Sink(Protocol):
-    """One place where rows go. Any method may raise; :class:`MetricSinks` contains it."""
+    """One place where rows go. Any method may raise; ``MetricSinks`` contains it."""
 
     name: str
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STEP_SECONDS = "step_s"
-"""Name of the wall time of the whole step in :meth:`PhaseTimer.collect`."""
+"""Name of the wall time of the whole step in ``PhaseTimer.collect``."""
 
 
 class PhaseTimer:
-    """Adds up wall time per phase until :meth:`collect` hands it out.
+    """Adds up wall time per phase until ``collect`` hands it out.
 
     A phase may contain phases; an inner one is reported under ``outer/inner``, so the phases of the top level never count a
     second twice and add up to at most the step. For one thread only.

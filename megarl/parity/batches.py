@@ -44,7 +44,7 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
 
     Args:
         case: names the loss.
-        batch: of :func:`token_batch`.
+        batch: of ``token_batch``.
         logprobs: [B, S] of the model as it is before training, column 0 and padding 0. Previous, generation and reference
             log-probabilities are drawn around them, so that some ratios are clipped and others are not.
     """

@@ -35,7 +35,7 @@ DECAYS = ("constant", "linear", "cosine")
 MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
 """With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
-apart is measured (:mod:`megarl.parity.noise`)."""
+apart is measured (``megarl.parity.noise``)."""
 LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
 
 
@@ -71,7 +71,7 @@ class Case:
         vpp: model chunks a pipeline stage.
         layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other fields say.
         comm: how context-parallel ranks get at the keys and values of the others.
-        plan: which tensor-parallel plan DTensor gets: its own, or one of :mod:`megarl.parity.plans`.
+        plan: which tensor-parallel plan DTensor gets: its own, or one of ``megarl.parity.plans``.
         ep, etp: ranks that share the experts, and one expert.
         batching: how rows become micro-batches.
         mbs: rows a micro-batch.
@@ -93,7 +93,7 @@ class Case:
         nucleus: top-p; 1 for all.
         optimizer: ``adam`` or ``sgd``.
         eps: what Adam adds to the root of the second moment. Recipes have 1e-8; what a larger one does to rounding errors is said at
-            :data:`MILD_EPSILON`.
+            ``MILD_EPSILON``.
         lr: the largest learning rate.
         clip: largest gradient norm; 0 for no clipping.
         warmup: the learning rate grows over the first calls.
@@ -249,7 +249,7 @@ class Case:
         return frozenset(self.loss.split("+")[1:])
 
     def __str__(self) -> str:
-        """The line that :func:`parse` reads: ``key=value`` of every field that is not at its default."""
+        """The line that ``parse`` reads: ``key=value`` of every field that is not at its default."""
         words = [f"backend={self.backend}", f"seed={self.seed}"]
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)

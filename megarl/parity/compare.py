@@ -1,6 +1,6 @@
 """Whether what the ranks measured is what the reference expects.
 
-Bounds are relative: one number in float32, in 16 bit those that :mod:`megarl.parity.noise` measures. What a number is relative to: a
+Bounds are relative: one number in float32, in 16 bit those that ``megarl.parity.noise`` measures. What a number is relative to: a
 log-probability to itself or 1; a loss or a metric to what its rows contribute, because terms that cancel leave no better sum, or to what
 such an error of the log-probabilities makes of it (``Expected.scales``); a weight to the norm of its tensor; a gradient norm to itself,
 or to the size of terms that cancel in it (``Expected.norm_scales``).

@@ -19,7 +19,7 @@ from megarl.parity.pool import WorkerPool
 
 @contextmanager
 def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, Tensor], Tensor]]:
-    """A function that computes with one worker process on a CPU; see :func:`logprobs_by`."""
+    """A function that computes with one worker process on a CPU; see ``logprobs_by``."""
     with WorkerPool() as pool:
         yield logprobs_by(pool, family_files)
 
@@ -29,7 +29,7 @@ def logprobs_by(pool: WorkerPool, family_files: Sequence[Path]) -> Callable[[Pat
 
     Args:
         pool: runs the worker.
-        family_files: to be loaded by the worker (:mod:`converters.family_file`).
+        family_files: to be loaded by the worker (``converters.family_file``).
     """
 
     def compute(directory: Path, tokens: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ FEATURES = (
 
 
 def features(case: Case) -> list[str]:
-    """The features that a case has, in the order of :data:`FEATURES`."""
+    """The features that a case has, in the order of ``FEATURES``."""
     has = {
         f"family: {case.family}",
         f"batching: {case.batching}",

@@ -63,7 +63,7 @@ def words_of(line: str) -> dict[str, Any]:
     """The fields that a line names, with their values.
 
     Raises:
-        CaseError: as :func:`parse`.
+        CaseError: as ``parse``.
     """
     case = parse(line)
     return {key: getattr(case, key) for key in (word.partition("=")[0] for word in line.split())}

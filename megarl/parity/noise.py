@@ -1,10 +1,10 @@
 """How far rounding may lead from the reference where no one number bounds it: measured, case by case, on plain transformers.
 
 Nobody can say beforehand how far a model in bfloat16 or float16 comes out from the same model in float32, or how far one in float32 does
-that Adam trains with a small epsilon. So the reference itself computes the case in its precision, :data:`MEMBERS` times. Each time a random
+that Adam trains with a small epsilon. So the reference itself computes the case in its precision, ``MEMBERS`` times. Each time a random
 relative error of the size of a rounding error is added to what every module gives, forward and backward, as computing in another order
 would add (Monte Carlo arithmetic: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and win", 2000).
-The farthest of these from the reference, quantity by quantity, is its noise; a backend may be :data:`FACTOR` times as far from it.
+The farthest of these from the reference, quantity by quantity, is its noise; a backend may be ``FACTOR`` times as far from it.
 """
 
 from __future__ import annotations

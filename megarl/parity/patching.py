@@ -48,7 +48,7 @@ def replacing(place: str, name: str, make: Callable[[Any], Any]) -> Patch:
 
 
 def replacing_for(place: str, name: str, make: Callable[[Any, Case], Any]) -> Patch:
-    """As :func:`replacing`, where what comes in depends on the case."""
+    """As ``replacing``, where what comes in depends on the case."""
 
     def put_in(stack: contextlib.ExitStack, case: Case) -> None:
         owner = found(place)

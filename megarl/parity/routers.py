@@ -80,7 +80,7 @@ class Routers:
         self._heard.clear()
 
     def judged(self, data: Mapping[str, Any]) -> Judged:
-        """The one forward pass over ``data`` since :meth:`forget`."""
+        """The one forward pass over ``data`` since ``forget``."""
         if not self._heard:
             return Judged()
         rows, width = data["input_ids"].shape

@@ -51,7 +51,7 @@ class Arena:
         self._on_gpu = on_gpu
 
     def handle(self) -> dict[str, Any]:
-        """What :class:`ArenaReader` needs; on a GPU it holds PyTorch's own handle of the device memory."""
+        """What ``ArenaReader`` needs; on a GPU it holds PyTorch's own handle of the device memory."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         device = reduce_tensor(self._data)[1] if self._on_gpu else None
@@ -95,7 +95,7 @@ def _has_read(reader: list[int], round_: int, group: int) -> bool:
 
 
 class ArenaReader:
-    """The engine's side of an :class:`Arena`.
+    """The engine's side of an ``Arena``.
 
     Raises:
         RefitError: the arena is gone, or too many engines read it.

@@ -1,4 +1,4 @@
-"""Refits of engines apart from the policy: packed groups of weights over a :class:`TransferGroup`, one on its way while one is packed.
+"""Refits of engines apart from the policy: packed groups of weights over a ``TransferGroup``, one on its way while one is packed.
 
 Both sides go through all groups of a refit whatever happens, so that after a refit that was refused the next one finds both where it
 expects them. Only a group of ranks of which one is gone is of no more use: it is closed, so that nobody waits in it for the dead.

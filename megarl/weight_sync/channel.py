@@ -1,4 +1,4 @@
-"""The buffers that a refit over a :class:`TransferGroup` goes through, the same on all ranks."""
+"""The buffers that a refit over a ``TransferGroup`` goes through, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ def write_delta(positions: torch.Tensor, new: torch.Tensor, word: int, into: tor
     """Lay what changed into a buffer.
 
     Args:
-        positions: from :func:`changed`.
+        positions: from ``changed``.
         new: uint8, the present bytes.
         word: bytes of a word.
-        into: uint8, at least :func:`delta_bytes` long.
+        into: uint8, at least ``delta_bytes`` long.
     """
     where, values = _parts(into, positions.numel(), word)
     where.copy_(positions)
@@ -53,7 +53,7 @@ def apply_delta(base: torch.Tensor, delta: torch.Tensor, count: int, word: int) 
 
     Args:
         base: uint8, what was sent last; changed in place.
-        delta: from :func:`write_delta`.
+        delta: from ``write_delta``.
         count: of the changed words.
         word: bytes of a word.
     """

@@ -1,4 +1,4 @@
-"""A :class:`Channel` that sends what changed since the last refit, for links on which bytes are dear.
+"""A ``Channel`` that sends what changed since the last refit, for links on which bytes are dear.
 
 Both sides keep the bytes of the last refit, as much memory again as the weights take. A delta is bound to the version it is against: who
 has another one refuses it, and after a refit that failed on any rank the next one comes whole.
@@ -79,7 +79,7 @@ class DeltaChannel(Channel):
             apply_delta(self._base[index], self._deltas[index % BUFFERS], count, self._words[index])
 
     def start(self, index: int) -> None:
-        """Sender: a header and a body. A receiver learns from the header how long the body is, so that it begins in :meth:`wait`."""
+        """Sender: a header and a body. A receiver learns from the header how long the body is, so that it begins in ``wait``."""
         if self._sends:
             self._broadcast(index, self._memory[index % BUFFERS][:HEADER])
             self._start_body(index)

@@ -2,7 +2,7 @@
 
 A refit on a CPU has no time for a call a weight when there are tens of thousands. Weights of one dtype whose shapes differ in their first
 size alone lie one after another, as the rows of one tensor. ``torch.cat`` fills it with those that come one by one, on a GPU with a kernel
-for a hundred of them, and a few strided copies with those of which it is known where they lie (:mod:`.parcels`). ``split`` makes all of
+for a hundred of them, and a few strided copies with those of which it is known where they lie (``.parcels``). ``split`` makes all of
 their views.
 """
 

@@ -40,7 +40,7 @@ class Manifest:
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Manifest:
-        """The reverse of :meth:`description`.
+        """The reverse of ``description``.
 
         Raises:
             RefitError: it is none.
@@ -142,7 +142,7 @@ class Manifest:
         return (self._names[self._padded.index(most)] if most else "no weight"), most
 
     def names_within(self, budget: int) -> list[list[str]]:
-        """All names in groups of at most ``budget`` bytes each; see :func:`groups_within`.
+        """All names in groups of at most ``budget`` bytes each; see ``groups_within``.
 
         Asked for at every refit, they are worked out once for a budget, and their lists are the same ones each time, not to be changed: to
         go through tens of thousands of names, which lie anywhere in memory, takes as long as to copy the weights.
@@ -189,7 +189,7 @@ class Manifest:
         return self.group(first, len(names))
 
     def _is_given(self, names: Sequence[str]) -> bool:
-        """Whether it is a list of :meth:`names_within`, by which nobody has to look at each name."""
+        """Whether it is a list of ``names_within``, by which nobody has to look at each name."""
         return any(names is own for groups in self._named_groups.values() for own in groups)
 
 

@@ -17,7 +17,7 @@ from megarl.weight_sync.shared_memory import host_identity
 
 
 class WeightReceiver:
-    """Reads what a :class:`~megarl.weight_sync.sender.WeightSender` publishes.
+    """Reads what a ``WeightSender`` publishes.
 
     Args:
         manifest: from the policy's refit info.

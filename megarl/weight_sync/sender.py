@@ -24,7 +24,7 @@ FREE_SHARE = 0.1
 
 
 class WeightSender:
-    """Lays the weights of a model into an :class:`Arena`, group after group.
+    """Lays the weights of a model into an ``Arena``, group after group.
 
     All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an arena of its own, for the engine's rank
     on the same device; on a CPU the first rank of each host does.
@@ -63,7 +63,7 @@ class WeightSender:
 
     @property
     def knows_manifest(self) -> bool:
-        """Whether the weights were gone through already, so that :attr:`manifest` needs neither them nor the other ranks."""
+        """Whether the weights were gone through already, so that ``manifest`` needs neither them nor the other ranks."""
         return self._manifest is not None
 
     @property
@@ -121,7 +121,7 @@ class WeightSender:
         return max(min(wanted, total), largest)
 
     def send(self, names: Sequence[str]) -> dict[str, Any]:
-        """The next group by its names; see :meth:`send_part`.
+        """The next group by its names; see ``send_part``.
 
         Raises:
             RefitError: they are not neighbours in the order of sending.

@@ -30,7 +30,7 @@ def host_identity() -> str:
 
 
 class SharedBlock:
-    """A block of shared memory; :meth:`create` makes one, :meth:`attach` opens another process's.
+    """A block of shared memory; ``create`` makes one, ``attach`` opens another process's.
 
     Attributes:
         bytes: uint8 [nbytes], the memory itself.
@@ -62,7 +62,7 @@ class SharedBlock:
         return block
 
     def handle(self) -> dict[str, Any]:
-        """What :meth:`attach` needs, of plain types."""
+        """What ``attach`` needs, of plain types."""
         return {
             "host": host_identity(),
             "process": os.getpid(),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.dtensor.shards import block_of, gather
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
@@ -57,7 +57,7 @@ _build, _snapshot = fsdp1_jobs.build, fsdp1_jobs.snapshot
 
 
 def run(job: str, *arguments: Any) -> Any:
-    """A job of :mod:`tests.dist.fsdp1_jobs` with a DTensor worker in the place of its own."""
+    """A job of ``tests.dist.fsdp1_jobs`` with a DTensor worker in the place of its own."""
     fsdp1_jobs.build, fsdp1_jobs.snapshot = build, snapshot
     try:
         return getattr(fsdp1_jobs, job)(*arguments)

@@ -34,7 +34,7 @@ class Changes:
         before: the first value; the baseline's where it is not given.
         with_it: other keys that have to change along.
         world: ranks.
-        model: of :mod:`tests.dist.test_configuration_keys`'s models.
+        model: of ``tests.dist.test_configuration_keys``'s models.
         path: what is really set, where that is not the key itself.
     """
 
@@ -57,7 +57,7 @@ class Refused:
         accepted: what is not.
         reason: a part of the bound that the violation names.
         beside: other keys.
-        model: as for :class:`Changes`.
+        model: as for ``Changes``.
         path: what is really set, where that is not the key itself.
         named: the key that the violation names, where that is another one.
     """
@@ -76,7 +76,7 @@ class ShownBy:
     """A test of its own shows the key, for each backend that has it.
 
     Attributes:
-        test: its name in :mod:`tests.dist.test_configuration_keys`, or ``module:name``.
+        test: its name in ``tests.dist.test_configuration_keys``, or ``module:name``.
     """
 
     test: str

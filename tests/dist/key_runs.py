@@ -32,7 +32,7 @@ class Run:
     """One worker's life on each of some ranks.
 
     Attributes:
-        observation: a function of :mod:`tests.dist.key_observations`.
+        observation: a function of ``tests.dist.key_observations``.
         policy: as a user writes it.
         world: ranks.
     """

@@ -33,7 +33,7 @@ def logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float
 
 @remembered
 def logprobs_of(model: Path, batch: Mapping[str, Any], temperature: float) -> torch.Tensor:
-    """:func:`logprobs` of a stored model, which all layouts share."""
+    """``logprobs`` of a stored model, which all layouts share."""
     return logprobs(load(model), batch, temperature)
 
 

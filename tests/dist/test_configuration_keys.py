@@ -13,7 +13,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from converters.architecture import read_architecture
+from converters.families.read import read_architecture
 from megarl.algorithms.run import _tokenizer as tokenizer_of
 from megarl.config import load_config, validate_policy_config
 from megarl.data.tokenization import PromptEncoder, get_tokenizer

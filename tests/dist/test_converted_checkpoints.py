@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from converters.export_plan import plan_export
-from converters.exporting import export_model
-from converters.import_plan import plan_import
-from converters.importing import import_model
+from converters.checkpoint.source import open_source
+from converters.exporting import export_model, plan_export
+from converters.importing import import_model, plan_import
 from converters.opening import open_megatron
-from converters.source import open_source
 from converters.verify import open_any, verify
 from tests.dist import jobs, mixtures, reference
 from tests.dist.batches import make_batch

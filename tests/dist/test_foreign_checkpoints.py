@@ -15,10 +15,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from converters.architecture import read_architecture
-from converters.artifacts import read_config
+from converters.checkpoint.artifacts import read_config
 from converters.command import main
-from converters.joined import join
+from converters.families.read import read_architecture
+from converters.mapping.shards import join
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
 from tests.dist import jobs

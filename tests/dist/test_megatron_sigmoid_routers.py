@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.source import open_source
+from converters.checkpoint.source import open_source
+from converters.importing import import_model, plan_import
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch

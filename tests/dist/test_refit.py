@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 from megarl.distributed.ports import free_port
 from megarl.weight_sync.memory import LIST_BYTES
 from megarl.weight_sync.tensor_info import padded_bytes

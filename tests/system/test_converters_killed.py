@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from benchmarks.conversion import save_llama
-from converters.architecture import read_architecture
-from converters.rules import hf_tensors
+from converters.families.read import read_architecture
+from converters.mapping.rules import hf_tensors
 from tests.tiers import sampled
 
 SIZE = 60_000_000

@@ -8,9 +8,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from converters.architecture import Architecture, read_architecture
-from converters.layouts import padded_vocab_size
-from converters.rules import hf_tensors
+from converters.families.read import read_architecture
+from converters.mapping.layouts import padded_vocab_size
+from converters.mapping.rules import hf_tensors
+from converters.model_config.architecture import Architecture
 from tests.unit.converters_tiny import ALONE, tiny_config
 
 

@@ -16,13 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from converters.architecture import read_architecture
-from converters.boxes import whole
+from converters.checkpoint.safetensors_file import whole
+from converters.checkpoint.source import open_source
 from converters.command import build_parser, main, run
 from converters.errors import ConversionError
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.source import open_source
+from converters.families.read import read_architecture
+from converters.importing import import_model, plan_import
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 

@@ -11,17 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import import_plan
+from converters import importing
+from converters.checkpoint.source import open_source
+from converters.checkpoint.work import Outcome, RunOptions
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
-from converters.import_plan import plan_import
-from converters.importing import import_model
+from converters.exporting import export_model, plan_export
+from converters.importing import import_model, plan_import
 from converters.opening import open_megatron
-from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
-from converters.work import Outcome, RunOptions
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
 
@@ -31,8 +29,8 @@ pytestmark = newest_megatron
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several item files and several chunks of a tensor, as with large models."""
-    monkeypatch.setattr(import_plan, "_SMALLEST_FILE", 8_000)
-    monkeypatch.setattr("converters.work.CHUNK_BYTES", 1_500)
+    monkeypatch.setattr(importing, "_SMALLEST_FILE", 8_000)
+    monkeypatch.setattr("converters.checkpoint.work.CHUNK_BYTES", 1_500)
 
 
 def bring_in(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> Outcome:
@@ -186,7 +184,7 @@ def test_an_interrupted_run_goes_on(direction: str, after: int, tmp_path: Path, 
         "export": lambda target: bring_out(tmp_path / "mcore", target, narrow),
     }[direction]
     run(tmp_path / "expected")
-    from converters.manifest import TensorHashes
+    from converters.checkpoint.manifest import TensorHashes
 
     original, calls = TensorHashes.update, []
 
@@ -258,7 +256,7 @@ def test_a_model_of_another_depth_and_vocabulary_needs_no_reference(tmp_path: Pa
 def test_a_second_run_waits_neither_nor_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started while the first is at the very end of its work."""
     save_tiny(tmp_path / "hf", "llama")
-    from converters import staging
+    from converters.checkpoint import staging
 
     original, refused = staging.put_in_place, []
 

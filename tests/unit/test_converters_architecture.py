@@ -16,9 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import BertConfig, LlamaConfig
 
-from converters.architecture import Architecture, read_architecture
 from converters.errors import ConversionError
-from converters.megatron_settings import megatron_settings
+from converters.families.read import read_architecture
+from converters.model_config.architecture import Architecture
+from converters.model_config.megatron_settings import megatron_settings
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, SIZES, tiny_config, tiny_model
 
@@ -29,9 +30,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    program = (
-        "import sys, converters, converters.architecture, converters.megatron_settings, converters.rules; print('torch' in sys.modules)"
-    )
+    modules = "converters, converters.families.read, converters.model_config.megatron_settings, converters.mapping.rules"
+    program = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 

@@ -186,7 +186,7 @@ def test_work_that_can_be_taken_up_is_said_and_other_is_not_left(tmp_path: Path,
     from converters import importing
     from converters.torch_dist.writer import ItemFile
 
-    monkeypatch.setattr("converters.import_plan._SMALLEST_FILE", 2**12)
+    monkeypatch.setattr("converters.importing._SMALLEST_FILE", 2**12)
     model(tmp_path / "hf")
     add, calls = ItemFile.add, []
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from converters.architecture import read_architecture
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import tiny_config
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from converters.exact import cast, unequal
+from converters.checkpoint.exact import cast, unequal
 
 # width and mantissa, from the definitions of IEEE 754 and of bfloat16
 FORMATS = {torch.float16: (16, 10), torch.bfloat16: (16, 7), torch.float32: (32, 23), torch.float64: (64, 52)}

@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from converters.architecture import read_architecture
 from converters.check import check_source
+from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
-from converters.experts import expert_index, is_expert, sequential_name, shift_expert
-from converters.megatron_settings import megatron_settings
-from converters.mixture import MixtureOfExperts
-from converters.rules import all_megatron_names, hf_names, rule_for
-from converters.shards import load_shard, to_hf
-from converters.source import HuggingFaceSource, open_source
+from converters.families.read import read_architecture
+from converters.mapping.rule import expert_index, is_expert, sequential_name, shift_expert
+from converters.mapping.rules import all_megatron_names, hf_names, rule_for
+from converters.mapping.shards import load_shard, to_hf
+from converters.model_config.megatron_settings import megatron_settings
+from converters.model_config.mixture import MixtureOfExperts
 from tests.tiers import newest_megatron, slow
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
@@ -137,10 +137,10 @@ def test_one_expert_of_a_huge_stack_costs_no_memory(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + size)
     program = f"""
 import resource
-from converters.architecture import read_architecture
-from converters.rules import rule_for
-from converters.shards import load_shard
-from converters.source import open_source
+from converters.families.read import read_architecture
+from converters.mapping.rules import rule_for
+from converters.mapping.shards import load_shard
+from converters.checkpoint.source import open_source
 architecture = read_architecture({{
     "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": {experts}, "moe_intermediate_size": {width}, "hidden_size": {hidden},
 }})

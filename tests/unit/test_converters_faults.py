@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from converters import import_plan
+from converters import importing
+from converters.checkpoint.source import open_source
 from converters.command import main
 from converters.importing import import_model
 from converters.opening import open_megatron
-from converters.source import open_source
 from tests.unit.converters_tiny import save_tiny
 
 
 @pytest.fixture
 def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(import_plan, "_SMALLEST_FILE", 8_000)
+    monkeypatch.setattr(importing, "_SMALLEST_FILE", 8_000)
     save_tiny(tmp_path / "hf", "llama")
     return tmp_path / "hf"
 
@@ -103,7 +103,7 @@ def test_what_is_forbidden(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_source_that_shrinks_meanwhile(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After everything was checked, and before the data are read."""
     from converters.errors import ConversionError
-    from converters.import_plan import plan_import
+    from converters.importing import plan_import
 
     plan = plan_import(open_source(hf))
     size = (hf / "model.safetensors").stat().st_size

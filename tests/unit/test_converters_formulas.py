@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from converters.architecture import read_architecture
-from converters.formulas import formula_of, formula_of_parameter
-from converters.rules import all_rules, rule_for
+from converters.families.read import read_architecture
+from converters.mapping.formulas import formula_of, formula_of_parameter
+from converters.mapping.rules import all_rules, rule_for
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import CONFIGS, tiny_config
 

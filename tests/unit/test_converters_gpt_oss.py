@@ -10,22 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters.architecture import read_architecture
 from converters.check import check_source
+from converters.checkpoint.manifest import TensorHashes
+from converters.checkpoint.source import open_source
+from converters.checkpoint.work import RunOptions
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.joined import join
-from converters.manifest import TensorHashes
-from converters.megatron_settings import megatron_settings
+from converters.exporting import export_model, plan_export
+from converters.families.read import read_architecture
+from converters.importing import import_model, plan_import
+from converters.mapping.rules import all_rules, rule_for
+from converters.mapping.shards import join, load_shard, to_hf
+from converters.model_config.megatron_settings import megatron_settings
 from converters.opening import open_megatron
-from converters.rules import all_rules, rule_for
-from converters.shards import load_shard, to_hf
-from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
-from converters.work import RunOptions
 from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config

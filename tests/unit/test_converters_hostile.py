@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import metadata
 
-from converters import source
+from converters.checkpoint import source
+from converters.checkpoint.restricted import index_name, unpickle
 from converters.command import main
 from converters.errors import ConversionError
-from converters.restricted import index_name, unpickle
 from converters.torch_dist import items
 from converters.torch_dist.index import read_index
 from converters.torch_dist.reader import TorchDistCheckpoint

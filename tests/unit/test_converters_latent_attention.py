@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from converters.architecture import read_architecture
 from converters.errors import ConversionError
-from converters.latent_attention import LatentAttention
-from converters.latent_settings import latent_settings
-from converters.megatron_settings import megatron_settings
-from converters.rules import hf_tensors, rule_for
+from converters.families.read import read_architecture
+from converters.mapping.rules import hf_tensors, rule_for
+from converters.model_config.latent_attention import LatentAttention
+from converters.model_config.megatron_settings import latent_settings, megatron_settings
 from converters.torch_dist.keys import stored_place
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import DEEPSEEK_YARN, tiny_config

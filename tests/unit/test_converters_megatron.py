@@ -18,11 +18,11 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from converters.architecture import read_architecture
-from converters.megatron_settings import megatron_settings
-from converters.rules import all_megatron_names, rule_for
-from converters.shards import load_shard, to_hf
-from converters.source import open_source
+from converters.checkpoint.source import open_source
+from converters.families.read import read_architecture
+from converters.mapping.rules import all_megatron_names, rule_for
+from converters.mapping.shards import load_shard, to_hf
+from converters.model_config.megatron_settings import megatron_settings
 from megarl.models.megatron.build import scale_rotary_like_llama3
 from megarl.models.megatron.cuda_redirect import CudaLiterals
 from megarl.models.megatron.latent_attention import LatentSelfAttention, set_latent_norm_epsilon

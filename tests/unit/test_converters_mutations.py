@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from converters.architecture import Architecture, read_architecture
+from converters.checkpoint.source import open_source
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
+from converters.exporting import export_model, plan_export
 from converters.families import FAMILIES
-from converters.import_plan import plan_import
-from converters.importing import import_model
+from converters.families.read import read_architecture
+from converters.importing import import_model, plan_import
+from converters.mapping.places import rows_in
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+from converters.mapping.rules import all_rules
+from converters.model_config.architecture import Architecture
 from converters.opening import open_megatron
-from converters.places import rows_in
-from converters.rule import HuggingFaceTensor, Kind, Rule
-from converters.rules import all_rules
-from converters.source import open_source
 from converters.verify import open_any, verify
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from converters.architecture import read_architecture
 from converters.command import main
 from converters.errors import ConversionError
 from converters.families import FAMILIES
+from converters.families.read import read_architecture
 from tests.tiers import sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from converters import import_plan
+from converters import importing
+from converters.checkpoint.safetensors_file import OpenFiles
 from converters.command import main
 from converters.errors import ConversionError
-from converters.open_files import OpenFiles
 from tests.unit.converters_tiny import save_tiny
 
 
@@ -35,8 +35,8 @@ def few_files() -> Iterator[int]:
 def test_a_conversion_of_more_files_than_may_be_open(
     tmp_path: Path, few_files: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_plan, "_FILES", 500)
-    monkeypatch.setattr(import_plan, "_SMALLEST_FILE", 1)
+    monkeypatch.setattr(importing, "_FILES", 500)
+    monkeypatch.setattr(importing, "_SMALLEST_FILE", 1)
     save_tiny(tmp_path / "whole", "qwen3_moe")
     assert main(["import", str(tmp_path / "whole"), str(tmp_path / "mcore")]) == 0
     assert len(list((tmp_path / "mcore").glob("*_0.distcp"))) > few_files

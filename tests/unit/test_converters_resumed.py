@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from converters import exporting, import_plan, importing
+from converters import exporting, importing
+from converters.checkpoint.source import open_source
+from converters.checkpoint.work import Outcome, RunOptions
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
-from converters.import_plan import plan_import
-from converters.importing import import_model
+from converters.exporting import export_model, plan_export
+from converters.importing import import_model, plan_import
 from converters.opening import open_megatron
-from converters.source import open_source
 from converters.verify import open_any, verify
-from converters.work import Outcome, RunOptions
 from tests.unit.converters_tiny import save_tiny
 
 
@@ -36,7 +34,7 @@ def die(*_: Any, **__: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_plan, "_SMALLEST_FILE", 8_000)
+    monkeypatch.setattr(importing, "_SMALLEST_FILE", 8_000)
 
 
 @pytest.fixture

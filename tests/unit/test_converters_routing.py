@@ -11,17 +11,14 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
-from converters.architecture import read_architecture
+from converters.checkpoint.source import open_source
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.megatron_settings import megatron_settings
-from converters.mixture import MixtureOfExperts
+from converters.exporting import export_model, plan_export
+from converters.families.read import read_architecture
+from converters.importing import import_model, plan_import
+from converters.model_config.megatron_settings import megatron_settings
+from converters.model_config.mixture import MixtureOfExperts, Routing
 from converters.opening import open_megatron
-from converters.routing import Routing
-from converters.source import open_source
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.moe_choice import choose
 from tests.tiers import newest_megatron

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from converters.architecture import Architecture, read_architecture
+from converters.checkpoint.source import open_source
 from converters.errors import ConversionError
-from converters.experts import is_expert
-from converters.layouts import padded_vocab_size
-from converters.rule import Kind, Rule
-from converters.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
-from converters.shards import load_shard, to_hf
-from converters.source import open_source
+from converters.families.read import read_architecture
+from converters.mapping.layouts import padded_vocab_size
+from converters.mapping.rule import Kind, Rule, is_expert
+from converters.mapping.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
+from converters.mapping.shards import load_shard, to_hf
+from converters.model_config.architecture import Architecture
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import ALONE, save_tiny, stored_tensors, tiny_config

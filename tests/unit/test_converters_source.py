@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters.architecture import read_architecture
 from converters.check import check_source
+from converters.checkpoint.source import open_source
 from converters.errors import ConversionError
-from converters.source import open_source
+from converters.families.read import read_architecture
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, tiny_config
 
@@ -91,7 +91,7 @@ def test_a_slice_of_a_huge_tensor_costs_no_memory(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + 2 * rows * columns)
     program = f"""
 import resource
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 source = open_source({str(tmp_path)!r})
 source.shape("huge")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,12 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from converters.architecture import read_architecture
+from converters.checkpoint.source import HuggingFaceSource, open_source
+from converters.checkpoint.writer import write_hf
 from converters.errors import ConversionError
-from converters.rules import all_megatron_names, hf_names, rule_for
-from converters.shards import load_shard, to_hf
-from converters.source import HuggingFaceSource, open_source
-from converters.writer import write_hf
+from converters.families.read import read_architecture
+from converters.mapping.rules import all_megatron_names, hf_names, rule_for
+from converters.mapping.shards import load_shard, to_hf
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import ALONE, save_tiny, tiny_config
 

@@ -140,7 +140,7 @@ def test_dropout_is_refused() -> None:
 
 
 def test_all_that_does_not_fit_is_said_at_once(models: dict[str, Path]) -> None:
-    from converters.source import HuggingFaceSource
+    from converters.checkpoint.source import HuggingFaceSource
 
     source = HuggingFaceSource(models["llama"])
     shapes = {name: source.shape(name) for name in source.names() if name != "model.norm.weight"}

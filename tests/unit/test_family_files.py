@@ -13,19 +13,17 @@ import pytest
 import torch
 
 from converters import families, family_file, importing
-from converters.architecture import read_architecture
+from converters.checkpoint.manifest import RULES
+from converters.checkpoint.source import open_source
 from converters.command import main
 from converters.errors import ConversionError
 from converters.families import family_of
+from converters.families.read import read_architecture
 from converters.family_file import load_family_file
-from converters.fingerprints import RULES
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.rules import forget_rules
-from converters.selftest import Finding, selftest
-from converters.selftest_command import selftest_of
+from converters.importing import import_model, plan_import
+from converters.mapping.rules import forget_rules
+from converters.selftest import Finding, selftest, selftest_of
 from converters.selftest_models import save_random, tiny_config
-from converters.source import open_source
 
 # the example that users are shown
 EXAMPLE = textwrap.dedent((family_file.__doc__ or "").partition("::\n\n")[2].partition("\n``megarl")[0])
@@ -167,7 +165,7 @@ def test_a_layer_without_a_rule_and_a_rule_of_the_wrong_kind(tmp_path: Path) -> 
     assert set(found) == {"tensors"} and "unknown: model.layers.2.mlp.down_proj.weight" in found["tensors"]
     row = "replace(rule, kind=Kind.ROW) if rule.kind is Kind.QKV else rule"
     wrong = f"""
-from converters.rule import Kind
+from converters.mapping.rule import Kind
 FAMILY = replace(FAMILY, layer_rules=lambda *of: tuple({row} for rule in llama.FAMILY.layer_rules(*of)))
 """
     family = load_family_file(written(tmp_path, SEED_OSS + wrong))

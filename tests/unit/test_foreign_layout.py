@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from converters.architecture import read_architecture
 from converters.command import main
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
 from converters.foreign.arguments import megatron_lm_state
-from converters.foreign.common_state import arguments_of, read_common_state
+from converters.foreign.opening import arguments_of, read_common_state
 from converters.foreign.settings import ROPE_FACTOR
-from converters.megatron_settings import megatron_settings
+from converters.model_config.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import DEEPSEEK_YARN, save_tiny, stored_tensors, tiny_config

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from converters.architecture import read_architecture
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
 from converters.foreign.agreement import check_agreement
 from converters.foreign.flags import read_token_ids
 from converters.foreign.known_settings import NEUTRAL, NEUTRAL_OF_MIXTURES, READ, is_inert, is_suspicious

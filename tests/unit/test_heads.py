@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from converters.architecture import read_architecture
+from converters.checkpoint.source import open_source
 from converters.command import main
 from converters.errors import ConversionError
-from converters.heads import ScoreHead
-from converters.megatron_settings import megatron_settings
-from converters.source import open_source
+from converters.families.read import read_architecture
+from converters.model_config.heads import ScoreHead
+from converters.model_config.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.tiers import sampled
 from tests.unit.converters_tiny import stored_tensors, tiny_config

@@ -27,7 +27,6 @@ CODE_READERS = {
     ("joblib", "load"),
 }
 LONGEST_FUNCTION = 80
-LONGEST_FILE = 500
 
 
 def name_of(path: Path) -> str:
@@ -120,7 +119,7 @@ RULES = {
         {"megarl/models/megatron/parallel.py"},
     ),
     "library modules log, they do not print": (prints, SPEAKERS),
-    "files that can run code are read in one module, restricted": (reads_of_code, {"converters/restricted.py"}),
+    "files that can run code are read in one module, restricted": (reads_of_code, {"converters/checkpoint/restricted.py"}),
     "remote code is trusted only where the configuration says so": (trusts, set()),
     f"no function is longer than {LONGEST_FUNCTION} lines": (long_functions, set()),
 }
@@ -159,11 +158,6 @@ def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
 def test_the_rules_see_what_they_forbid(finder: object, source: str, lines: list[int]) -> None:
     assert callable(finder)
     assert sorted(finder(ast.parse(source))) == lines
-
-
-def test_no_file_is_longer_than_a_reader_will_follow() -> None:
-    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
-    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
 
 
 def test_every_module_says_its_one_job() -> None:

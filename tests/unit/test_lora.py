@@ -15,7 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from converters import lora, work
+from converters.adapters import lora
+from converters.checkpoint import work
 from converters.command import main
 from converters.verify import open_any
 from tests.tiers import sampled
@@ -278,8 +279,8 @@ def test_plan_says_what_is_written_then(
 
 
 def test_another_adapter_is_another_plan(trained: Path, tmp_path: Path) -> None:
-    from converters.import_plan import plan_import
-    from converters.source import open_source
+    from converters.checkpoint.source import open_source
+    from converters.importing import plan_import
 
     source, directory = open_source(trained / "hf"), altered(trained, tmp_path, {})
     plans = [plan_import(source), plan_import(source, lora=trained / "adapter"), plan_import(source, lora=directory)]

@@ -15,21 +15,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from converters.architecture import read_architecture
+from converters.checkpoint.source import open_source
+from converters.checkpoint.work import Outcome
 from converters.errors import ConversionError
-from converters.export_plan import plan_export
-from converters.exporting import export_model
-from converters.import_plan import plan_import
-from converters.importing import import_model
-from converters.logical import shape_of_parameter
-from converters.megatron_settings import megatron_settings
+from converters.exporting import export_model, plan_export
+from converters.families.read import read_architecture
+from converters.importing import import_model, plan_import
+from converters.mapping.logical import shape_of_parameter
+from converters.mapping.rules import all_megatron_names, all_rules, rule_for
+from converters.model_config.megatron_settings import megatron_settings
 from converters.opening import open_megatron
-from converters.rules import all_megatron_names, all_rules, rule_for
-from converters.source import open_source
 from converters.torch_dist.keys import stored_place
 from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
-from converters.work import Outcome
 from megarl.models.megatron.specs import PortableAttention
 from tests.prediction_layers import add_prediction_layers
 from tests.tiers import newest_megatron

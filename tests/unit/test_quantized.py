@@ -16,12 +16,11 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from converters import quantized_formats, work
+from converters.checkpoint import quantized, work
+from converters.checkpoint.quantized import BlockScaled, DequantizedSource, Microscaled, open_dequantized
+from converters.checkpoint.source import open_source
 from converters.command import main
 from converters.errors import ConversionError
-from converters.quantized import DequantizedSource, open_dequantized
-from converters.quantized_formats import BlockScaled, Microscaled
-from converters.source import open_source
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
 BLOCK = (16, 12)
@@ -33,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks a tensor, which begin inside blocks."""
     monkeypatch.setattr(work, "CHUNK_BYTES", 1500)
-    monkeypatch.setattr(quantized_formats, "_PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(quantized, "_PIECE_ELEMENTS", 100)
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

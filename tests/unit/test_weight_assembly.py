@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from converters.architecture import Architecture, read_architecture
 from converters.errors import ConversionError
-from converters.experts import is_expert
-from converters.rule import Rule
-from converters.rules import all_rules
-from converters.shards import load_shard, to_hf
+from converters.families.read import read_architecture
+from converters.mapping.rule import Rule, is_expert
+from converters.mapping.rules import all_rules
+from converters.mapping.shards import load_shard, to_hf
+from converters.model_config.architecture import Architecture
 from megarl.models.engine.assembly import in_buckets
 from megarl.models.megatron.assembly import assembly_of
 from megarl.weight_sync.copies import Copy, merged

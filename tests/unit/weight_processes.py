@@ -56,7 +56,7 @@ def fingerprint(state: Iterator[tuple[str, torch.Tensor]]) -> str:
 
 
 def expected(step: int) -> str:
-    """Fingerprint of :func:`weights`."""
+    """Fingerprint of ``weights``."""
     return fingerprint(iter(weights(step).items()))
 
 
@@ -88,7 +88,7 @@ class Actor:
         self.number = self._process.pid
 
     def order(self, method: str, *arguments: Any) -> None:
-        """Begin; :meth:`answer` gives the result."""
+        """Begin; ``answer`` gives the result."""
         self._here.send((method, arguments))
 
     def answer(self) -> Any:

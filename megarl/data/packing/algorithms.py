@@ -80,7 +80,7 @@ class SequencePacker(ABC):
         return bins
 
     def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Statistics of one packing (see :class:`PackingMetrics`), without recording it."""
+        """Statistics of one packing (see ``PackingMetrics``), without recording it."""
         return PackingMetrics().calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
@@ -285,7 +285,7 @@ def get_packer(
 
     Args:
         seed: for ``first_fit_shuffle``; the others are deterministic and ignore it.
-        The other arguments are those of :class:`SequencePacker`.
+        The other arguments are those of ``SequencePacker``.
 
     Raises:
         PackingError: there is no such algorithm, or an argument is out of bounds.

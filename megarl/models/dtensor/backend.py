@@ -1,4 +1,4 @@
-"""The DTensor backend: the engine's :class:`Backend` protocol on transformers models, divided by DTensor and FSDP2."""
+"""The DTensor backend: the engine's ``Backend`` protocol on transformers models, divided by DTensor and FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoConfig
 
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
@@ -232,7 +232,7 @@ class DTensorBackend:
 
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
-        """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.
+        """Continue prompts; see ``decode``.
 
         The weights are gathered once over data and context parallel ranks, into a model of their own, so that ranks with more or longer
         rows need not wait for the others. Single positions cannot be divided: it has no sequence parallelism.

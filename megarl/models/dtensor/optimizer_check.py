@@ -20,7 +20,7 @@ def refuse_optimizer_without_steps(policy: Mapping[str, Any], parameters: Mappin
     """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective over all ranks.
 
     Raises:
-        ConfigError: torch fails; or as :func:`build_optimizer` does.
+        ConfigError: torch fails; or as ``build_optimizer`` does.
     """
     smallest: dict[Any, DTensor] = {}
     for parameter in parameters.values():

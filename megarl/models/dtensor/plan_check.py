@@ -37,7 +37,7 @@ ROUNDING = 1e-7
 
 
 def divide_and_check(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
-    """:func:`divide_over_tensor_ranks`, refusing a plan that leaves a whole parameter to work on a part of an activation.
+    """``divide_over_tensor_ranks``, refusing a plan that leaves a whole parameter to work on a part of an activation.
 
     Raises:
         ConfigError: names every such parameter; or as ``divide_over_tensor_ranks`` does.

@@ -28,7 +28,7 @@ _FORMS = (
 
 
 def is_plan_ours(model: Any, custom: object = None) -> bool:
-    """Whether :func:`choose_plan` gives ``model`` a plan of ours, which nothing needs to check."""
+    """Whether ``choose_plan`` gives ``model`` a plan of ours, which nothing needs to check."""
     return custom is None and model.config.get_text_config().model_type in HAND_WRITTEN
 
 
@@ -38,7 +38,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
     Args:
         model: of transformers.
         sequence_parallel: divide activations between the divided layers over the sequence.
-        custom: see :func:`custom_plan`.
+        custom: see ``custom_plan``.
 
     Raises:
         ConfigError: there is no plan, or none with sequence parallelism.
@@ -113,7 +113,7 @@ def model_plan(model: Any) -> Plan:
 
 def custom_plan(given: object) -> Plan:
     """A plan of the user's: a dictionary, the import path of one, or of a function without arguments that returns one. Styles are torch's
-    objects or the names of :func:`translate_parallel_style`.
+    objects or the names of ``translate_parallel_style``.
 
     Raises:
         ConfigError: anything else.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class EvenState:
         return {name: self._share_of(gather(tensor, self._device, self._rows[name])) for name, tensor in tensors.items()}
 
     def write(self, state: Mapping[str, torch.Tensor], tensors: Mapping[str, DTensor]) -> None:
-        """The reverse of :meth:`cut`, into ``tensors``. A collective."""
+        """The reverse of ``cut``, into ``tensors``. A collective."""
         for name, tensor in tensors.items():
             write_block(tensor, self._whole(state[name]))
 

@@ -1,6 +1,6 @@
 """How whole tensors come out of the shards of many parameters at once, with few copies however many tensors there are.
 
-Where every element comes from is said as copies between two flat tensors, of which few are left (:mod:`megarl.weight_sync.copies`).
+Where every element comes from is said as copies between two flat tensors, of which few are left (``megarl.weight_sync.copies``).
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Assembly:
         return shards.new_empty(0), copied
 
     def tensors(self, shards: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, contiguous; of shards see :meth:`flats`."""
+        """Names and whole tensors, contiguous; of shards see ``flats``."""
         return self.tensors_from(0, self.flats(shards))
 
     @torch.no_grad()
     def tensors_from(self, first: int, flats: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors from index ``first`` on, where they lie in what :meth:`flats` gave."""
+        """Names and whole tensors from index ``first`` on, where they lie in what ``flats`` gave."""
         return [(place.name, place.of(flats)) for place in self.places[first:]]
 
 

@@ -115,7 +115,7 @@ def attention(
         value: [B, G, s, V]; V may be another width than D.
         layout: packed sequences and context parallelism. Packed lengths, and without packing the row length, are multiples of
             2 * context size.
-        scale, window, sinks: as in :func:`causal_attention`; sinks do not go with a ring of context-parallel ranks.
+        scale, window, sinks: as in ``causal_attention``; sinks do not go with a ring of context-parallel ranks.
 
     Returns:
         [B, H, s, V], the part of the queries.

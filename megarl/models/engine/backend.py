@@ -71,7 +71,7 @@ class Backend(Protocol):
         """Choose between training and evaluation behaviour. Local."""
 
     def is_training(self) -> bool:
-        """What :meth:`set_training` chose last. Local."""
+        """What ``set_training`` chose last. Local."""
 
     def zero_grad(self) -> None:
         """Clear all gradients. Local."""
@@ -99,7 +99,7 @@ class Backend(Protocol):
         """Hugging Face names and full tensors, in the same order on all ranks."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of :meth:`export_hf` that this pipeline stage has, in that order. From the second export on collective within the stage
+        """Those of ``export_hf`` that this pipeline stage has, in that order. From the second export on collective within the stage
         alone."""
 
     @property
@@ -107,7 +107,7 @@ class Backend(Protocol):
         """What an export holds of memory above the model at most, unless a parameter alone takes more; 0 where that is not bounded."""
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
-        """The names that :meth:`export_stage` gives on each pipeline stage, known after a first export without another; empty where there
+        """The names that ``export_stage`` gives on each pipeline stage, known after a first export without another; empty where there
         is one stage. Local."""
 
     def move(self, part: Part, place: Place) -> None:
@@ -117,7 +117,7 @@ class Backend(Protocol):
         """Write weights, and optimizer state with schedule and random-number states, each into its own directory."""
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        """Read what :meth:`save` wrote, from any layout."""
+        """Read what ``save`` wrote, from any layout."""
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:

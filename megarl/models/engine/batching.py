@@ -73,7 +73,7 @@ class FixedRows:
     chunk_size: int | None = None
 
     def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
-        """See :class:`Batching`."""
+        """See ``Batching``."""
         total = batch_size(data)
         size = self.chunk_size or total
         return [_FixedChunk(slice_rows(data, first, first + size), self.micro_batch_size) for first in range(0, total, size)]
@@ -114,7 +114,7 @@ class Planned:
     packed: bool
 
     def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
-        """See :class:`Batching`.
+        """See ``Batching``.
 
         Raises:
             BatchError: the plan is for another number of rows.

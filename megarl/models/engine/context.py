@@ -24,7 +24,7 @@ class ContextShare:
     Attributes:
         rank, size: which of how many.
         group: their process group; None when there is one rank.
-        ring: attention sends keys and values round the ranks (:mod:`megarl.models.engine.ring_attention`) instead of gathering them.
+        ring: attention sends keys and values round the ranks (``megarl.models.engine.ring_attention``) instead of gathering them.
     """
 
     rank: int = 0

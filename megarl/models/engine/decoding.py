@@ -42,7 +42,7 @@ class Forward(Protocol):
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Makes a :class:`Forward` with an empty cache for so many rows and positions."""
+"""Makes a ``Forward`` with an empty cache for so many rows and positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Arrival:
 
     Args:
         assembly: of the tensors.
-        shards: [ranks, elements of a rank's shards], see :meth:`Assembly.flats`.
+        shards: [ranks, elements of a rank's shards], see ``Assembly.flats``.
         pending: the collective that brings them; None where they are there.
         spare: where the memory of ``shards`` is from, and where it goes when nobody needs it any more; None where it is somebody's.
     """

@@ -1,6 +1,6 @@
 """Heads: what is computed from a micro-batch's logits. The same log-probabilities serve the log-prob pass and every loss.
 
-Legend: b micro-batch rows, S their length; n rows and t tokens in front of the model (:mod:`megarl.models.engine.model_input`), V
+Legend: b micro-batch rows, S their length; n rows and t tokens in front of the model (``megarl.models.engine.model_input``), V
 vocabulary columns of this rank.
 """
 

@@ -36,7 +36,7 @@ _LEGAL: dict[Residence, frozenset[Residence]] = {
 
 
 class Lifecycle:
-    """Keeps track of :class:`Residence` and moves parts when it changes.
+    """Keeps track of ``Residence`` and moves parts when it changes.
 
     Args:
         move: moves one part; called with the parts that really have to move, parameters first.

@@ -1,7 +1,7 @@
 """Cutting one rank's share of a batch into micro-batches: of a fixed number of rows, or as a plan of the driver says.
 
 A plan (dynamic batching or sequence packing) comes with the batch: ``micro_batch_indices`` and ``micro_batch_lengths`` of a
-:class:`SlicedDataDict`, made from lengths alone by ``BatchedDataDict.shard_by_batch_size``. It has the same number of micro-batches for
+``SlicedDataDict``, made from lengths alone by ``BatchedDataDict.shard_by_batch_size``. It has the same number of micro-batches for
 every data-parallel rank.
 """
 

@@ -100,5 +100,5 @@ def _pack(micro_batch: MicroBatch, shapes: Shapes) -> tuple[torch.Tensor, torch.
 
 
 def lay_out_all(micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes) -> list[ModelInput]:
-    """:func:`lay_out` for each micro-batch."""
+    """``lay_out`` for each micro-batch."""
     return [lay_out(micro_batch, context, shapes) for micro_batch in micro_batches]

@@ -54,7 +54,7 @@ def partial_gradients(
 
     Args:
         gradient: [B, H, S, D], of the whole output.
-        query, key, value, scale, causal, seen: as for :func:`partial_attention`.
+        query, key, value, scale, causal, seen: as for ``partial_attention``.
         output: [B, H, S, D], of all parts together.
         logsumexp: [B, H, S], of all parts together; finite.
 
@@ -78,7 +78,7 @@ def _bias(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
 def _in_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`partial_attention` in plain operations, for devices whose kernels do not give the log-sum-exp of any mask and dtype."""
+    """``partial_attention`` in plain operations, for devices whose kernels do not give the log-sum-exp of any mask and dtype."""
     outputs, sums = [], []
     for first in range(0, query.shape[2], BLOCK):
         scores = _scores(query, key, scale, causal, seen, first)

@@ -2,7 +2,7 @@
 
 No rank ever holds more than two ranks' keys and values, where gathering them holds all; each next part travels while the last one is
 attended to. In the backward pass they go round again, and their gradients with them (Liu et al. 2023, arXiv:2310.01889; here on the
-load-balanced chunks of :mod:`megarl.models.engine.context`, so that every step is the same work on all ranks).
+load-balanced chunks of ``megarl.models.engine.context``, so that every step is the same work on all ranks).
 
 Legend: s = S / size positions here; of a sequence a rank has two chunks, a first and a second half of what it holds.
 """

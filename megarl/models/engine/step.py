@@ -26,7 +26,7 @@ from megarl.observe.metrics import Reduction, default_reduction
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Outcome of :func:`train_on_batch`, the same on every rank of a data-parallel group's replicas.
+    """Outcome of ``train_on_batch``, the same on every rank of a data-parallel group's replicas.
 
     Attributes:
         losses: float32 [global batches], each the true loss of its global batch.

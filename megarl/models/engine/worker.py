@@ -1,6 +1,6 @@
-"""The worker that all backends share: the contract's methods, written once over the engine's :class:`Backend`.
+"""The worker that all backends share: the contract's methods, written once over the engine's ``Backend``.
 
-A concrete worker builds its backend and hands it to :class:`EngineWorker`; everything a caller of the contract sees is here.
+A concrete worker builds its backend and hands it to ``EngineWorker``; everything a caller of the contract sees is here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from converters.writer import write_hf
+from converters.checkpoint.writer import write_hf
 from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
@@ -215,7 +215,7 @@ class EngineWorker:
                 self._reference_is_in = before
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """As :meth:`get_logprobs` under the reference policy, key ``reference_logprobs``."""
+        """As ``get_logprobs`` under the reference policy, key ``reference_logprobs``."""
         with self.use_reference_model():
             return BatchedDataDict({"reference_logprobs": self.get_logprobs(data=data, micro_batch_size=micro_batch_size)["logprobs"]})
 
@@ -272,7 +272,7 @@ class EngineWorker:
         return self._sender.manifest.description()
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Older name of :meth:`prepare_refit_info`."""
+        """Older name of ``prepare_refit_info``."""
         return self.prepare_refit_info()
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
@@ -350,7 +350,7 @@ class EngineWorker:
             broadcaster.close()
 
     def broadcast_weights_for_collective(self) -> None:
-        """Send the present weights over the groups of :meth:`init_collective`, each stage its own, until every engine rank has them all.
+        """Send the present weights over the groups of ``init_collective``, each stage its own, until every engine rank has them all.
 
         Raises:
             StateError: there is no group, or the weights are not those of the policy or in host memory; the engines hear of that.
@@ -396,7 +396,7 @@ class EngineWorker:
                 self.tokenizer.save_pretrained(tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Read what :meth:`save_checkpoint` wrote, also on a live worker and from any other layout.
+        """Read what ``save_checkpoint`` wrote, also on a live worker and from any other layout.
 
         Raises:
             CheckpointError: a directory is missing, or holds another model or weights that are not finite.

@@ -1,4 +1,4 @@
-"""The FSDP1 backend: the engine's :class:`Backend` protocol on a transformers model in FullyShardedDataParallel."""
+"""The FSDP1 backend: the engine's ``Backend`` protocol on a transformers model in FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoConfig
 
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ConfigError, Violation
@@ -160,7 +160,7 @@ class FSDP1Backend:
 
     @torch.no_grad()
     def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
-        """Continue prompts; see :func:`megarl.models.engine.decoding.decode`.
+        """Continue prompts; see ``decode``.
 
         The weights are gathered once, into a model of their own in ``policy.precision``, so that ranks with more or longer rows need not
         wait for the others.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
 from megarl.errors import ModelError
 from megarl.models.huggingface.loading import check_names, is_tied, persistent_buffers
 

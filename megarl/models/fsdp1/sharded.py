@@ -122,13 +122,13 @@ class Sharded:
             return [(name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights for a checkpoint, as DTensors; to be given to :meth:`load_state` when they were filled. A collective."""
+        """The weights for a checkpoint, as DTensors; to be given to ``load_state`` when they were filled. A collective."""
         with self._state_dict_type():
             state = self.module.state_dict()
         return {name: state[name] for name in self._held}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Write a filled :meth:`state` into the parameters. A collective."""
+        """Write a filled ``state`` into the parameters. A collective."""
         with self._state_dict_type():
             self.module.load_state_dict({name: state[first] for first, place in self._held.items() for name in place.names})
 
@@ -145,7 +145,7 @@ class Sharded:
         return {"state": {first_names[name]: values for name, values in state.items()}, "param_groups": groups}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
-        """The reverse of :meth:`optimizer_state`. A collective."""
+        """The reverse of ``optimizer_state``. A collective."""
         names = {parameter: name for name, parameter in self.parameters()}
         state: dict[int, dict[str, torch.Tensor]] = {}
         if loaded["state"]:

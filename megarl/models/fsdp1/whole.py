@@ -76,14 +76,14 @@ class Whole:
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """What :meth:`state` gave was filled in place; that was all."""
+        """What ``state`` gave was filled in place; that was all."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
         """State by parameter name."""
         return checkpoint.named_optimizer_state(optimizer, self.parameters())
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
-        """The reverse of :meth:`optimizer_state`."""
+        """The reverse of ``optimizer_state``."""
         checkpoint.install_optimizer_state(optimizer, self.parameters(), loaded)
 
     @torch.no_grad()

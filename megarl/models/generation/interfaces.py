@@ -234,9 +234,9 @@ class GenerationInterface(ABC):
         raise NotImplementedError
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        """Older name of :meth:`update_weights_from_ipc_handles`."""
+        """Older name of ``update_weights_from_ipc_handles``."""
         return self.update_weights_from_ipc_handles(ipc_handles)
 
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Take weights from the process group of :meth:`init_collective`. Returns futures."""
+        """Take weights from the process group of ``init_collective``. Returns futures."""
         raise NotImplementedError

@@ -46,7 +46,7 @@ def save_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill the tensors of ``state`` in place from what :func:`save_weights` wrote. A collective over all ranks.
+    """Fill the tensors of ``state`` in place from what ``save_weights`` wrote. A collective over all ranks.
 
     Raises:
         CheckpointError: no such checkpoint, or it holds another model.
@@ -77,7 +77,7 @@ def save_optimizer(state: OptimizerState, scheduler: LRScheduler | None, runtime
 def load_optimizer(
     like: Mapping[str, torch.Tensor], scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path
 ) -> OptimizerState:
-    """Read what :func:`save_optimizer` wrote: the optimizer's state is returned, the schedule and random-number states are put back.
+    """Read what ``save_optimizer`` wrote: the optimizer's state is returned, the schedule and random-number states are put back.
 
     The learning rate, its schedule's place and the weight decay are the checkpoint's, not the configuration's, so that a run goes on as it
     was. Random-number states come back where this rank existed when they were saved. A collective over all ranks.
@@ -121,7 +121,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: It
 def install_optimizer_state(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], loaded: OptimizerState
 ) -> None:
-    """The reverse of :func:`named_optimizer_state`.
+    """The reverse of ``named_optimizer_state``.
 
     Raises:
         CheckpointError: the state belongs to an optimizer over other parameters.

@@ -36,7 +36,7 @@ def generate(
     greedy: bool,
     new_cache: Callable[[int, int], Any] | None = None,
 ) -> BatchedDataDict[Any]:
-    """Continue every prompt; see :func:`megarl.models.engine.decoding.decode`.
+    """Continue every prompt; see ``decode``.
 
     Data-parallel ranks need not be in step, so the model must need no collective with them: its parameters are whole, or those of this
     tensor-parallel rank. Ranks that share rows have to be in step, and are.
@@ -60,7 +60,7 @@ def generate(
 
 
 class _CachedForward:
-    """See :class:`megarl.models.engine.decoding.Forward`."""
+    """See ``Forward``."""
 
     def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, cache: Any) -> None:
         self.model = model

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
 from megarl.errors import ModelError
 from megarl.models.huggingface.attention import IMPLEMENTATION
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from converters.architecture import read_architecture
 from converters.errors import ConversionError
-from converters.rules import hf_names
+from converters.families.read import read_architecture
+from converters.mapping.rules import hf_names
 
 
 def in_sending_order(names: Iterable[str], hf_config: Any) -> list[str]:

@@ -96,7 +96,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 class GroupStepAdam(GroupStepAdamW):
-    """:class:`GroupStepAdamW` with weight decay added to the gradient (Kingma and Ba, arXiv:1412.6980)."""
+    """``GroupStepAdamW`` with weight decay added to the gradient (Kingma and Ba, arXiv:1412.6980)."""
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, decoupled=False, **options)

@@ -1,6 +1,6 @@
 """How Hugging Face tensors come out of the shards of neighbouring parameters.
 
-Where every row comes from is :func:`converters.layouts.shard_layout`'s word, which is what weights are read by too.
+Where every row comes from is ``shard_layout``'s word, which is what weights are read by too.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from converters.architecture import Architecture
 from converters.errors import ConversionError
-from converters.layouts import ShardLayout, shard_layout
-from converters.rule import Kind, Rule
+from converters.mapping.layouts import ShardLayout, shard_layout
+from converters.mapping.rule import Kind, Rule
+from converters.model_config.architecture import Architecture
 from megarl.models.engine.assembly import Assembly, Whole
 from megarl.weight_sync.copies import Copy
 

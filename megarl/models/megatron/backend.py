@@ -1,4 +1,4 @@
-"""The Megatron backend: the engine's :class:`Backend` protocol on real Megatron-Core."""
+"""The Megatron backend: the engine's ``Backend`` protocol on real Megatron-Core."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import AutoConfig
 
-from converters.architecture import Architecture, read_architecture
 from converters.check import check_source
-from converters.prediction_layers import as_stored
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
+from converters.families.read import read_architecture
+from converters.model_config.architecture import Architecture
+from converters.model_config.prediction_layers import as_stored
 from megarl.config.arithmetic import sequence_share
 from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import DeviceRuntime

@@ -11,9 +11,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from converters.architecture import Architecture
-from converters.experts import is_expert
-from converters.megatron_settings import megatron_settings
+from converters.mapping.rule import is_expert
+from converters.model_config.architecture import Architecture
+from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon

@@ -26,7 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from converters.artifacts import HF_DIRECTORY, copy_artifacts, write_config
+from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import read_plain_index, restricted_loading
 from megarl.distributed.device import DeviceRuntime
@@ -111,7 +111,7 @@ def load_optimizer(
     runtime: DeviceRuntime,
     directory: Path,
 ) -> None:
-    """Read what :func:`save_optimizer` wrote. Random-number states come back where this rank existed when they were saved.
+    """Read what ``save_optimizer`` wrote. Random-number states come back where this rank existed when they were saved.
 
     Raises:
         CheckpointError: no such checkpoint, it belongs to another model, or one of the two is of a distributed optimizer and the other not.

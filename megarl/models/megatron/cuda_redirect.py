@@ -2,15 +2,15 @@
 
 Everything that is redirected is listed here and nowhere else. It happens in three layers:
 
-* *Stand-ins*, installed by :func:`install` and taken back by :func:`restore`: ``torch.cuda.current_device`` answers the CPU device,
+* *Stand-ins*, installed by ``install`` and taken back by ``restore``: ``torch.cuda.current_device`` answers the CPU device,
   streams and events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
   ``Tensor.record_stream`` is among them: it looks at the type of its argument before any function mode is asked.
-* :class:`CudaLiterals`, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
+* ``CudaLiterals``, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
   ``Tensor.type()``. It costs one to three microseconds for each torch call made under it
-  (``python -m benchmarks run redirect.cost``), so :func:`cuda_literals` is entered only where
-  Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and :func:`plain_torch` leaves it again
+  (``python -m benchmarks run redirect.cost``), so ``cuda_literals`` is entered only where
+  Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and ``plain_torch`` leaves it again
   inside the model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
-* :func:`without_compiler`, around the import of Megatron-Core, which gives small functions to ``torch.compile`` (its fused activations,
+* ``without_compiler``, around the import of Megatron-Core, which gives small functions to ``torch.compile`` (its fused activations,
   a router's count of tokens). On a CPU they stay plain functions: torch's compiler takes seconds of every worker's start to load, then
   runs a C++ compiler, and fuses nothing worth it there.
 
@@ -179,7 +179,7 @@ _CUDA_STAND_INS: dict[str, Any] = {
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) of everything that :func:`install` changes."""
+    """(owner, attribute, replacement) of everything that ``install`` changes."""
     for name, replacement in _CUDA_STAND_INS.items():
         yield torch.cuda, name, replacement
     yield torch.Tensor, "record_stream", _nothing
@@ -207,7 +207,7 @@ _depth = 0
 
 
 def install() -> None:
-    """Put the stand-ins in place. Calls nest; each needs its :func:`restore`. Does nothing in a process with CUDA."""
+    """Put the stand-ins in place. Calls nest; each needs its ``restore``. Does nothing in a process with CUDA."""
     global _depth
     if not needed():
         return
@@ -217,7 +217,7 @@ def install() -> None:
 
 
 def restore() -> None:
-    """Undo one :func:`install`; the outermost one puts every original back."""
+    """Undo one ``install``; the outermost one puts every original back."""
     global _depth
     if _depth == 0:
         return
@@ -258,5 +258,5 @@ def cuda_literals() -> contextlib.AbstractContextManager[Any]:
 
 
 def plain_torch() -> contextlib.AbstractContextManager[Any]:
-    """Context inside :func:`cuda_literals` in which torch calls go straight through, for the forward pass."""
+    """Context inside ``cuda_literals`` in which torch calls go straight through, for the forward pass."""
     return torch._C.DisableTorchFunction() if needed() else contextlib.nullcontext()

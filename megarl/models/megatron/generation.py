@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def generate(
     backend: MegatronBackend, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool
 ) -> BatchedDataDict[Any]:
-    """Continue every prompt; see :func:`megarl.models.engine.decoding.decode`."""
+    """Continue every prompt; see ``decode``."""
     backend.sync_parameters()
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
@@ -55,7 +55,7 @@ class _StaticForward:
         self.context = StaticInferenceContext(rows, positions)
 
     def __call__(self, tokens: torch.Tensor, first: int) -> torch.Tensor | None:
-        """See :class:`megarl.models.engine.decoding.Forward`; logits are on the last stage."""
+        """See ``Forward``; logits are on the last stage."""
         groups, stages = self.backend.groups, self.backend.stages
         output = None
         for chunk, stage in enumerate(stages):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from converters.architecture import Architecture
-from converters.experts import is_expert, shift_expert
-from converters.rules import rule_for
-from converters.shards import load_shard
-from converters.source import HuggingFaceSource
+from converters.checkpoint.source import HuggingFaceSource
+from converters.mapping.rule import is_expert, shift_expert
+from converters.mapping.rules import rule_for
+from converters.mapping.shards import load_shard
+from converters.model_config.architecture import Architecture
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.parallel import ExpertGroups
 
@@ -44,7 +44,7 @@ def _tensors_of(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def places_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
-    """Where the tensors of :func:`parameters_of` are kept, whichever tensors that may be later."""
+    """Where the tensors of ``parameters_of`` are kept, whichever tensors that may be later."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
             path, _, key = local.rpartition(".")

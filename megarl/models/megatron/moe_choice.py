@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from converters.routing import Routing
+from converters.model_config.mixture import Routing
 
 
 def choose(

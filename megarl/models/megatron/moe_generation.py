@@ -26,13 +26,13 @@ class CoupledGroups(ParallelGroups):
     replicas: dist.ProcessGroup
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`ParallelGroups`."""
+        """See ``ParallelGroups``."""
         ParallelGroups.from_last_stage(self, values)
         dist.broadcast(values, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return values
 
     def object_from_last_stage(self, value: Any) -> Any:
-        """See :class:`ParallelGroups`."""
+        """See ``ParallelGroups``."""
         box = [ParallelGroups.object_from_last_stage(self, value)]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return box[0]

@@ -62,5 +62,5 @@ class RecordedPasses:
             release(self._chunks)
 
     def metrics(self) -> dict[str, float]:
-        """See :meth:`RoutingRecord.metrics`. A collective over the world."""
+        """See ``RoutingRecord.metrics``. A collective over the world."""
         return self._record.metrics()

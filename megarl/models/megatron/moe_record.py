@@ -102,7 +102,7 @@ class RoutingRecord:
         self._clear()
 
     def close(self) -> None:
-        """End it; the counts stay for :meth:`metrics`."""
+        """End it; the counts stay for ``metrics``."""
         self._census = None
 
     def count_ahead(self, counting: bool) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's router with load-balancing losses that no layout changes (:mod:`megarl.models.megatron.moe_record`).
+"""Megatron's router with load-balancing losses that no layout changes (``megarl.models.megatron.moe_record``).
 
 Megatron's own are averages over micro-batches of losses that are not linear in the tokens, and, with losses that are sums, they would be
 multiplied by a number of tokens that nothing divides by again; releases 0.16 and 0.19 even differ in that number.
@@ -15,14 +15,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-from converters.architecture import Architecture
-from converters.megatron_settings import megatron_settings
+from converters.model_config.architecture import Architecture
+from converters.model_config.megatron_settings import megatron_settings
 from megarl.models.megatron.moe_choice import choose
 from megarl.models.megatron.moe_record import RoutingRecord
 
 
 class Choice(Protocol):
-    """See :func:`megarl.models.megatron.moe_choice.choose`."""
+    """See ``choose``."""
 
     def __call__(self, logits: torch.Tensor, *, correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [t, E] and which experts, [t, E] bool."""
@@ -30,12 +30,12 @@ class Choice(Protocol):
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's top-k router, reporting to a :class:`RoutingRecord`.
+    """Megatron's top-k router, reporting to a ``RoutingRecord``.
 
     Attributes:
         choose: how experts are chosen, from logits [t, E] and the correction bias; None where Megatron's own way is the model's.
         record: shared by the routers of a model; None reports to nobody.
-        sequences: [s, b] int64 of the micro-batch at hand, as :meth:`RoutingRecord.report` wants them; None in a pass without record.
+        sequences: [s, b] int64 of the micro-batch at hand, as ``RoutingRecord.report`` wants them; None in a pass without record.
     """
 
     choose: Choice | None = None

@@ -63,7 +63,7 @@ def _gathered_bucket(optimizer: DistributedOptimizer, size: int, param_map: dict
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[None]:
-    """Inside, Megatron's distributed optimizer collects its state with :func:`gathered_state`."""
+    """Inside, Megatron's distributed optimizer collects its state with ``gathered_state``."""
     original = DistributedOptimizer.get_parameter_state_dp_zero
     DistributedOptimizer.get_parameter_state_dp_zero = gathered_state
     try:

@@ -1,4 +1,4 @@
-"""The one importer of Megatron-Core's global ``parallel_state``. Everything else receives :class:`ParallelGroups`."""
+"""The one importer of Megatron-Core's global ``parallel_state``. Everything else receives ``ParallelGroups``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ExpertGroups:
 
 
 def expert_groups(groups: ParallelGroups) -> ExpertGroups:
-    """The expert groups of the layout that :func:`initialize` made. A collective over the world."""
+    """The expert groups of the layout that ``initialize`` made. A collective over the world."""
     model, tensor = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
     replica = groups.tensor_size * groups.context_size
     # in a pipeline stage, the ranks of a replica are consecutive, and so are those that exchange tokens

@@ -31,7 +31,7 @@ class _Work:
     """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline full.
 
     Attributes:
-        sequences: [n, t] for the routers of a mixture of experts (:func:`megarl.models.megatron.moe_tokens.sequence_numbers`); None where
+        sequences: [n, t] for the routers of a mixture of experts (``sequence_numbers``); None where
             they have nothing to record.
     """
 

@@ -12,9 +12,9 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from converters.architecture import Architecture
-from converters.megatron_settings import megatron_settings
-from converters.routing import Routing
+from converters.model_config.architecture import Architecture
+from converters.model_config.megatron_settings import megatron_settings
+from converters.model_config.mixture import Routing
 from megarl.config.layout import pipeline_chunks
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
@@ -95,7 +95,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
 
 
 def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict[str, Any]:
-    """How a mixture of experts is laid out. Its router is balanced by us (:func:`balance_settings`), so Megatron's own losses stay off."""
+    """How a mixture of experts is laid out. Its router is balanced by us (``balance_settings``), so Megatron's own losses stay off."""
     return {
         "expert_model_parallel_size": megatron.get("expert_model_parallel_size", 1),
         "expert_tensor_parallel_size": megatron.get("expert_tensor_parallel_size", 1),

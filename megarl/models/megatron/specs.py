@@ -1,7 +1,7 @@
 """Which modules Megatron's GPT layers are made of: chosen once, here, and logged.
 
 With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec*: Megatron's own parallel linear layers
-with our attention (:mod:`megarl.models.engine.attention`) and with norms that also work under sequence parallelism, which Megatron-Core
+with our attention (``megarl.models.engine.attention``) and with norms that also work under sequence parallelism, which Megatron-Core
 offers only with Transformer Engine.
 """
 
@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from converters.fused_norms import fused_norms
+from converters.mapping.rule import fused_norms
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare

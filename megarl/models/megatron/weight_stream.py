@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from converters.architecture import Architecture
-from converters.experts import expert_index, is_expert, shift_expert
-from converters.joined import join
-from converters.rule import Rule
-from converters.rules import all_rules, hf_tensors, rule_for
+from converters.mapping.rule import Rule, expert_index, is_expert, shift_expert
+from converters.mapping.rules import all_rules, hf_tensors, rule_for
+from converters.mapping.shards import join
+from converters.model_config.architecture import Architecture
 from megarl.errors import StateError
 from megarl.models.engine.assembly import in_buckets
 from megarl.models.engine.delivery import Arrival, Delivery
@@ -144,7 +143,7 @@ class WeightStream:
         return delivery if self._all_alone else join(delivery, self._architecture)
 
     def names_by_stage(self) -> list[list[str]]:
-        """The names that :meth:`of_stage` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
+        """The names that ``of_stage`` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
 
         Raises:
             StateError: there is no plan before the weights were gone through once.

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.distributed.named_sharding import NamedSharding
@@ -94,7 +94,7 @@ class DTensorPolicyWorker(EngineWorker):
     # generation
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continue prompts with the model itself; see :meth:`megarl.models.dtensor.backend.DTensorBackend.generate`."""
+        """Continue prompts with the model itself; see ``DTensorBackend.generate``."""
         self.lifecycle.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, self.cfg["generation"] or {}, self.tokenizer, greedy=greedy)
 
@@ -108,7 +108,7 @@ class DTensorPolicyWorker(EngineWorker):
         cp_no_restore_buffers: set[torch.Tensor],
         cp_rotate_method: str | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which every buffer holds this rank's part of it (:mod:`megarl.models.dtensor.context_parallel`).
+        """A context in which every buffer holds this rank's part of it (``megarl.models.dtensor.context_parallel``).
 
         The worker's own methods do not need it: they cut their batches themselves.
 
@@ -161,6 +161,6 @@ class DTensorPolicyWorker(EngineWorker):
         """The parameters by name, DTensors of this rank's piece that know the whole (``full_tensor()``); a tied weight is there once.
 
         Where the tensor-parallel ranks do not divide the vocabulary, embedding and output layer have rows of zeros behind it, which the
-        Hugging Face model does not take: cut them to its ``vocab_size``, or write the model with :meth:`export_hf`, which has none.
+        Hugging Face model does not take: cut them to its ``vocab_size``, or write the model with ``export_hf``, which has none.
         """
         return self.backend.state_dict()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.models.engine.worker import EngineWorker, begin
@@ -57,7 +57,7 @@ class FSDP1PolicyWorker(EngineWorker):
         self.continue_from(weights_path, optimizer_path)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continue prompts with the transformers model itself; see :func:`megarl.models.engine.decoding.decode`."""
+        """Continue prompts with the transformers model itself; see ``decode``."""
         self.lifecycle.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, self.cfg["generation"], self.tokenizer, greedy=greedy)
 

@@ -106,7 +106,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """What the generation engine must know of each weight before the first transfer, by name."""
 
     def prepare_info_for_collective(self) -> dict[str, Any] | None:
-        """Older name of :meth:`prepare_refit_info`."""
+        """Older name of ``prepare_refit_info``."""
         return self.prepare_refit_info()
 
     @abstractmethod
@@ -119,4 +119,4 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Send all weights over the group made by :meth:`init_collective`. Returns futures."""
+        """Send all weights over the group made by ``init_collective``. Returns futures."""

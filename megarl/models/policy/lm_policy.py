@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend
@@ -140,7 +140,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """As :meth:`get_logprobs` under the reference policy; ``micro_batch_size`` replaces ``logprob_batch_size``."""
+        """As ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces ``logprob_batch_size``."""
         options = {"micro_batch_size": chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")}
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
@@ -301,7 +301,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def load_checkpoint(self, weights_path: PathLike, optimizer_path: PathLike | None = None) -> None:
-        """Read what :meth:`save_checkpoint` wrote into the running workers."""
+        """Read what ``save_checkpoint`` wrote into the running workers."""
         self._call_all("load_checkpoint", weights_path=_absolute(weights_path), optimizer_path=_absolute(optimizer_path))
 
     def export_hf(self, path: PathLike) -> None:
@@ -338,7 +338,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
 
         Returns:
-            The names of all weights in groups, to be asked of :meth:`get_weights_ipc_handles` in this order; the same lists at every
+            The names of all weights in groups, to be asked of ``get_weights_ipc_handles`` in this order; the same lists at every
             refit, not to be changed.
 
         Raises:
@@ -396,7 +396,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._call_all("stop_gpu_profiling")
 
     def start_torch_profiling(self, ranks: Sequence[int]) -> None:
-        """Record with torch's profiler on these ranks, until :meth:`stop_torch_profiling`."""
+        """Record with torch's profiler on these ranks, until ``stop_torch_profiling``."""
         self._call_all("start_torch_profiling", ranks=list(ranks))
 
     def stop_torch_profiling(self, stem: Path) -> list[str]:

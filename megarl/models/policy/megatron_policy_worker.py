@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.models.engine.worker import EngineWorker, begin
@@ -54,6 +54,6 @@ class MegatronPolicyWorker(EngineWorker):
         self.continue_from(weights_path, optimizer_path)
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continue prompts with Megatron itself; see :func:`megarl.models.megatron.generation.generate`."""
+        """Continue prompts with Megatron itself; see ``generate``."""
         self.lifecycle.require("parameters", "generate", "prepare_for_generation")
         return generate(self.backend, data, self.cfg["generation"], self.tokenizer, greedy=greedy)

@@ -1,5 +1,5 @@
 """Generation by vLLM, with weights that arrive from the policy through vLLM's own weight-transfer interface.
 
-:mod:`.weight_engines` receives weights inside the workers of vLLM, :mod:`.plugin` makes them known there, :mod:`.worker` holds one engine,
-:mod:`.requests` translates batches, and :class:`~megarl.models.generation.vllm.generation.VllmGeneration` is what a driver uses.
+``.weight_engines`` receives weights inside the workers of vLLM, ``.plugin`` makes them known there, ``.worker`` holds one engine,
+``.requests`` translates batches, and ``VllmGeneration`` is what a driver uses.
 """

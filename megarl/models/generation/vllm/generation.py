@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from converters.source import open_source
+from converters.checkpoint.source import open_source
 from megarl import env
 from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -152,10 +152,10 @@ class VllmGeneration(GenerationInterface):
             self._all("connect", weights=self._weights, address=None)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join the policy's group; see :meth:`GenerationInterface.init_collective`.
+        """Join the policy's group; see ``GenerationInterface.init_collective``.
 
         Raises:
-            RefitError: :meth:`prepare_refit_info` was not called, or ``world_size`` is not that of the engines and one.
+            RefitError: ``prepare_refit_info`` was not called, or ``world_size`` is not that of the engines and one.
         """
         if not self._weights:
             raise RefitError("init_collective(): the engines do not know the weights yet; call prepare_refit_info() first")
@@ -195,7 +195,7 @@ class VllmGeneration(GenerationInterface):
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """What the futures of :meth:`update_weights_from_collective` gave; asked for before the next answer where nobody calls this."""
+        """What the futures of ``update_weights_from_collective`` gave; asked for before the next answer where nobody calls this."""
         self._receiving = []
         self._versions = list(versions)
         if self.expected_version is None:
@@ -233,7 +233,7 @@ class VllmGeneration(GenerationInterface):
         Raises:
             BatchError: the prompts cannot be used.
             RefitError: the engines do not all have the version of the weights that was sent last.
-            WorkerError: an engine died; :meth:`restart` makes new ones.
+            WorkerError: an engine died; ``restart`` makes new ones.
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")

@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes."""
+"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in each of its processes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class VllmGenerationWorker:
     def configure_worker(
         num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        """See :class:`RayWorkerBuilder`: an engine hears which place it is on."""
+        """See ``RayWorkerBuilder``: an engine hears which place it is on."""
         return {}, {}, {"place": (bundle_indices[1][0], num_gpus) if bundle_indices else None}
 
     # refit

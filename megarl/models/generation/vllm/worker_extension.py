@@ -30,7 +30,7 @@ class WorkerCalls:
     weight_transfer_engine: Any
 
     def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool, str] | None:
-        """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a :class:`Failure`.
+        """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a ``Failure``.
 
         Of an error vLLM reads the answer of the first rank that has one. Those of the others stay where the next call looks for its own,
         and from then on that of each call would be taken for the answer to the next.

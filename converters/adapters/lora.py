@@ -1,0 +1,304 @@
+"""LoRA adapters, saved by PEFT or by Megatron-Bridge, merged into a model while it is read.
+
+An opened adapter has PEFT's names and forms, whichever side it was saved by. The merged weight is W + scaling * B A, computed in float32
+from the stored base weight and rounded once to the dtype that it is stored in. Every sum is taken in the order of the ranks, element by
+element, so that the bits depend neither on the rows that are read at a time nor on the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from converters.adapters.linears import PEFT_PREFIX
+from converters.adapters.lora_config import LoraConfig
+from converters.adapters.megatron_adapter import MegatronAdapter
+from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
+from converters.checkpoint.safetensors_file import Box
+from converters.errors import ConversionError
+from converters.mapping.rule import HuggingFaceTensor, Place
+from converters.mapping.rules import hf_tensors
+from converters.model_config.architecture import Architecture
+from converters.torch_dist.index import find_checkpoint
+
+
+class AdapterSource(Protocol):
+    """The tensors of an adapter.
+
+    Attributes:
+        config: how they change weights.
+        raw_config: what PEFT's ``adapter_config.json`` says, or would.
+    """
+
+    config: LoraConfig
+    raw_config: Mapping[str, Any]
+
+    def files(self) -> list[Path]:
+        """All that it is read from; it changes with them."""
+        ...
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor: [rank, in] of ``lora_A``, [out, rank] of ``lora_B``."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        ...
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor, or a box of it, as a fresh contiguous CPU tensor."""
+        ...
+
+
+def open_adapter(directory: Path, architecture: Architecture) -> AdapterSource:
+    """Open an adapter of a model.
+
+    Args:
+        directory: of PEFT, or a ``torch_dist`` checkpoint of adapters.
+        architecture: of the base model.
+
+    Raises:
+        ConversionError: there is none, it is damaged, or it is of a form that is not known here.
+    """
+    if not is_peft_directory(directory) and is_megatron(directory):
+        return MegatronAdapter(directory, architecture)
+    return PeftDirectory(directory)
+
+
+def is_megatron(directory: Path) -> bool:
+    """Whether there is a ``torch_dist`` checkpoint."""
+    try:
+        find_checkpoint(directory)
+    except (ConversionError, OSError):
+        return False
+    return True
+
+
+_FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
+# of float32 temporaries; small enough for a processor's cache
+_BLOCK_ELEMENTS = 2**17
+_FIX = "use the base model that the adapter was trained on, and an adapter of plain LoRA"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+Member = tuple[HuggingFaceTensor, Place]
+"""A tensor of one expert, and where it is in a stack of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The two matrices of a module: names of the stored tensors, and the factor on their product. Those of an embedding are transposed.
+    Those of a stack of experts are those of all experts: of ``down`` an expert has ``rank`` rows, of ``up`` every column that is its own;
+    ``place`` says which rows of ``up`` belong to the tensor."""
+
+    down: str
+    up: str
+    scaling: float
+    rank: int
+    is_embedding: bool = False
+    place: Place | None = None
+
+
+class LoraAdapter:
+    """An adapter fitted to a model.
+
+    Args:
+        directory: of PEFT, or a ``torch_dist`` checkpoint of adapters.
+        architecture: of the base model.
+
+    Raises:
+        ConversionError: it is damaged, is no plain LoRA, or does not fit the model.
+
+    Attributes:
+        source: its tensors.
+        factors: by the name of the Hugging Face tensor that they change.
+    """
+
+    def __init__(self, directory: Path, architecture: Architecture) -> None:
+        self.directory = directory
+        self.source: AdapterSource = open_adapter(directory, architecture)
+        self._config = self.source.config
+        self._base: dict[str, str] = {}
+        self.factors = self._fit({tensor.name: tensor for tensor in hf_tensors(architecture)}, architecture.tied_embeddings)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it changes the Hugging Face tensor of that name."""
+        return name in self.factors
+
+    def __len__(self) -> int:
+        """Hugging Face tensors that it changes."""
+        return len(self.factors)
+
+    def notes(self) -> dict[str, str | int]:
+        """What a conversion says of it."""
+        return {"lora": self.directory.resolve().name, "lora_tensors": len(self)}
+
+    def identity(self) -> list[list[str | int]]:
+        """Changes when its files do."""
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in self.source.files()]
+
+    def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows of a base tensor with the adapter in them.
+
+        Args:
+            name: of the Hugging Face tensor.
+            rows: [n, columns], of the base, from row ``start`` on.
+            start: the first row.
+            dtype: of the result; that of ``rows`` if None.
+        """
+        factors, stop = self.factors[name], start + rows.shape[0]
+        if factors.is_embedding:
+            up = self._read(factors.down, columns=(start, stop)).T
+            down = self._read(factors.up).T.contiguous()
+        elif factors.place is not None:
+            up, down = self._of_expert(factors, factors.place, start, stop)
+        else:
+            up, down = self._read(factors.up, rows=(start, stop)), self._read(factors.down)
+        merged, wide = torch.empty(rows.shape, dtype=dtype or rows.dtype), torch.promote_types(rows.dtype, torch.float32)
+        step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
+        for begin in range(0, rows.shape[0], step):
+            block = slice(begin, begin + step)
+            merged[block] = rows[block].to(wide) + _product(up[block], down).mul_(factors.scaling)
+        return merged
+
+    def _of_expert(self, factors: Factors, place: Place, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        expert, experts, rank = place.index or 0, place.shape[0], factors.rank
+        first = place.start + start * place.step
+        rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
+        return rows[:: place.step, expert::experts].contiguous(), self._read(factors.down, rows=(expert * rank, (expert + 1) * rank))
+
+    @property
+    def base_names(self) -> list[str]:
+        """Hugging Face tensors of the base model that are stored with the adapter."""
+        return list(self._base)
+
+    def base_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of such a tensor."""
+        shape = self.source.shape(self._base[name])
+        return self.source.read(self._base[name], ((start, stop), (0, shape[1])))
+
+    def _read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
+        shape = self.source.shape(name)
+        return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
+
+    def _fit(self, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> dict[str, Factors]:
+        """The factors by Hugging Face name."""
+        found: dict[str, dict[str, str]] = {}
+        problems = []
+        for name in sorted(self.source.keys()):
+            base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+            if name.endswith(".base_layer.weight") and base in tensors and self.source.shape(name) == tensors[base].shape:
+                self._base[base] = name
+                continue
+            match = _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
+            if match is None:
+                problems.append(f"{name} {list(self.source.shape(name))}: no factor of a LoRA module")
+            else:
+                found.setdefault(match["module"], {})[match["factor"]] = name
+        fitted: dict[str, Factors] = {}
+        stacks = expert_stacks(tensors)
+        for module, names in found.items():
+            block = module.removesuffix(".base_layer").removesuffix(".base_layer")
+            candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
+            if candidates:
+                faults = self._fit_stack(module, names, {stack: stacks[stack] for stack in candidates}, fitted)
+                problems += faults
+                continue
+            faults = list(self._faults(module, names, tensors, tied))
+            problems += faults
+            if not faults:
+                is_embedding = "lora_embedding_A" in names
+                down, up = (names[f"lora_{'embedding_' if is_embedding else ''}{letter}"] for letter in "AB")
+                fitted[f"{module}.weight"] = Factors(
+                    down, up, self._config.scaling_of(module), self._config.rank_of(module), is_embedding=is_embedding
+                )
+        problems += _left_out(self._config, tensors, set(found))
+        for stack, members in stacks.items():
+            if self._config.asks_for_parameter(stack) and any(tensor.name not in fitted for tensor, _ in members):
+                problems.append(f"missing: {stack}, which target_parameters lists")
+        if problems or not fitted:
+            raise ConversionError(f"the adapter in {self.directory} cannot be merged into this model", _FIX, problems or ["it is empty"])
+        return fitted
+
+    def _fit_stack(
+        self, module: str, names: Mapping[str, str], stacks: Mapping[str, list[Member]], fitted: dict[str, Factors]
+    ) -> list[str]:
+        """Fit what changes a stack of experts; what is wrong. PEFT says which stack of the layer only by the shapes."""
+        if set(names) != {"lora_A", "lora_B"}:
+            return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed"]
+        down, up = names["lora_A"], names["lora_B"]
+        shapes = self.source.shape(down), self.source.shape(up)
+        wanted = {}
+        for stack, members in stacks.items():
+            tensor, place = members[0]
+            rank = self._config.rank_of(stack) * place.shape[0]
+            rows = place.shape[2] if place.transposed else place.shape[1]
+            wanted[stack] = ((rank, tensor.shape[1]), (rows, rank))
+        fitting = [stack for stack, expected in wanted.items() if expected == shapes]
+        if len(fitting) != 1:
+            listing = ", ".join(f"{stack} for {[list(shape) for shape in expected]}" for stack, expected in wanted.items())
+            return [f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing} would be asked"]
+        dtypes = [self.source.dtype(name) for name in (down, up)]
+        if not set(dtypes) <= set(_FLOATS):
+            return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
+        again = [tensor.name for tensor, _ in stacks[fitting[0]] if tensor.name in fitted]
+        for tensor, place in stacks[fitting[0]]:
+            scaling, rank = self._config.scaling_of(fitting[0]), self._config.rank_of(fitting[0])
+            fitted[tensor.name] = Factors(down, up, scaling, rank, place=place)
+        return [f"{name} is changed twice, by {module} too" for name in again]
+
+    def _faults(self, module: str, names: Mapping[str, str], tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> list[str]:
+        tensor = tensors.get(f"{module}.weight")
+        if tensor is None or len(tensor.shape) != 2:
+            return [f"{name}: the model has no matrix {module}.weight" for name in names.values()]
+        if set(names) not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
+            return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed, or those of an embedding"]
+        if tied and module in ("lm_head", "model.embed_tokens"):
+            return [f"{module}: tie_word_embeddings is true, and with the adapter embedding and output layer would differ"]
+        rank = self._config.rank_of(module)
+        (rows, columns), is_embedding = tensor.shape, "lora_embedding_A" in names
+        shapes = {"A": (rank, rows if is_embedding else columns), "B": (columns if is_embedding else rows, rank)}
+        faults = []
+        for factor, name in names.items():
+            expected = shapes[factor[-1]]
+            if self.source.shape(name) != expected:
+                faults.append(f"shape: {name} is {list(self.source.shape(name))}, rank {rank} and {module}.weight ask for {list(expected)}")
+            elif self.source.dtype(name) not in _FLOATS:
+                faults.append(f"dtype: {name} is {self.source.dtype(name)}; float32, bfloat16 or float16 is needed")
+        return faults
+
+
+def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Member]]:
+    """The parameters in which transformers' models hold the matrices of all experts of a layer, by name, with what is in them."""
+    stacks: dict[str, list[Member]] = {}
+    for tensor in tensors.values():
+        for place in tensor.places:
+            if place.index is not None and len(place.shape) == 3 and place.written:
+                stacks.setdefault(place.name, []).append((tensor, place))
+    return stacks
+
+
+def _product(up: Tensor, down: Tensor) -> Tensor:
+    """[n, r] by [r, columns]: term by term, each rounded on its own, which is the same whatever n is."""
+    total = torch.zeros(up.shape[0], down.shape[1])
+    term = torch.empty_like(total)
+    for rank in range(down.shape[0]):
+        torch.mul(up[:, rank : rank + 1], down[rank], out=term)
+        total += term
+    return total
+
+
+def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str]) -> list[str]:
+    """Modules of the model that the config lists and that have no factors."""
+    modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
+    return [f"missing: {module}, which target_modules lists" for module in modules if config.asks_for(module) and module not in found]

@@ -1,0 +1,152 @@
+"""The files of a model beside its weights: config, generation config, tokenizer, chat template, code, licence. Copied, never run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.checkpoint.files import read_json_object, special_kind
+from converters.checkpoint.manifest import MANIFEST_FILE, dtype_name
+from converters.errors import ChangedSourceError, ConversionError
+
+HF_DIRECTORY = "huggingface"
+"""Where a Megatron checkpoint keeps these files."""
+TEMPLATES_DIRECTORY = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a model that has several."""
+_SPEAKING = re.compile(
+    r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*|merges\.txt|chat_template[^/]*|"
+    rf"[^/]*\.(model|jinja|tiktoken)|{TEMPLATES_DIRECTORY}/.*"
+)
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".distcp", ".npz"}
+
+
+def artifacts(directory: Path) -> list[Path]:
+    """The files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from directories inside nothing but further
+    chat templates.
+
+    Raises:
+        ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache lead to its ``blobs``.
+    """
+    found, problems = [], []
+    for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
+        weights = path.suffix in _WEIGHTS or path.name.endswith((".safetensors.index.json", ".bin.index.json"))
+        if weights or path.name.startswith(".") or path.name == MANIFEST_FILE or path.is_dir():
+            continue
+        if path.is_symlink() and not _stays(path, directory):
+            problems.append(f"{path.relative_to(directory)} leads to {os.readlink(path)}")
+        elif path.is_file():
+            found.append(path)
+        else:
+            problems.append(f"{path.relative_to(directory)} is {special_kind(path) or 'no file'}")
+    if problems:
+        raise ConversionError(
+            f"{directory} has links that lead out of it or to nothing, or what is no file",
+            "put the files themselves there, or remove the links",
+            problems,
+        )
+    return found
+
+
+def _stays(path: Path, directory: Path) -> bool:
+    """Whether a link leads to a file inside the directory, or where the links of the hub's cache lead."""
+    inside = [directory.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    place = path.resolve()
+    return place.is_file() and any(each in place.parents for each in inside)
+
+
+def copy_artifacts(source: Path, target: Path) -> None:
+    """Copy them byte for byte. Errors as of ``artifacts``."""
+    target.mkdir(exist_ok=True)
+    for path in artifacts(source):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, place)
+
+
+def file_hashes(directory: Path) -> dict[str, str]:
+    """SHA-256 of each of them, by its name in the directory. Errors as of ``artifacts``."""
+    hashes = {}
+    for path in artifacts(directory):
+        with path.open("rb") as file:
+            hashes[path.relative_to(directory).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str]:
+    """What became of files of a directory since their hashes were recorded: name to what happened to it."""
+    found = file_hashes(directory)
+    return {name: "was changed" if name in found else "is gone" for name, digest in recorded.items() if found.get(name) != digest}
+
+
+def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, str]) -> None:
+    """Refuse files that are not those that a conversion left.
+
+    Args:
+        directory: of the files.
+        source: of the checkpoint, which has the manifest.
+        recorded: their hashes (``Manifest.files``); where there are none, nothing is refused.
+
+    Raises:
+        ConversionError: with the names.
+    """
+    changes = changed_files(directory, recorded) if recorded else {}
+    if changes:
+        raise ConversionError(
+            f"{directory} is not what {source / MANIFEST_FILE} says",
+            f"bring the files back, or remove {MANIFEST_FILE} if they were changed on purpose",
+            [f"{name} {change}" for name, change in changes.items()],
+        )
+
+
+def speaks(name: str) -> bool:
+    """Whether a file beside the weights, by its name, changes what a model is told or says: settings, tokenizer, chat templates."""
+    return _SPEAKING.fullmatch(name) is not None
+
+
+def refuse_changed_config(directory: Path, planned: Mapping[str, Any]) -> None:
+    """Refuse a copied ``config.json`` that is not the one that a conversion was planned with.
+
+    Raises:
+        ConversionError: somebody has changed it meanwhile.
+    """
+    if read_config(directory) != planned:
+        raise ChangedSourceError(
+            "config.json was changed while the weights were converted", "run it again, and leave the source alone meanwhile"
+        )
+
+
+def write_config(directory: Path, dtype: torch.dtype) -> None:
+    """Let ``config.json`` say the dtype that the weights have now; a config that says it already stays as it is, byte for byte.
+
+    Raises:
+        ConversionError: there is no ``config.json``.
+    """
+    path = directory / "config.json"
+    config = read_config(directory)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    stale = [key for key in keys if config[key] != dtype_name(dtype)]
+    if stale or not keys:
+        config |= dict.fromkeys(stale or ["dtype"], dtype_name(dtype))
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``.
+
+    Raises:
+        ConversionError: it is missing or damaged.
+    """
+    try:
+        return read_json_object(directory / "config.json")
+    except FileNotFoundError as error:
+        raise ConversionError(f"{directory} has no config.json", "give the directory of a whole model") from error

@@ -1,0 +1,118 @@
+"""Files of a checkpoint, opened and written with care.
+
+Only regular files are opened: opening a named pipe waits for ever, opening a device may do anything. JSON files hold an object, or the
+error says which file is wrong and how. A written file has its name only once all of it is there, since what makes a directory look
+complete has to be complete itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from converters.errors import ConversionError
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def special_kind(path: Path) -> str | None:
+    """What a path leads to, where that is neither a file nor a directory; None for these and where there is nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError:
+        return None
+
+
+def require_regular(path: Path) -> Path:
+    """The path, where opening it opens a file, or fails as usual.
+
+    Raises:
+        ConversionError: it leads to a named pipe, a socket or a device.
+    """
+    kind = special_kind(path)
+    if kind is not None:
+        raise ConversionError(f"{path} is {kind}, not a file", "put the file itself there")
+    return path
+
+
+DEEPEST = 64
+"""Levels of lists and objects in each other that a file may have; no config has more than a few."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConversionError: it cannot be read, holds something else, or nests deeper than ``DEEPEST`` levels.
+    """
+    try:
+        content = json.loads(require_regular(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ConversionError):
+        raise
+    # json gives up with a RecursionError on what nests too deeply
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} cannot be read as JSON ({error})", "fetch or write the file again") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} holds a {type(content).__name__}, not a JSON object", "fetch or write the file again")
+    check_depth(content, str(path))
+    return content
+
+
+def check_depth(content: Any, what: str) -> None:
+    """Refuse what nests so deeply that comparing or printing it fails.
+
+    Args:
+        content: of parsed JSON.
+        what: to call it by in errors.
+
+    Raises:
+        ConversionError: it nests deeper than ``DEEPEST`` levels.
+    """
+    level, depth = [content], 0
+    while level:
+        if depth > DEEPEST:
+            raise ConversionError(f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again")
+        children = [value.values() if isinstance(value, Mapping) else value for value in level if isinstance(value, (Mapping, list, tuple))]
+        level, depth = [child for several in children for child in several], depth + 1
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it if the block fails."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Refuse work that cannot end.
+
+    Args:
+        directory: on the disk in question.
+        needed: bytes.
+
+    Raises:
+        ConversionError: there are fewer free bytes.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ConversionError(
+            f"{directory}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free", "free space or choose another disk"
+        )

@@ -1,0 +1,281 @@
+"""The manifest of a conversion, in the directory that it made: where the tensors come from, and the hash of each.
+
+The hashes are of Hugging Face tensors, in the dtype that the manifest gives for them, so that either format can be checked against the
+manifest of the other. What a conversion reads is held against the manifest of its source on the way; unfinished work is taken up only
+where nothing that decides about its bytes (the fingerprint) has changed.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.checkpoint.exact import cast
+from converters.checkpoint.files import require_regular, whole_file
+from converters.checkpoint.safetensors_file import bytes_of
+from converters.errors import ChangedSourceError, ConversionError
+from converters.mapping.rule import Rule
+
+MANIFEST_FILE = "conversion.json"
+TOOL = "megarl convert"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Dtype, shape and SHA-256 of the bytes (little endian, in order of rows) of one Hugging Face tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a conversion did.
+
+    Attributes:
+        source: directory or hub id that was read, with its revision where there is one.
+        family: ``model_type``.
+        tensors: by Hugging Face name.
+        also_stored: names that the Hugging Face checkpoint stored although another tensor says the same (the output layer of a tied
+            model), with the name of that tensor.
+        places: of tensors that the Hugging Face checkpoint stored elsewhere than under their own names, where: name and shape of the stored
+            tensor, index and first row in it.
+        notes: further facts, for people: dtypes that were changed, with the largest error.
+        missing: Hugging Face tensors that the source did not have, and was excused for.
+        left_out: names of the source without a counterpart, which were excused.
+        files: SHA-256 of each file beside the weights, by name; empty in manifests of the first releases.
+    """
+
+    source: str
+    family: str
+    tensors: dict[str, TensorRecord]
+    also_stored: dict[str, str] = field(default_factory=dict)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def excused(self) -> tuple[str, ...]:
+        """Patterns of the names that need no counterpart, since the conversion was excused from them."""
+        return tuple(map(glob.escape, (*self.missing, *self.left_out)))
+
+    def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of layers; ``stored`` if none did."""
+        record = self.tensors.get(name)
+        before = stored if record is None else dtype_called(record.dtype)
+        return before if torch.promote_types(before, stored) == stored else stored
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest's file."""
+        content = {
+            "format": FORMAT,
+            "tool": TOOL,
+            "version": tool_version(),
+            "source": self.source,
+            "family": self.family,
+            "also_stored": self.also_stored,
+            "places": self.places,
+            "notes": self.notes,
+            "files": self.files,
+            "excused": {"missing": list(self.missing), "left_out": list(self.left_out)},
+            "tensors": {
+                name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": record.sha256} for name, record in self.tensors.items()
+            },
+        }
+        with whole_file(directory / MANIFEST_FILE) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, list[str]]:
+    """What a conversion says of the names that it was excused from; empty when there were none."""
+    return {key: list(names) for key, names in (("missing", missing), ("left_out", left_out)) if names}
+
+
+def tool_version() -> str:
+    """Version of the installed package; ``unknown`` where these files are used without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("megarl")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a directory; None where there is none.
+
+    Raises:
+        ConversionError: it is damaged, or of a format that is not known here.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        content = json.loads(require_regular(path).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ConversionError(f"{path} has format {content['format']!r}, known is {FORMAT}", "use a newer megarl, or convert again")
+        tensors = {
+            str(name): TensorRecord(str(record["dtype"]), tuple(int(size) for size in record["shape"]), _hash(record["sha256"]))
+            for name, record in content["tensors"].items()
+        }
+        places = {str(name): dict(place) for name, place in content["places"].items()}
+        # manifests of the first releases have neither these nor files
+        missing, left_out = (tuple(map(str, content.get("excused", {}).get(key, ()))) for key in ("missing", "left_out"))
+        files = {str(name): _hash(digest) for name, digest in content.get("files", {}).items()}
+        also_stored = {str(name): str(original) for name, original in content["also_stored"].items()}
+        return Manifest(
+            str(content["source"]), str(content["family"]), tensors, also_stored, places, dict(content["notes"]), missing, left_out, files
+        )
+    except FileNotFoundError:
+        return None
+    except ConversionError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{path} is damaged ({type(error).__name__}: {error})", "remove it, or convert again") from error
+
+
+def _hash(value: Any) -> str:
+    if not isinstance(value, str) or re.fullmatch(r"[0-9a-f]{64}", value) is None:
+        raise ValueError(f"{value!r} is no SHA-256")
+    return value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_called(name: str) -> torch.dtype:
+    """The inverse of ``dtype_name``.
+
+    Raises:
+        ConversionError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConversionError(f"{name!r} is no dtype", "write float32, bfloat16 or float16")
+    return dtype
+
+
+class TensorHashes:
+    """Hashes of several tensors whose rows come one after another, each tensor's in order.
+
+    Attributes:
+        not_finite: names of the tensors in which a value was NaN or infinite.
+    """
+
+    def __init__(self, names: Mapping[str, Any] | list[str] | tuple[str, ...]) -> None:
+        self._hashes = {name: hashlib.sha256() for name in names}
+        self.not_finite: set[str] = set()
+
+    def update(self, name: str, rows: Tensor) -> None:
+        """Take further rows of a tensor into its hash."""
+        self._hashes[name].update(bytes_of(rows.contiguous()))
+        # the extremes are not finite where any value is not, and take no memory
+        # (8-bit types have no kernel for it)
+        if (
+            rows.is_floating_point()
+            and rows.itemsize > 1
+            and rows.numel()
+            and not all(bool(extreme.isfinite()) for extreme in torch.aminmax(rows))
+        ):
+            self.not_finite.add(name)
+
+    def digests(self) -> dict[str, str]:
+        """Hexadecimal, by name."""
+        return {name: state.hexdigest() for name, state in self._hashes.items()}
+
+
+class HeldAgainst:
+    """The manifest of a source, where a conversion made it, against the bytes that are read of it.
+
+    A tensor that is written in the dtype that the manifest says is hashed for the new manifest anyway; one that is written in another
+    dtype is hashed a second time, in the old one.
+
+    Args:
+        manifest: of the source; None, as of a model that no conversion made, holds nothing against it.
+        directory: of the source, for errors.
+        dtypes: of each Hugging Face tensor as it is written.
+        other: names of tensors that are not written as they are read, such as those that an adapter is merged into.
+    """
+
+    def __init__(self, manifest: Manifest | None, directory: Path, dtypes: Mapping[str, torch.dtype], other: Container[str] = ()) -> None:
+        known = manifest.tensors if manifest is not None else {}
+        self._directory = directory
+        self._records = {name: known[name] for name in dtypes if name in known and name not in other}
+        self._unknown = [name for name in dtypes if manifest is not None and name not in known]
+        self._cast = {
+            name: dtype_called(record.dtype) for name, record in self._records.items() if record.dtype != dtype_name(dtypes[name])
+        }
+
+    def hashes(self, names: Iterable[str]) -> TensorHashes:
+        """Hashes of those tensors that are written in another dtype than the manifest says."""
+        return TensorHashes([name for name in names if name in self._cast])
+
+    def update(self, hashes: TensorHashes, name: str, rows: Tensor) -> None:
+        """Take rows of a tensor, as they were read, into its hash, where it has one in ``hashes``."""
+        if name in self._cast:
+            hashes.update(name, cast(rows, self._cast[name]))
+
+    def refuse_changed(self, written: Mapping[str, str], before: Mapping[str, str]) -> None:
+        """Refuse a source that is not what its manifest says.
+
+        Args:
+            written: digests of the tensors as they were written.
+            before: of ``hashes``.
+
+        Raises:
+            ChangedSourceError: with the names.
+        """
+        changed = [name for name, record in self._records.items() if (before if name in self._cast else written)[name] != record.sha256]
+        changed += [f"{name}, which it does not know" for name in self._unknown]
+        if changed:
+            raise ChangedSourceError(
+                f"{self._directory} is not what its {MANIFEST_FILE} says",
+                f"convert again; or remove {MANIFEST_FILE} if the weights were changed on purpose",
+                changed,
+            )
+
+
+WEIGHTS = "the weights of the source (name, size or time of change of a file)"
+RULES = "the rules of the family (the program, or a --family-file)"
+THE_REST = "the program, which lays out the same files otherwise"
+"""Name of all that follows from what has a name of its own."""
+
+
+def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
+    """A hash of each fact, by its name; facts are what JSON can say."""
+    return {name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest() for name, fact in facts.items()}
+
+
+def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
+    """Changes when another tensor, or another part of one, would be written in the place of one that is there already."""
+    digest = hashlib.sha256()
+    for rule in rules:
+        digest.update(repr(rule).encode())
+    return [tool_version(), digest.hexdigest()]
+
+
+def changed(before: object, now: Mapping[str, str]) -> list[str]:
+    """Names of what differs between two results of ``fingerprints``.
+
+    Args:
+        before: as an earlier run wrote it down, whatever release that was of.
+        now: of this run.
+    """
+    if not isinstance(before, Mapping):  # one fingerprint of everything
+        return [THE_REST]
+    names = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
+    # the rest follows from the others where one of them has changed
+    return [name for name in names if name != THE_REST] or names

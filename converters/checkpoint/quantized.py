@@ -1,0 +1,311 @@
+"""Hugging Face checkpoints with quantised weights, read as if they were not quantised.
+
+The stored scales are hidden, and the numbers come out in bfloat16, as transformers dequantises them, or in the dtype that is asked for;
+they are computed box by box in float32, in pieces that fit a processor's cache.
+
+* FP8 with block scales, as DeepSeek-V3 is stored: value times the scale of its block. Blocks at the lower and right edge may be cut off.
+* MXFP4, as GPT-OSS is stored: two numbers a byte, the lower half first, each times two to the power of the scale of its group of 32.
+  (The matrices of transformers' models are these transposed; which is which is a matter of the family's rules.)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from converters.checkpoint.artifacts import read_config
+from converters.checkpoint.safetensors_file import Box, shape_of
+from converters.checkpoint.source import HuggingFaceSource, open_source
+from converters.errors import ConversionError
+
+Read = Callable[[Box], Tensor]
+"""Reads a box of a stored tensor."""
+GROUP = 32
+"""Numbers of an MXFP4 tensor that share a scale."""
+# of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one of mantissa
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BIAS, _NO_NUMBER = 127, 255
+_PIECE_ELEMENTS = 2**18
+
+
+class Format(Protocol):
+    """A quantised tensor.
+
+    Attributes:
+        shape: of the numbers.
+    """
+
+    shape: tuple[int, ...]
+
+    def read(self, box: Box, dtype: torch.dtype) -> Tensor:
+        """The numbers in a box, each computed in float32 and rounded once to ``dtype``."""
+        ...
+
+
+class BlockScaled:
+    """FP8 with block scales.
+
+    Args:
+        name: for messages.
+        shape: of the weight, at least two dimensions; the last two are cut into blocks.
+        block: rows and columns of a block.
+        read_weight, read_scale: of the stored tensors.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], block: tuple[int, int], read_weight: Read, read_scale: Read) -> None:
+        self.name, self.shape, self._block = name, shape, block
+        self._read_weight, self._read_scale = read_weight, read_scale
+
+    def read(self, box: Box, dtype: torch.dtype) -> Tensor:
+        """See ``Format``."""
+        leading, (rows, columns) = box[:-2], box[-2:]
+        scales = self._read_scale((*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))).float()
+        of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
+        weight = self._read_weight(box)
+        result = torch.empty(shape_of(box), dtype=dtype)
+        for index in _indices(leading):
+            for number, (start, stop) in enumerate(_cuts(rows, self._block[0])):
+                piece = slice(start - rows[0], stop - rows[0])
+                result[index][piece] = weight[index][piece].float() * scales[index][number][of_column]
+        return result
+
+
+class Microscaled:
+    """MXFP4.
+
+    Args:
+        name: for messages.
+        stored_shape: of the stored scales: [..., groups], a group being ``GROUP`` numbers along the last dimension.
+        read_blocks, read_scales: of the stored tensors, both uint8; that of the blocks has one dimension more, of the bytes of a group.
+    """
+
+    def __init__(self, name: str, stored_shape: tuple[int, ...], read_blocks: Read, read_scales: Read) -> None:
+        self.name, self.shape = name, (*stored_shape[:-1], stored_shape[-1] * GROUP)
+        self._read_blocks, self._read_scales = read_blocks, read_scales
+
+    def read(self, box: Box, dtype: torch.dtype) -> Tensor:
+        """See ``Format``."""
+        leading, (start, stop) = box[:-1], box[-1]
+        groups = _blocks((start, stop), GROUP)
+        blocks = self._read_blocks((*leading, groups, (0, GROUP // 2))).flatten(0, -3)
+        scales = self._read_scales((*leading, groups)).flatten(0, -2)
+        if bool((scales == _NO_NUMBER).any()):
+            raise ConversionError(f"{self.name} has a scale of {_NO_NUMBER}, which stands for no number", "fetch the checkpoint again")
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+        inside = slice(start - groups[0] * GROUP, stop - groups[0] * GROUP)
+        result = torch.empty(blocks.shape[0], stop - start, dtype=dtype)
+        step = max(1, _PIECE_ELEMENTS // max(1, blocks[0].numel() * 2 if blocks.shape[0] else 1))
+        for first in range(0, blocks.shape[0], step):
+            rows = slice(first, first + step)
+            values = table[torch.stack((blocks[rows] & 15, blocks[rows] >> 4), dim=-1).int()].flatten(-2)
+            values = torch.ldexp(values, (scales[rows].int() - _EXPONENT_BIAS).unsqueeze(-1))
+            result[rows] = values.flatten(-2)[:, inside]
+        return result.reshape(shape_of(box))
+
+
+def _blocks(span: tuple[int, int], size: int) -> tuple[int, int]:
+    """The blocks that a range touches."""
+    start, stop = span
+    return start // size, max(start // size, -(-stop // size))
+
+
+def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
+    """A range cut where blocks begin."""
+    start, stop = span
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
+
+
+def _indices(leading: Box) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(stop - start) for start, stop in leading))
+
+
+KEY = "quantization_config"
+FP8, MXFP4 = "fp8", "mxfp4"
+# of how a framework computes, or of which modules are quantised, which their tensors show
+_INERT = frozenset(
+    {
+        "activation_scheme",
+        "dequantize",
+        "fmt",
+        "ignored_layers",
+        "modules_to_convert",
+        "modules_to_not_convert",
+        "quant_method",
+        "scale_fmt",
+    }
+)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16)
+_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_FIX = "fetch the checkpoint again; or dequantise it with the library that wrote it"
+
+
+def open_dequantized(model_name: str | Path, revision: str | None = None) -> HuggingFaceSource:
+    """Open a checkpoint, whether it is quantised or not; arguments and errors as of ``open_source``, and
+
+    Raises:
+        ConversionError: it is quantised in a way that is not known here, or a scale is missing or of another shape.
+    """
+    source = open_source(model_name, revision)
+    config = (source.read_json("config.json") or {}).get(KEY)
+    return source if config is None else DequantizedSource(source.directory, config)
+
+
+class DequantizedSource(HuggingFaceSource):
+    """A quantised checkpoint.
+
+    Attributes:
+        method: ``fp8`` or ``mxfp4``.
+        dequantized_dtype: of tensors that are stored quantised.
+    """
+
+    def __init__(self, directory: Path, config: Any) -> None:
+        super().__init__(directory)
+        self.method = _method_of(config)
+        self._block = _block_of(config) if self.method == FP8 else (1, GROUP)
+        self.dequantized_dtype = torch.bfloat16
+        self._hidden: set[str] = set()
+        self._formats: dict[str, Format] = {}
+        problems = list(self._find_blocks(self._block) if self.method == FP8 else self._find_groups())
+        if problems:
+            raise ConversionError(f"the {self.method} weights in {directory} are not complete", _FIX, problems)
+
+    def is_dequantized(self, name: str) -> bool:
+        """Whether a tensor is stored quantised."""
+        return name in self._formats
+
+    def notes(self) -> dict[str, str | int]:
+        """What a conversion says of it."""
+        return {"dequantized_from": self.method, "dequantized_tensors": len(self._formats)}
+
+    def identity(self) -> list[list[str | int]]:
+        """Changes when the files do, or what they mean."""
+        return [*super().identity(), [self.method, *self._block]]
+
+    def names(self) -> list[str]:
+        """Names of all tensors but the scales, sorted."""
+        return sorted(set(self._file_of) - self._hidden)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name not in self._hidden and super().__contains__(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``HuggingFaceSource``."""
+        return self._formats[name].shape if name in self._formats else super().shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See ``HuggingFaceSource``."""
+        return self.dequantized_dtype if name in self._formats else super().dtype(name)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """See ``HuggingFaceSource``."""
+        if name not in self._formats:
+            return super().read(name, slices)
+        return self._formats[name].read(self.box(name, slices), self.dequantized_dtype)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The same without what ``config.json`` says of quantisation."""
+        content = super().read_json(name)
+        return without_quantization(content) if content is not None and name == "config.json" else content
+
+    def _find_blocks(self, block: tuple[int, int]) -> list[str]:
+        """Find the tensors in FP8; what is wrong with them."""
+        problems = []
+        for name in sorted(self._file_of):
+            if self._file(name).stored_dtype(name) not in ("F8_E4M3", "F8_E5M2"):
+                continue
+            shape, scale = super().shape(name), name + _SCALE
+            if len(shape) < 2:
+                problems.append(f"{name} {list(shape)}: only matrices are stored in blocks")
+                continue
+            expected = (*shape[:-2], *(-(-size // length) for size, length in zip(shape[-2:], block, strict=True)))
+            faults = self._faults(scale, expected, _SCALE_DTYPES, f"{name} {list(shape)} in blocks of {list(block)}")
+            problems += faults
+            if not faults:
+                self._hidden.add(scale)
+                self._formats[name] = BlockScaled(name, shape, block, self._reader(name), self._reader(scale))
+        return problems
+
+    def _find_groups(self) -> list[str]:
+        """Find the tensors in MXFP4, which keep the names of their blocks; what is wrong with them."""
+        problems = []
+        for name in sorted(name for name in self._file_of if name.endswith(_BLOCKS)):
+            shape, dtype, scales = super().shape(name), super().dtype(name), name.removesuffix(_BLOCKS) + _SCALES
+            faults = []
+            if len(shape) < 3 or shape[-1] != GROUP // 2 or dtype != torch.uint8:
+                faults.append(f"{name} is {dtype} {list(shape)}; torch.uint8 [..., rows, groups, {GROUP // 2}] is needed")
+            faults += self._faults(scales, shape[:-1], (torch.uint8,), f"{name} {list(shape)}")
+            problems += faults
+            if not faults:
+                self._hidden.add(scales)
+                self._formats[name] = Microscaled(name, shape[:-1], self._reader(name), self._reader(scales))
+        return problems
+
+    def _faults(self, scale: str, expected: tuple[int, ...], dtypes: tuple[torch.dtype, ...], owner: str) -> list[str]:
+        if scale not in self._file_of:
+            return [f"missing: {scale} {list(expected)}, the scales of {owner}"]
+        shape, dtype = super().shape(scale), super().dtype(scale)
+        if shape != expected:
+            return [f"shape: {scale} is {list(shape)}, {owner} asks for {list(expected)}"]
+        if dtype not in dtypes:
+            return [f"dtype: {scale} is {dtype}; {' or '.join(map(str, dtypes))} is needed"]
+        return []
+
+    def _reader(self, name: str) -> functools.partial[Tensor]:
+        return functools.partial(self._read_stored, name)
+
+    def _read_stored(self, name: str, box: Box) -> Tensor:
+        return self._file(name).read(name, box)
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as it is of the dequantised model."""
+    return {key: value for key, value in config.items() if key != KEY}
+
+
+def drop_quantization(directory: Path) -> None:
+    """Let the ``config.json`` of a directory be that of the dequantised model."""
+    config = without_quantization(read_config(directory))
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _method_of(config: Any) -> str:
+    """The method that a ``quantization_config`` names.
+
+    Raises:
+        ConversionError: it is not known, or it says more than is understood here.
+    """
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if method not in (FP8, MXFP4):
+        raise ConversionError(
+            f"{KEY} = {config!r}: only quant_method {FP8!r} (with weight_block_size) and {MXFP4!r} are known",
+            "dequantise the model with the library that wrote it",
+        )
+    problems = [] if config.get("activation_scheme", "dynamic") == "dynamic" else [f"activation_scheme = {config['activation_scheme']!r}"]
+    for key in sorted(set(config) - _INERT - ({"weight_block_size"} if method == FP8 else set())):
+        value = config[key]
+        if value is not None and value is not False and value not in ([], {}, ""):
+            problems.append(f"{key} = {value!r}")
+    if problems:
+        raise ConversionError(f"{KEY} says what is not understood", "dequantise the model with the library that wrote it", problems)
+    return str(method)
+
+
+def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    block = config.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise ConversionError(
+            f"{KEY}.weight_block_size = {block!r}: two positive whole numbers are needed, as [128, 128]",
+            "dequantise the model with the library that wrote it",
+        )
+    return block[0], block[1]

@@ -1,0 +1,221 @@
+"""Runs pieces of a conversion in threads, within a bound on memory, saying how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from converters.errors import ConversionError
+
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of a tensor that are handled at a time. Fixed: files must not depend on the memory or the workers that were there."""
+READ_BYTES = CHUNK_BYTES // 2
+"""Bytes of a tensor that are read at a time, in the dtype that it is stored in, which may be wider than the one that is written."""
+BYTES_A_WORKER = 5 * CHUNK_BYTES
+"""What a worker may hold: a chunk as it is written, what serialising it takes, and what is read for it, in several dtypes and, where an
+adapter is merged, in float32."""
+_SECONDS_BETWEEN_LINES = 10.0
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a conversion is to be done; what it makes does not depend on it.
+
+    Attributes:
+        workers: threads.
+        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound. A program that calls this
+            as a library keeps it if it has called ``give_memory_back``.
+        overwrite: replace an existing checkpoint of the kind that is made.
+        progress: where to say how far it is; None says nothing.
+    """
+
+    workers: int = 2
+    max_memory: int | None = None
+    overwrite: bool = False
+    progress: TextIO | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of work: its size in bytes, for the progress, and what does it."""
+
+    size: int
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion did.
+
+    Attributes:
+        target: the directory that was made.
+        tensors: how many were written.
+        size: their bytes.
+        resumed: bytes of them that an earlier run had written.
+        workers: threads that worked.
+        peak_memory: largest resident memory, bytes.
+        notes: of the manifest.
+    """
+
+    target: Path
+    tensors: int
+    size: int
+    resumed: int
+    workers: int
+    peak_memory: int
+    notes: dict[str, Any]
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, bytes."""
+    # getrusage would also count what the process was before it became this program
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+
+
+def resident_memory() -> int:
+    """Resident memory of this process, bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_memory_back() -> None:
+    """Let the C library give every larger block of memory back to the system as soon as it is free, for the rest of the process.
+
+    Otherwise glibc learns from the first chunks to keep blocks of their size, and a process holds up to twice what it uses. Elsewhere
+    nothing is done.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+
+
+def workers_within(wanted: int, max_memory: int | None) -> int:
+    """How many workers fit into ``max_memory`` bytes, at most ``wanted``.
+
+    Raises:
+        ConversionError: not one fits.
+    """
+    if wanted < 1:
+        raise ConversionError(f"workers = {wanted}: at least one is needed", "pass --workers 1 or more")
+    if max_memory is None:
+        return wanted
+    fit = (max_memory - resident_memory()) // BYTES_A_WORKER
+    if fit < 1:
+        least = resident_memory() + BYTES_A_WORKER
+        raise ConversionError(f"max-memory = {max_memory / 2**20:.0f} MiB: {least / 2**20:.0f} MiB are needed", "raise --max-memory")
+    return min(wanted, int(fit))
+
+
+def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> None:
+    """Run all pieces. The first that fails stops those that have not begun.
+
+    Raises:
+        ConversionError: of a piece, or in place of an error of the file system.
+    """
+    stop = threading.Event()
+
+    def one(piece: Piece) -> None:
+        if stop.is_set():
+            return
+        try:
+            piece.run()
+        except BaseException:
+            stop.set()
+            raise
+        progress.add(piece.size)
+
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        futures = [pool.submit(one, piece) for piece in pieces]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            stop.set()
+            raise
+    for future in futures:
+        error = future.exception()
+        if isinstance(error, OSError):
+            raise ConversionError(f"writing failed ({error})", "free space or choose another disk") from error
+        if error is not None:
+            raise error
+
+
+def say_why_anew(changed: Sequence[str], progress: Progress) -> dict[str, list[str]]:
+    """Say why an earlier run's unfinished work is not taken up; also as a note of the outcome. Nothing where nothing has changed."""
+    if not changed:
+        return {}
+    progress.say(f"an unfinished run is not taken up, since these have changed: {', '.join(changed)}")
+    return {"started_anew_because_of": list(changed)}
+
+
+class Progress:
+    """Bytes done of all, with the time that is left: one line rewritten on a terminal, a line now and then elsewhere.
+
+    Args:
+        total: bytes of all work.
+        label: what is being done.
+        stream: where to write; None writes nothing.
+    """
+
+    def __init__(self, total: int, label: str, stream: TextIO | None = sys.stderr) -> None:
+        self._total, self._label, self._stream = max(total, 1), label, stream
+        self._done = self._skipped = 0
+        self._begun = self._shown = time.monotonic()
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """Write a line of its own."""
+        if self._stream is not None:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+
+    def skip(self, size: int) -> None:
+        """Count bytes that an earlier run did."""
+        self._done += size
+        self._skipped += size
+
+    def add(self, size: int) -> None:
+        """Count finished bytes."""
+        with self._lock:
+            self._done += size
+            now = time.monotonic()
+            terminal = self._stream is not None and self._stream.isatty()
+            if now - self._shown > (0.2 if terminal else _SECONDS_BETWEEN_LINES):
+                self._shown = now
+                self._write(now, terminal)
+
+    def finish(self) -> None:
+        """End the line."""
+        if self._stream is not None and self._stream.isatty():
+            self._write(time.monotonic(), True)
+            self._stream.write("\n")
+
+    def _write(self, now: float, terminal: bool) -> None:
+        if self._stream is None:
+            return
+        rate = (self._done - self._skipped) / max(now - self._begun, 1e-9)
+        left = (self._total - self._done) / rate if rate > 0 else 0.0
+        line = f"{self._label}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {_clock(left)} left"
+        self._stream.write(f"\r{line:<78}" if terminal else f"{line}\n")
+        self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def row_ranges(rows: int, row_bytes: int, most: int | None = None) -> Iterable[tuple[int, int]]:
+    """Ranges of rows of at most ``most`` bytes each (None for those of a chunk); one row at least."""
+    step = max(1, (CHUNK_BYTES if most is None else most) // max(row_bytes, 1))
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))

@@ -1,0 +1,172 @@
+"""Writes a Hugging Face checkpoint directory from a stream of tensors: whole or not at all, holding at most one shard in memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from converters.checkpoint.staging import check_target, flush_to_disk, put_in_place
+from converters.errors import ConversionError
+from converters.families import FAMILIES
+
+_DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+class Saveable(Protocol):
+    """A tokenizer or processor of transformers."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> object:
+        """Write its files into a directory."""
+        ...
+
+
+def write_hf(
+    stream: Iterable[tuple[str, Tensor]],
+    out_dir: str | Path,
+    hf_config: Any,
+    tokenizer: Saveable | None = None,
+    generation_config: Any = None,
+    *,
+    max_shard_bytes: float = _DEFAULT_SHARD_BYTES,
+    expected_names: Collection[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write ``out_dir`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
+
+    Everything goes into a sibling directory first, is flushed to disk, and is then renamed. Until that rename ``out_dir`` is untouched;
+    on any error the sibling is removed.
+
+    Args:
+        stream: names and tensors; consumed one by one and copied, so that the producer may reuse its buffers.
+        out_dir: directory to create. Its parents are created if necessary.
+        hf_config: transformers config of the model. Its copy records the dtype that most bytes have, and the model class.
+        tokenizer: its files are written too.
+        generation_config: transformers generation config; written as it is, without judging its values.
+        max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file of its own.
+        expected_names: the names that have to come, each once; None leaves completeness unchecked.
+        overwrite: replace an existing checkpoint directory.
+
+    Returns:
+        ``out_dir`` as a path.
+
+    Raises:
+        ConversionError: the target exists, a name comes twice, or the names are not the expected ones.
+    """
+    target = Path(out_dir).expanduser().absolute()
+    check_target(target, overwrite, lambda directory: (directory / "config.json").is_file())
+    if max_shard_bytes <= 0:
+        raise ConversionError(f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
+    partial.mkdir()
+    try:
+        shards = _ShardWriter(partial, max_shard_bytes)
+        for name, tensor in stream:
+            shards.add(name, tensor)
+        _check_names(shards.names, expected_names)
+        shards.finish()
+        _write_config(partial, hf_config, shards.main_dtype())
+        if generation_config is not None:
+            generation_config.to_json_file(partial / "generation_config.json")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        flush_to_disk(partial)
+        put_in_place(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+class _ShardWriter:
+    """Collects tensors up to the size of a shard, and writes shard after shard."""
+
+    def __init__(self, directory: Path, max_shard_bytes: float) -> None:
+        self._directory = directory
+        self._max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shard_of: dict[str, int] = {}
+        self._shard_count = 0
+        self._total_bytes = 0
+        self._bytes_of_dtype: Counter[torch.dtype] = Counter()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names seen so far."""
+        return self._shard_of.keys()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a copy of a tensor; write the shard before it if that is full."""
+        if name in self._shard_of:
+            raise ConversionError(f"tensor {name!r} comes twice in the stream", "let every parameter be emitted by one rank only")
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._max_shard_bytes:
+            self._write_shard()
+        self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._shard_of[name] = self._shard_count
+        self._pending_bytes += size
+        self._total_bytes += size
+        self._bytes_of_dtype[tensor.dtype] += size
+
+    def finish(self) -> None:
+        """Write the last shard, give the files their final names, and write the index if there are several."""
+        if not self._shard_of:
+            raise ConversionError("the stream of tensors is empty", "pass the parameters of the model")
+        self._write_shard()
+        if self._shard_count == 1:
+            os.rename(self._part_path(0), self._directory / "model.safetensors")
+            return
+        names = [f"model-{number:05d}-of-{self._shard_count:05d}.safetensors" for number in range(1, self._shard_count + 1)]
+        for number, name in enumerate(names):
+            os.rename(self._part_path(number), self._directory / name)
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": {name: names[number] for name, number in sorted(self._shard_of.items())},
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that most bytes have; of a tie, the one seen first."""
+        return max(self._bytes_of_dtype, key=lambda dtype: self._bytes_of_dtype[dtype])
+
+    def _write_shard(self) -> None:
+        save_file(self._pending, self._part_path(self._shard_count), metadata={"format": "pt"})
+        self._shard_count += 1
+        self._pending = {}
+        self._pending_bytes = 0
+
+    def _part_path(self, number: int) -> Path:
+        return self._directory / f"part-{number}.safetensors"
+
+
+def _check_names(names: Collection[str], expected: Collection[str] | None) -> None:
+    if expected is None:
+        return
+    seen, wanted = set(names), set(expected)
+    problems = [f"missing: {name}" for name in sorted(wanted - seen)] + [f"unknown: {name}" for name in sorted(seen - wanted)]
+    if problems:
+        raise ConversionError(
+            "the stream of tensors is not the whole model", "emit every parameter of every pipeline stage exactly once", problems
+        )
+
+
+def _write_config(directory: Path, hf_config: Any, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(hf_config)
+    config.dtype = dtype
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if not getattr(config, "architectures", None) and family is not None:
+        config.architectures = [family.architecture_class]
+    config.save_pretrained(directory)

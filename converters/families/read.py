@@ -1,0 +1,261 @@
+"""Reads a Hugging Face config into an ``Architecture``, as its family says, and refuses what cannot be carried over to Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from converters.checkpoint.files import check_depth
+from converters.errors import ConversionError
+from converters.families import family_of
+from converters.families.base import Family
+from converters.model_config.architecture import Architecture
+from converters.model_config.heads import read_head
+from converters.model_config.inert_keys import INERT_KEYS
+from converters.model_config.prediction_layers import read_prediction_layers
+from converters.model_config.rope import read_rope, rotated_fraction
+
+_DTYPES = frozenset({"auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "double", "float", "half"})
+_INTERNALS = frozenset({"attribute_map", "sub_configs"})
+
+
+def check_raw(options: Mapping[str, Any], config_class: type) -> None:
+    """Refuse what transformers' config class takes without a look and fails at later: keys in the place of its methods, too.
+
+    Args:
+        options: keys and values of the file.
+        config_class: that they are for.
+
+    Raises:
+        ConversionError: with every key that is no setting, and every value of the wrong kind.
+    """
+    internal = sorted(str(key) for key in options if key in _INTERNALS or callable(getattr(config_class, str(key), None)))
+    problems = [f"{key}: no setting, but a part of transformers' {config_class.__name__}" for key in internal]
+    problems += dtype_problems(options)
+    quantization = options.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, Mapping):
+        problems.append(f"quantization_config = {quantization!r}: an object is needed")
+    if problems:
+        raise ConversionError(f"config.json is not a valid {config_class.__name__}", "correct config.json", problems)
+
+
+def dtype_problems(config: Mapping[str, Any]) -> list[str]:
+    """Problems with the dtype that the weights are said to have; loading a model that says another word fails."""
+    said = {key: config.get(key) for key in ("dtype", "torch_dtype")}
+    return [
+        f"{key} = {value!r}: the name of a dtype is needed, such as bfloat16"
+        for key, value in said.items()
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES
+    ]
+
+
+_DIMENSIONS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position": "max_position_embeddings",
+}
+# more than any model has; what a checkpoint can hold is asked in converters/check.py
+_LARGEST = {"num_layers": 2**16}
+_LARGEST_DIMENSION = 2**31 - 1
+# how a value of a kind that nobody expects can end, here and in the families; transformers has its own checks
+_ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+_ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
+_CONSUMED_KEYS = (
+    frozenset(_DIMENSIONS.values())
+    | _ROPE_KEYS
+    | {"model_type", "architectures", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "initializer_range", "attention_dropout"}
+)
+
+
+def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
+    """The architecture of a model.
+
+    Every key of the config is either read, known to change nothing, or refused: a key that silently changed the forward pass would make
+    the trained model another one than the config describes.
+
+    Args:
+        hf_config: a transformers config, or the parsed ``config.json`` as a mapping.
+        ignore_config_keys: further keys that the caller knows to be harmless.
+
+    Raises:
+        ConversionError: with every reason why the model cannot be carried over.
+    """
+    if isinstance(hf_config, Mapping):
+        check_depth(hf_config, "config.json")
+    try:
+        return _read(with_defaults(hf_config), frozenset(ignore_config_keys))
+    except ConversionError:
+        raise
+    except _ODD_VALUE as error:
+        raise ConversionError(
+            f"config.json has a value of the wrong kind ({type(error).__name__}: {error})", "correct config.json"
+        ) from error
+
+
+def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
+    family = family_of(config.get("model_type"), config.get("architectures"))
+    problems = _refused_keys(config, family, ignored)
+    head = read_head(config, family.architecture_class, problems)
+    dimensions = _dimensions(config, problems)
+    rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly)
+    features = family.read_features(config)
+    gate_limit = family.read_gate_limit(config, problems)
+    window, window_layers = _sliding_window(config, family, problems), None
+    if family.has_layer_windows:
+        window, window_layers = _layer_windows(config, window, dimensions["num_layers"], problems)
+    architecture = Architecture(
+        family=family.model_type,
+        **dimensions,
+        tied_embeddings=head is None and bool(config.get("tie_word_embeddings")),
+        qkv_bias=features.qkv_bias,
+        attention_output_bias=features.attention_output_bias,
+        mlp_bias=features.mlp_bias,
+        qk_norm=features.qk_norm,
+        norm_epsilon=_positive(config, "rms_norm_eps", problems),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        activation=str(config.get("hidden_act")) if gate_limit is None else "clamped_swiglu",
+        initializer_range=_positive(config, "initializer_range", problems),
+        sliding_window=window,
+        mixture=family.read_mixture(config, dimensions["num_layers"], problems),
+        rotary_fraction=rotated_fraction(config, dimensions["head_dim"], problems) if family.rotates_partly else 1.0,
+        window_layers=window_layers,
+        sinks=features.sinks,
+        gate_limit=gate_limit,
+        latent_attention=family.read_latent_attention(config, problems),
+        prediction_layers=read_prediction_layers(config, problems) if family.may_predict_further else 0,
+        head=head,
+    )
+    if problems:
+        raise ConversionError(
+            f"this {family.model_type} config cannot be carried over to Megatron-Core",
+            "take the keys out of config.json if the model does not depend on them, or use a backend that runs the transformers model",
+            problems,
+        )
+    return architecture
+
+
+def with_defaults(hf_config: Any) -> dict[str, Any]:
+    """A config as a flat dict, with the defaults of its class in transformers filled in.
+
+    Args:
+        hf_config: as for ``read_architecture``.
+
+    Raises:
+        ConversionError: it is of no known family, or not valid.
+    """
+    family: Family | None = None
+    if isinstance(hf_config, Mapping):
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        family = family_of(hf_config.get("model_type"), hf_config.get("architectures"))
+        options = {key: value for key, value in hf_config.items() if key != "model_type"}
+        like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
+        if like is None:
+            return dict(hf_config)
+        check_raw(options, CONFIG_MAPPING[like])
+        try:
+            hf_config = AutoConfig.for_model(like, **options)
+            hf_config.to_dict()
+        # and fails in whatever way its code does on a value that it does not expect
+        except (*_ODD_VALUE, StrictDataclassError) as error:
+            raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
+    elif not hasattr(hf_config, "to_dict"):
+        raise ConversionError(f"{type(hf_config).__name__} is not a model config", "pass a transformers config or a parsed config.json")
+    config = dict(hf_config.to_dict())
+    # Attributes that exist only on the class (head_dim set after construction, older rope keys) are not in to_dict of every version.
+    for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
+        if config.get(key) is None and getattr(hf_config, key, None) is not None:
+            config[key] = getattr(hf_config, key)
+    return config | ({} if family is None else {"model_type": family.model_type})
+
+
+def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
+    """Problems with keys whose values are fixed, and with keys that nobody reads."""
+    problems = dtype_problems(config)
+    if config.get("hidden_act") != "silu":
+        problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
+    if config.get("attention_dropout"):
+        problems.append(f"attention_dropout = {config['attention_dropout']!r}: only 0 is supported")
+    windows = [kind for kind in config.get("layer_types") or () if kind != "full_attention"] if "layer_types" in family.config_keys else []
+    if windows and not family.has_layer_windows:
+        problems.append(f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported (use_sliding_window)")
+    known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored
+    if config.get("quantization_config"):
+        problems.append("quantization_config: the weights are quantised; megarl convert import dequantises them")
+    for key in sorted(set(config) - known - {"quantization_config"}):
+        if not _is_off(config[key]):
+            problems.append(f"{key} = {config[key]!r}: unknown key, which may change the forward pass")
+    return problems
+
+
+def _is_off(value: object) -> bool:
+    """None, False and empty values switch a feature off; zero may mean anything."""
+    return value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
+    """All sizes, checked against each other."""
+    filled = dict(config)
+    if filled.get("num_key_value_heads") is None:
+        filled["num_key_value_heads"] = filled.get("num_attention_heads")
+    heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
+    if filled.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        if hidden % heads:
+            problems.append(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim")
+        filled["head_dim"] = hidden // heads
+    dimensions: dict[str, int] = {}
+    for name, key in _DIMENSIONS.items():
+        value, largest = filled.get(key), _LARGEST.get(name, _LARGEST_DIMENSION)
+        dimensions[name] = 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(f"{key} = {value!r}: a positive whole number is needed")
+        elif value > largest:
+            problems.append(f"{key} = {value}: at most {largest} is supported")
+        else:
+            dimensions[name] = value
+    if dimensions["num_attention_heads"] % dimensions["num_key_value_heads"]:
+        problems.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {dimensions['num_key_value_heads']}")
+    if dimensions["head_dim"] % 2:
+        problems.append(f"head_dim = {dimensions['head_dim']}: rotary embedding needs an even number")
+    return dimensions
+
+
+def _sliding_window(config: Mapping[str, Any], family: Family, problems: list[str]) -> int | None:
+    """The window of a family that has one window for all layers, tokens."""
+    window = config.get("sliding_window")
+    if not (family.has_uniform_window or family.has_layer_windows) or window is None:
+        return None
+    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
+        return window
+    problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")
+    return None
+
+
+def _layer_windows(
+    config: Mapping[str, Any], window: int | None, num_layers: int, problems: list[str]
+) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window, and which layers have it, of a family whose layers differ; both None where none has it."""
+    kinds = list(config.get("layer_types") or ())
+    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        problems.append(f"layer_types = {kinds!r}: sliding_attention or full_attention is needed for each of the {num_layers} layers")
+        return None, None
+    sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    if any(sliding) and window is None:
+        problems.append("sliding_window = None: layer_types has layers of 'sliding_attention', which need one")
+    return (window, sliding) if any(sliding) else (None, None)
+
+
+def _positive(config: Mapping[str, Any], key: str, problems: list[str]) -> float:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        problems.append(f"{key} = {value!r}: a positive number is needed")
+        return math.nan
+    return float(value)

@@ -1,0 +1,86 @@
+"""Says of an expected shape which keys of ``config.json`` it follows from, for messages about shapes that are others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from converters.families import FAMILIES
+from converters.mapping.rule import Rule
+from converters.model_config.architecture import Architecture
+
+_HEADS, _GROUPS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+_QUERIES = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
+# for the last part of a module's name: what its rows and its columns may be, the likeliest first
+_MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "embed_tokens": (("vocab_size",), ("hidden_size",)),
+    "lm_head": (("vocab_size",), ("hidden_size",)),
+    "score": (("num_labels",), ("hidden_size",)),
+    "q_proj": ((_HEADS, _QUERIES), ("hidden_size",)),
+    "k_proj": ((_GROUPS,), ("hidden_size",)),
+    "v_proj": ((_GROUPS,), ("hidden_size",)),
+    "o_proj": (("hidden_size",), (_HEADS, "num_attention_heads * v_head_dim")),
+    "q_a_proj": (("q_lora_rank",), ("hidden_size",)),
+    "q_b_proj": ((_QUERIES,), ("q_lora_rank",)),
+    "kv_a_proj_with_mqa": (("kv_lora_rank + qk_rope_head_dim",), ("hidden_size",)),
+    "kv_b_proj": (("num_attention_heads * (qk_nope_head_dim + v_head_dim)",), ("kv_lora_rank",)),
+    "eh_proj": (("hidden_size",), ("2 * hidden_size",)),
+    "q_norm": (("head_dim",), ()),
+    "k_norm": (("head_dim",), ()),
+    "sinks": (("num_attention_heads",), ()),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def formula_of(name: str, shape: Sequence[int], architecture: Architecture) -> str:
+    """``[num_key_value_heads * head_dim, hidden_size]`` of the shape that a Hugging Face tensor should have; numbers where nothing fits."""
+    return f"[{', '.join(_expressions(name, shape, architecture))}]"
+
+
+def formula_of_parameter(rule: Rule, architecture: Architecture) -> str:
+    """The same of a whole parameter of Megatron-Core, whose rows are those of its tensors together."""
+    parts = [_expressions(part.name, part.shape, architecture) for part in rule.parts]
+    return f"[{', '.join([' + '.join(part[0] for part in parts), *parts[0][1:]])}]"
+
+
+def _expressions(name: str, shape: Sequence[int], architecture: Architecture) -> list[str]:
+    values = _values(name, architecture)
+    module = next((part for part in reversed(name.split(".")) if part in _MODULES), None)
+    hints = _MODULES[module] if module is not None and len(shape) <= len(_MODULES[module]) else ()
+    said = []
+    for axis, size in enumerate(shape):
+        likely = [*(hints[axis] if axis < len(hints) else ()), *values]
+        said.append(next((expression for expression in likely if values.get(expression) == size), str(size)))
+    return said
+
+
+def _values(name: str, architecture: Architecture) -> dict[str, int]:
+    """What the expressions come to, those first that a tensor of this name may be made of."""
+    mixture, latent, head = architecture.mixture, architecture.latent_attention, architecture.head
+    values: dict[str, int] = {}
+    if mixture is not None:
+        keys = FAMILIES[architecture.family].config_keys
+        experts = next((key for key in _EXPERTS if key in keys), _EXPERTS[0])
+        width = "moe_intermediate_size" if "moe_intermediate_size" in keys else "intermediate_size"
+        if "shared_expert" in name:
+            counted = "shared_expert_intermediate_size"
+            values[counted if counted in keys else f"n_shared_experts * {width}"] = mixture.shared_ffn_hidden_size
+        elif re.search(r"\.experts(\.|$)", name):
+            values |= {width: mixture.ffn_hidden_size, f"2 * {width}": 2 * mixture.ffn_hidden_size}
+        values[experts] = mixture.num_experts
+    values |= {"hidden_size": architecture.hidden_size, "intermediate_size": architecture.ffn_hidden_size}
+    values |= {"vocab_size": architecture.vocab_size, "2 * hidden_size": 2 * architecture.hidden_size}
+    heads = architecture.num_attention_heads
+    values |= {"num_attention_heads": heads, "head_dim": architecture.head_dim}
+    if latent is None:
+        values |= {_HEADS: heads * architecture.head_dim, _GROUPS: architecture.num_key_value_heads * architecture.head_dim}
+    else:
+        values |= {
+            "kv_lora_rank": latent.kv_lora_rank,
+            "kv_lora_rank + qk_rope_head_dim": latent.kv_lora_rank + latent.qk_rope_head_dim,
+            _QUERIES: heads * latent.qk_head_dim,
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+            "num_attention_heads * v_head_dim": heads * latent.v_head_dim,
+        }
+        values |= {} if latent.q_lora_rank is None else {"q_lora_rank": latent.q_lora_rank}
+    return values if head is None else {**values, "num_labels": head.labels}

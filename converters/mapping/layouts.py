@@ -1,0 +1,159 @@
+"""Where every row of a tensor-parallel shard comes from: pure arithmetic, used for reading and for writing alike.
+
+A shard is described as a list of spans, each a run of rows (or columns) of one full Hugging Face tensor, in the order in which they lie in
+the shard. Reading copies the spans into the shard; writing copies them out of it. One description for both directions makes them inverse by
+construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from converters.errors import ConversionError
+from converters.mapping.rule import Kind, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Indices ``start`` to ``stop`` along the cut axis of part number ``part`` of the rule."""
+
+    part: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of indices."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One rank's shard.
+
+    Attributes:
+        shape: of the shard, padding included.
+        axis: along which the spans lie one behind the other.
+        spans: from the first index on; what they leave at the end is padding.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    spans: tuple[Span, ...]
+
+    @property
+    def padding(self) -> int:
+        """Indices at the end of the axis that come from no tensor."""
+        return self.shape[self.axis] - sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows ``start`` to ``stop`` of part number ``part`` of a rule, which lie from row ``position`` on in the whole parameter."""
+
+    part: int
+    start: int
+    stop: int
+    position: int
+
+
+@lru_cache(maxsize=4096)
+def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Run, ...]:
+    """Where every row of the whole parameter, not cut over any ranks, comes from, in the order of its rows.
+
+    Args:
+        rule: of the parameter.
+        head_dim: width of one attention head; used by ``Kind.QKV`` alone.
+        padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the end is padding.
+    """
+    if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
+        return (Run(0, 0, rule.parts[0].shape[0], 0),)
+    runs, position = [], 0
+    for span in shard_layout(rule, head_dim, 0, 1, padded_vocab).spans:
+        runs.append(Run(span.part, span.start, span.stop, position))
+        position += span.length
+    return tuple(runs)
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int, divisible_by: int = 1) -> int:
+    """Smallest multiple of ``divisible_by * tp_size`` that holds the vocabulary (the rule of Megatron-LM, which takes 128)."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_vocab: int) -> ShardLayout:
+    """The shard of one tensor-parallel rank.
+
+    Args:
+        rule: of the parameter.
+        head_dim: width of one attention head; used by ``Kind.QKV`` alone.
+        tp_rank: 0 to tp_size - 1.
+        tp_size: tensor-parallel size.
+        padded_vocab: rows of the padded embedding over all ranks; used by ``Kind.VOCAB`` alone.
+
+    Raises:
+        ConversionError: the parameter cannot be cut into that many equal parts.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise ConversionError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist", "give a rank from 0 to size - 1")
+    first = rule.parts[0].shape
+    if rule.kind is Kind.REPLICATED:
+        return ShardLayout(first, 0, (Span(0, 0, first[0]),))
+    if rule.kind is Kind.ROW:
+        start, stop = _cut(rule, first[1], tp_rank, tp_size)
+        return ShardLayout((first[0], stop - start), 1, (Span(0, start, stop),))
+    if rule.kind is Kind.VOCAB:
+        return _vocab_layout(rule, tp_rank, tp_size, padded_vocab)
+    if rule.kind is Kind.QKV:
+        rows = sum(part.shape[0] for part in rule.parts)
+        start, stop = _cut(rule, rows, tp_rank, tp_size)
+        spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))
+        return ShardLayout((stop - start, *first[1:]), 0, spans)
+    spans = tuple(Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size)) for index, part in enumerate(rule.parts))
+    return ShardLayout((sum(span.length for span in spans), *first[1:]), 0, spans)
+
+
+def _cut(rule: Rule, length: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Start and stop of one of ``tp_size`` equal parts of ``length``."""
+    if length % tp_size:
+        raise ConversionError(
+            f"{rule.megatron_name}: {length} rows or columns cannot be cut into {tp_size} equal parts",
+            f"choose a tensor-parallel size that divides {length}",
+        )
+    share = length // tp_size
+    return tp_rank * share, (tp_rank + 1) * share
+
+
+def _vocab_layout(rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> ShardLayout:
+    vocab, *rest = rule.parts[0].shape
+    if padded_vocab < vocab:
+        raise ConversionError(
+            f"{rule.megatron_name}: padded vocabulary {padded_vocab} is smaller than the vocabulary {vocab}",
+            f"pad to {padded_vocab_size(vocab, tp_size)} or more",
+        )
+    start, stop = _cut(rule, padded_vocab, tp_rank, tp_size)
+    spans = (Span(0, start, min(stop, vocab)),) if start < vocab else ()
+    return ShardLayout((stop - start, *rest), 0, spans)
+
+
+def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
+    """The full fused tensor: for each key-value group its query heads, its key head, its value head."""
+    query, key, _ = (part.shape[0] for part in rule.parts)
+    groups = key // head_dim
+    per_group = query // groups
+    for group in range(groups):
+        yield Span(0, group * per_group, (group + 1) * per_group)
+        yield Span(1, group * head_dim, (group + 1) * head_dim)
+        yield Span(2, group * head_dim, (group + 1) * head_dim)
+
+
+def _clip(spans: Iterator[Span], start: int, stop: int) -> Iterator[Span]:
+    """The part of a run of spans that lies between the positions ``start`` and ``stop``. A cut may go through a head."""
+    position = 0
+    for span in spans:
+        low, high = max(start, position), min(stop, position + span.length)
+        if low < high:
+            yield Span(span.part, span.start + low - position, span.start + high - position)
+        position += span.length

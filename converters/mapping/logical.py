@@ -1,0 +1,162 @@
+"""One view of a model for both formats: its Hugging Face tensors, readable by rows, wherever and in whatever form they are stored.
+
+Converting, verifying and comparing go through this view, so that each of them is written once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from converters.checkpoint.safetensors_file import Box, whole
+from converters.checkpoint.source import HuggingFaceSource
+from converters.errors import ConversionError
+from converters.mapping.formulas import formula_of_parameter
+from converters.mapping.layouts import runs_of
+from converters.mapping.places import locate, read_part
+from converters.mapping.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.mapping.rules import all_rules
+from converters.model_config.architecture import Architecture
+from converters.torch_dist.keys import StoredPlace, stored_place
+from converters.torch_dist.reader import StoredTensors
+
+
+class LogicalModel(Protocol):
+    """A stored model.
+
+    Attributes:
+        architecture: which tensors it has, in which shapes.
+    """
+
+    architecture: Architecture
+
+    def holds(self, tensor: HuggingFaceTensor) -> bool:
+        """Whether all of a tensor is there; from headers and index alone."""
+        ...
+
+    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+        """The dtype a tensor is stored in."""
+        ...
+
+    def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor of the stored dtype."""
+        ...
+
+
+class HuggingFaceModel:
+    """A Hugging Face checkpoint."""
+
+    def __init__(self, source: HuggingFaceSource, architecture: Architecture) -> None:
+        self.source = source
+        self.architecture = architecture
+        self._places: dict[str, Place] = {}
+
+    def holds(self, tensor: HuggingFaceTensor) -> bool:
+        """See ``LogicalModel``."""
+        return any(place.name in self.source for place in tensor.places)
+
+    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+        """See ``LogicalModel``."""
+        return self.source.dtype(self._place(tensor).name)
+
+    def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+        """See ``LogicalModel``."""
+        return read_part(tensor, self._place(tensor), self.source, (slice(start, stop),))
+
+    def _place(self, tensor: HuggingFaceTensor) -> Place:
+        if tensor.name not in self._places:
+            self._places[tensor.name] = locate(tensor, self.source)
+        return self._places[tensor.name]
+
+
+class MegatronModel:
+    """A ``torch_dist`` checkpoint of Megatron-Core.
+
+    Args:
+        checkpoint: its tensors.
+        architecture: the model.
+        stacked: whether its layers are stacked; by default what its keys say.
+    """
+
+    def __init__(self, checkpoint: StoredTensors, architecture: Architecture, stacked: bool | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.architecture = architecture
+        self.stacked = any(key.startswith("decoder.layers.self_attention.") for key in checkpoint) if stacked is None else stacked
+        self._rules = {part.name: (rule, index) for rule in all_rules(architecture) for index, part in enumerate(rule.parts)}
+
+    def holds(self, tensor: HuggingFaceTensor) -> bool:
+        """See ``LogicalModel``."""
+        return self.has(self._rules[tensor.name][0])
+
+    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+        """See ``LogicalModel``."""
+        return self.checkpoint.dtype(self.place(self._rules[tensor.name][0]).key)
+
+    def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+        """See ``LogicalModel``."""
+        rule, part = self._rules[tensor.name]
+        pieces = []
+        for run in runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)):
+            low, high = max(start, run.start), min(stop, run.stop)
+            if run.part == part and low < high:
+                first = run.position + low - run.start
+                pieces.append(self.read_rows(rule, first, first + high - low))
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty((0, *tensor.shape[1:]), dtype=self.dtype(tensor))
+
+    def read_rows(self, rule: Rule, start: int, stop: int) -> Tensor:
+        """Rows of the whole Megatron-Core parameter, padding included."""
+        shape = self.parameter_shape(rule)
+        return self.checkpoint.read(self.place(rule).key, self._box(rule, start, stop)).reshape(stop - start, *shape[1:])
+
+    def has(self, rule: Rule) -> bool:
+        """Whether all of a parameter is there; from the index alone.
+
+        Raises:
+            ConversionError: the stored tensor does not have the shape that the config asks for.
+        """
+        key = self.place(rule).key
+        return key in self.checkpoint and self.checkpoint.is_saved(key, self._box(rule, 0, self.parameter_shape(rule)[0]))
+
+    def _box(self, rule: Rule, start: int, stop: int) -> Box:
+        place, shape = self.place(rule), self.parameter_shape(rule)
+        return (*((index, index + 1) for index in place.index), (start, stop), *whole(shape[1:]))
+
+    def parameter_shape(self, rule: Rule) -> tuple[int, ...]:
+        """Shape of the whole Megatron-Core parameter, padding included.
+
+        Raises:
+            ConversionError: the stored tensor does not have the shape that the config asks for.
+        """
+        place, expected = self.place(rule), shape_of_parameter(rule)
+        shape = self.checkpoint.shape(place.key)
+        grid, own = shape[: len(place.grid)], shape[len(place.grid) :]
+        fits = own[1:] == expected[1:] and (own[:1] >= expected[:1] if rule.kind is Kind.VOCAB else own == expected)
+        if grid != place.grid or not fits:
+            raise ConversionError(
+                f"{place.key} has shape {list(shape)}, but the config asks for {[*place.grid, *expected]}, the last "
+                f"{len(expected)} of them {formula_of_parameter(rule, self.architecture)}",
+                "use the config that belongs to these weights (--hf-config DIRECTORY)",
+            )
+        return own
+
+    def padded_vocab(self, rule: Rule) -> int:
+        """Rows of the stored embedding, or whatever for other parameters."""
+        return self.parameter_shape(rule)[0] if rule.kind is Kind.VOCAB else 0
+
+    def place(self, rule: Rule) -> StoredPlace:
+        """Where a parameter stands."""
+        return stored_place(rule, self.architecture, stacked=self.stacked)
+
+
+def shape_of_parameter(rule: Rule, padded_vocab: int | None = None) -> tuple[int, ...]:
+    """Shape of the whole Megatron-Core parameter, not cut over any ranks; the vocabulary padded if that is given."""
+    first = rule.parts[0].shape
+    if rule.kind in (Kind.REPLICATED, Kind.ROW):
+        return first
+    if rule.kind is Kind.VOCAB and padded_vocab is not None:
+        return (padded_vocab, *first[1:])
+    return (sum(part.shape[0] for part in rule.parts), *first[1:])

@@ -1,0 +1,108 @@
+"""Looks rules up by Megatron-Core parameter name, and lists all names on both sides."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+
+from converters.errors import ConversionError
+from converters.families import family_of
+from converters.mapping.rule import FUSED_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, sequential_name
+from converters.model_config.architecture import Architecture
+from converters.model_config.heads import head_rules
+from converters.model_config.prediction_layers import prediction_rules, usual_name
+
+_LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer\.)?)(.+)")
+_PORTABLE_NAMES = {fused: norm for norm, fused in FUSED_NORMS.items()}
+
+
+def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
+    """The rule of one Megatron-Core parameter.
+
+    Args:
+        megatron_name: without wrapper prefixes such as ``module.``, with the *global* layer index, for example
+            ``decoder.layers.7.self_attention.linear_qkv.weight``, and the *global* expert index
+            (``shift_expert``). Names of the portable and of the Transformer Engine layer spec are known.
+        architecture: the model.
+
+    Raises:
+        ConversionError: the model has no such parameter.
+    """
+    match = _LAYER.fullmatch(usual_name(megatron_name))
+    if match is None:
+        rules = _model_rules(architecture)
+        rule = rules.get(megatron_name)
+    else:
+        prefix, block, layer, suffix = match.group(1), match.group(2), int(match.group(3)), match.group(4)
+        layers = architecture.num_layers if block == "decoder" else architecture.prediction_layers
+        if layer >= layers:
+            raise ConversionError(
+                f"{megatron_name}: the model has {f'layers 0 to {layers - 1}' if layers else 'no such layers'}",
+                "give the global layer index, counted from 0 over all pipeline stages",
+            )
+        # prediction layers are counted on behind the others
+        layer += 0 if block == "decoder" else architecture.num_layers
+        rules = _layer_rules(architecture, layer)
+        suffix = sequential_name(_PORTABLE_NAMES.get(suffix, suffix))
+        rule = rules.get(f"{prefix}{suffix}")
+        if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
+            _refuse_expert(megatron_name, architecture.mixture.num_experts)
+    if rule is None:
+        near = difflib.get_close_matches(megatron_name, list(rules), n=1)
+        hint = f"the nearest known name is {near[0]}" if near else "strip wrapper prefixes and skip _extra_state entries"
+        raise ConversionError(f"{megatron_name} is no parameter of a {architecture.family} model with these settings", hint)
+    return rule
+
+
+def _refuse_expert(megatron_name: str, num_experts: int) -> None:
+    """Say what is wrong with the name of an expert's parameter, if it is the number."""
+    if expert_index(megatron_name) >= num_experts:
+        raise ConversionError(
+            f"{megatron_name}: a layer has experts 0 to {num_experts - 1}",
+            "give the global expert index, counted from 0 over all expert-parallel ranks",
+        )
+
+
+def all_rules(architecture: Architecture) -> list[Rule]:
+    """Every rule that emits tensors: embedding, layers in order with those that predict further tokens behind the others, final norm,
+    output layer. Tied models have no output layer here."""
+    model = [rule for rule in _model_rules(architecture).values() if rule.emits]
+    count = architecture.num_layers + architecture.prediction_layers
+    layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
+    return [*model[:1], *layers, *model[1:]]
+
+
+def all_megatron_names(architecture: Architecture) -> list[str]:
+    """Every parameter of the whole model, named as in the portable layer spec, without the output layer of a tied model."""
+    return [rule.megatron_name for rule in all_rules(architecture)]
+
+
+def hf_tensors(architecture: Architecture) -> list[HuggingFaceTensor]:
+    """Every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
+    return [part for rule in all_rules(architecture) for part in rule.parts]
+
+
+def hf_names(architecture: Architecture) -> list[str]:
+    """Every tensor name of the Hugging Face checkpoint, each exactly once."""
+    return [tensor.name for tensor in hf_tensors(architecture)]
+
+
+@lru_cache(maxsize=16)
+def _model_rules(architecture: Architecture) -> dict[str, Rule]:
+    rules = head_rules(family_of(architecture.family).model_rules(architecture), architecture)
+    return {rule.megatron_name: rule for rule in rules}
+
+
+@lru_cache(maxsize=1024)
+def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
+    rules = family_of(architecture.family).layer_rules(architecture, layer)
+    if layer >= architecture.num_layers:
+        rules = prediction_rules(architecture, layer - architecture.num_layers, rules)
+    return {rule.megatron_name: rule for rule in rules}
+
+
+def forget_rules() -> None:
+    """Forget what was looked up, after a family was registered anew."""
+    _model_rules.cache_clear()
+    _layer_rules.cache_clear()

@@ -1,0 +1,155 @@
+"""Moves parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype is asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from converters.errors import ConversionError
+from converters.mapping.layouts import ShardLayout, Span, padded_vocab_size, shard_layout
+from converters.mapping.places import TensorSource, locate, read_part, rows_in
+from converters.mapping.rule import Kind, Place, Rule
+from converters.mapping.rules import hf_tensors
+from converters.model_config.architecture import Architecture
+
+
+def load_shard(
+    rule: Rule,
+    source: TensorSource,
+    architecture: Architecture,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    padded_vocab: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """One rank's shard of a parameter, reading only the rows and columns it needs.
+
+    Args:
+        rule: of the parameter.
+        source: where the Hugging Face tensors are.
+        architecture: the model.
+        tp_rank: tensor-parallel rank; of a parameter of an expert (``is_expert``), the expert-tensor-parallel rank.
+        tp_size: size of that group.
+        padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of ``tp_size``. Padding rows are zero.
+        dtype: of the result; by default that of the source.
+
+    Returns:
+        A fresh contiguous CPU tensor.
+
+    Raises:
+        ConversionError: a tensor is missing or has another shape than the architecture says, the cut is impossible, or the parts are stored
+            in different dtypes and no ``dtype`` is given.
+    """
+    places = [locate(part, source) for part in rule.parts]
+    padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
+    layout = shard_layout(rule, architecture.head_dim, tp_rank, tp_size, padded)
+    dtype = dtype or _common_dtype(rule, places, source)
+    if len(layout.spans) == 1 and not layout.padding:
+        return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
+    shard = torch.empty(layout.shape, dtype=dtype)
+    position = 0
+    for span in layout.spans:
+        shard.narrow(layout.axis, position, span.length).copy_(_read_span(rule, places, source, layout.axis, span))
+        position += span.length
+    shard.narrow(layout.axis, position, layout.padding).zero_()
+    return shard
+
+
+def to_hf(
+    rule: Rule, shards: Sequence[Tensor], architecture: Architecture, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of a parameter, from the shards of all ranks; the exact inverse of ``load_shard``.
+
+    Args:
+        rule: of the parameter.
+        shards: one tensor a tensor-parallel rank (an expert-tensor-parallel one, of a parameter of an expert), in rank order, all on one
+            device. Of a replicated parameter only the first is read.
+        architecture: the model.
+        dtype: of the results; by default that of the shards.
+
+    Yields:
+        Name and full tensor, fresh and contiguous, without padding rows. Nothing for a parameter that another rule writes.
+
+    Raises:
+        ConversionError: the shards do not have the shapes that the architecture asks for.
+    """
+    if not rule.emits:
+        return
+    if not shards:
+        raise ConversionError(f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank")
+    padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
+    layouts = [shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))]
+    for rank, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
+        if tuple(shard.shape) != layout.shape or shard.dtype != shards[0].dtype:
+            raise ConversionError(
+                f"{rule.megatron_name}: the shard of rank {rank} is {shard.dtype} {list(shard.shape)}, "
+                f"expected {shards[0].dtype} {list(layout.shape)}",
+                "pass the shards of all tensor-parallel ranks in rank order, and the architecture that the model was built from",
+            )
+    if rule.kind is Kind.REPLICATED:
+        shards, layouts = shards[:1], layouts[:1]
+    tensors = [torch.empty(part.shape, dtype=dtype or shards[0].dtype, device=shards[0].device) for part in rule.parts]
+    for shard, layout in zip(shards, layouts, strict=True):
+        _copy_out(shard.detach(), layout, tensors)
+    for part, tensor in zip(rule.parts, tensors, strict=True):
+        yield part.name, tensor
+
+
+def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> None:
+    """Copy every span of a shard to its place in the full tensors."""
+    position = 0
+    for span in layout.spans:
+        rows = shard.narrow(layout.axis, position, span.length)
+        tensors[span.part].narrow(layout.axis, span.start, span.length).copy_(rows)
+        position += span.length
+
+
+def _read_span(rule: Rule, places: Sequence[Place], source: TensorSource, axis: int, span: Span) -> Tensor:
+    part, place = rule.parts[span.part], places[span.part]
+    if span.length == part.shape[axis]:
+        return read_part(part, place, source)
+    before = tuple(slice(0, size) for size in part.shape[:axis])
+    return read_part(part, place, source, (*before, slice(span.start, span.stop)))
+
+
+def _common_dtype(rule: Rule, places: Sequence[Place], source: TensorSource) -> torch.dtype:
+    dtypes = {place.name: source.dtype(place.name) for place in places}
+    if len(set(dtypes.values())) > 1:
+        raise ConversionError(
+            f"{rule.megatron_name} is made of tensors stored in different dtypes",
+            "pass dtype to choose one",
+            [f"{name}: {dtype}" for name, dtype in dtypes.items()],
+        )
+    return next(iter(dtypes.values()))
+
+
+def join(stream: Iterable[tuple[str, Tensor]], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as a checkpoint has them.
+
+    Args:
+        stream: every tensor of the model once, by the names of the rules; those that are stored together all of one dtype, on one device.
+        architecture: the model.
+
+    Yields:
+        What may be stored by itself as it comes, and a stored tensor once the last tensor in it has come. What has come of stored tensors
+        that are not complete is held.
+    """
+    parts = {part.name: part for part in hf_tensors(architecture) if not part.alone}
+    missing = Counter(part.places[0].name for part in parts.values())
+    begun: dict[str, Tensor] = {}
+    for name, tensor in stream:
+        part = parts.get(name)
+        if part is None:
+            yield name, tensor
+            continue
+        place = part.places[0]
+        if place.name not in begun:
+            begun[place.name] = torch.zeros(place.shape, dtype=tensor.dtype, device=tensor.device)
+        whole = begun[place.name]
+        rows_in(whole if place.index is None else whole[place.index], place).copy_(tensor)
+        missing[place.name] -= 1
+        if not missing[place.name]:
+            yield place.name, begun.pop(place.name)

@@ -1,0 +1,76 @@
+"""What a model has in place of the output layer over its vocabulary: a linear layer that scores, as value and reward models have.
+
+transformers calls it ``score``: without a bias in ``...ForSequenceClassification``, which answers with the last token's scores, and with
+one in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain linear layer into the last pipeline stage in the place, and
+under the name, of the output layer; every tensor-parallel rank has all of it. It is never tied to the embedding, whatever
+``tie_word_embeddings`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+
+if TYPE_CHECKING:
+    from converters.model_config.architecture import Architecture
+
+OUTPUT_LAYER = "output_layer.weight"
+_LANGUAGE_MODEL = "ForCausalLM"
+# whether the linear layer has a bias
+_SCORING = {"ForSequenceClassification": False, "ForTokenClassification": True}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """The linear layer.
+
+    Attributes:
+        labels: scores of a token, at least one.
+        bias: whether it has one.
+    """
+
+    labels: int
+    bias: bool
+
+
+def known_classes(architecture_class: str) -> dict[str, bool | None]:
+    """The model classes of a family that are known, from the class of its language model: whether the score layer has a bias; None for the
+    language model, which has no such layer."""
+    stem = architecture_class.removesuffix(_LANGUAGE_MODEL)
+    scoring = {stem + suffix: bias for suffix, bias in _SCORING.items()} if stem != architecture_class else {}
+    return {architecture_class: None, **scoring}
+
+
+def read_head(config: Mapping[str, object], architecture_class: str, problems: list[str]) -> ScoreHead | None:
+    """The head that a config names under ``architectures``; None for a language model. What is wrong is appended to ``problems``."""
+    classes = config.get("architectures")
+    if not classes:
+        return None
+    known = known_classes(architecture_class)
+    if not isinstance(classes, (list, tuple)) or len(classes) != 1 or not isinstance(classes[0], str) or classes[0] not in known:
+        problems.append(f"architectures = {classes!r}: only {', '.join(known)} are supported")
+        return None
+    bias = known[classes[0]]
+    if bias is None:
+        return None
+    names = config.get("id2label")
+    labels = config.get("num_labels", len(names) if isinstance(names, Mapping) else None)
+    if not isinstance(labels, int) or isinstance(labels, bool) or labels < 1:
+        problems.append(f"num_labels = {labels!r}: a positive whole number is needed")
+        labels = 1
+    return ScoreHead(labels, bias)
+
+
+def head_rules(rules: tuple[Rule, ...], architecture: Architecture) -> tuple[Rule, ...]:
+    """The rules of a model's parameters outside its layers, with the score layer in place of the output layer if it has one."""
+    head = architecture.head
+    if head is None:
+        return rules
+    weight = HuggingFaceTensor("score.weight", (head.labels, architecture.hidden_size))
+    scoring = [Rule(OUTPUT_LAYER, Kind.REPLICATED, (weight,))]
+    if head.bias:
+        scoring.append(Rule("output_layer.bias", Kind.REPLICATED, (HuggingFaceTensor("score.bias", (head.labels,)),)))
+    return (*(rule for rule in rules if rule.megatron_name != OUTPUT_LAYER), *scoring)

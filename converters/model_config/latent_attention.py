@@ -1,0 +1,134 @@
+"""Multi-head latent attention, as in DeepSeek-V2: what its config says, and the rules of its tensors.
+
+Queries (where a config gives them a rank) and, in one small vector a token, keys and values are projected down, normalised, and projected
+up to heads. Of a head's queries and keys a part without positions and a part that is rotated lie one behind the other; the rotated part of
+the keys is shared by all heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+
+if TYPE_CHECKING:
+    from converters.model_config.architecture import Architecture
+
+NORM_EPSILON = 1e-6
+"""Epsilon of the norms between the projections: transformers gives them that of its norm class, whatever ``rms_norm_eps`` says."""
+
+CONFIG_KEYS = frozenset(
+    {
+        "attention_bias",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "v_head_dim",
+    }
+)
+"""Config keys that ``read_latent_attention`` consumes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes of the projections, under the names that the config has for them.
+
+    Attributes:
+        q_lora_rank: width of the queries between their two projections; None where there is one projection only.
+        kv_lora_rank: width of what keys and values are projected up from.
+        qk_nope_head_dim: of a head's query and key, the part without positions, which comes first.
+        qk_rope_head_dim: the part that is rotated, in interleaved pairs of dimensions.
+        v_head_dim: width of a head's value.
+        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for not at all.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    mscale_all_dim: float
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def read_latent_attention(config: Mapping[str, object], problems: list[str]) -> LatentAttention:
+    """The attention that a config describes; what cannot be carried over is appended to ``problems``."""
+    if config.get("attention_bias"):
+        problems.append(f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases")
+    if config.get("rope_interleave", True) is not True:
+        problems.append(
+            f"rope_interleave = {config['rope_interleave']!r}: Megatron-Core's latent attention rotates interleaved dimensions only"
+        )
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if groups is not None and groups != heads:
+        problems.append(f"num_key_value_heads = {groups!r}: latent attention has as many as num_attention_heads = {heads!r}")
+    latent = LatentAttention(
+        q_lora_rank=None if config.get("q_lora_rank") is None else _width(config, "q_lora_rank", problems),
+        kv_lora_rank=_width(config, "kv_lora_rank", problems),
+        qk_nope_head_dim=_width(config, "qk_nope_head_dim", problems),
+        qk_rope_head_dim=_width(config, "qk_rope_head_dim", problems),
+        v_head_dim=_width(config, "v_head_dim", problems),
+        mscale_all_dim=_mscale_all_dim(config, problems),
+    )
+    for key, width in (("head_dim", latent.qk_rope_head_dim), ("qk_head_dim", latent.qk_head_dim)):
+        if config.get(key) not in (None, width):
+            problems.append(f"{key} = {config[key]!r}: with these qk_rope_head_dim and qk_nope_head_dim it has to be {width}")
+    return latent
+
+
+def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+    """Latent attention and the norm before it."""
+    latent, heads, hidden = architecture.latent_attention, architecture.num_attention_heads, architecture.hidden_size
+    assert latent is not None, architecture.family
+    query = (heads * latent.qk_head_dim, hidden)
+    rows: list[tuple[str, Kind, str, tuple[int, ...]]] = [("input_layernorm", Kind.REPLICATED, "input_layernorm", (hidden,))]
+    if latent.q_lora_rank is None:
+        rows.append(("self_attention.linear_q_proj", Kind.COLUMN, "self_attn.q_proj", query))
+    else:
+        rows += [
+            ("self_attention.linear_q_down_proj", Kind.COLUMN, "self_attn.q_a_proj", (latent.q_lora_rank, hidden)),
+            ("self_attention.q_layernorm", Kind.REPLICATED, "self_attn.q_a_layernorm", (latent.q_lora_rank,)),
+            ("self_attention.linear_q_up_proj", Kind.COLUMN, "self_attn.q_b_proj", (query[0], latent.q_lora_rank)),
+        ]
+    down = (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden)
+    up = (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+    rows += [
+        ("self_attention.linear_kv_down_proj", Kind.COLUMN, "self_attn.kv_a_proj_with_mqa", down),
+        ("self_attention.kv_layernorm", Kind.REPLICATED, "self_attn.kv_a_layernorm", (latent.kv_lora_rank,)),
+        ("self_attention.linear_kv_up_proj", Kind.COLUMN, "self_attn.kv_b_proj", up),
+        ("self_attention.linear_proj", Kind.ROW, "self_attn.o_proj", (hidden, heads * latent.v_head_dim)),
+    ]
+    return tuple(
+        Rule(f"decoder.layers.{layer}.{megatron}.weight", kind, (HuggingFaceTensor(f"model.layers.{layer}.{name}.weight", shape),))
+        for megatron, kind, name, shape in rows
+    )
+
+
+def _width(config: Mapping[str, object], key: str, problems: list[str]) -> int:
+    value = config.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    problems.append(f"{key} = {value!r}: a positive whole number is needed")
+    return 1
+
+
+def _mscale_all_dim(config: Mapping[str, object], problems: list[str]) -> float:
+    """From the parameters of the rotary embedding. transformers reads it without ``mscale`` too, and zero as "not given"."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    value = parameters.get("mscale_all_dim") if isinstance(parameters, Mapping) else None
+    if not value:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        problems.append(f"rope parameter mscale_all_dim = {value!r}: a number of at least 0 is needed")
+        return 0.0
+    return float(value)

@@ -1,0 +1,295 @@
+"""Translates an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel, without importing Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import ConversionError
+from converters.model_config.architecture import Architecture
+from converters.model_config.latent_attention import NORM_EPSILON
+from converters.model_config.mixture import MixtureOfExperts, Routing
+from converters.model_config.rope import yarn_attention_factor
+
+if TYPE_CHECKING:
+    from converters.model_config.architecture import Architecture
+
+
+def latent_settings(architecture: Architecture) -> dict[str, Any]:
+    """Keyword arguments of ``MLATransformerConfig`` beyond those of ``TransformerConfig``; nothing for ordinary attention.
+
+    Raises:
+        ConversionError: Megatron-Core has no setting for the rotary scaling.
+    """
+    latent = architecture.latent_attention
+    if latent is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        # Megatron-Core's own attention takes this for the width of a head's output
+        "kv_channels": latent.v_head_dim,
+        # the norms between the projections
+        "qk_layernorm": True,
+        "rotary_base": architecture.rope_theta,
+        "rotary_percent": 1.0,
+        **_latent_rotary(architecture),
+    }
+
+
+def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
+    """Kind and scaling of the rotary embedding. Every field is given: the defaults are those of a scaled model, and the factor goes into
+    the scale of the scores of an unscaled one as well."""
+    scaling, latent = architecture.rope_scaling, architecture.latent_attention
+    assert latent is not None
+    if scaling is None:
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    if scaling["type"] != "yarn":
+        raise ConversionError(
+            f"rope type {scaling['type']!r}: Megatron-Core's latent attention has the plain rotary embedding and yarn", _OTHER_BACKEND
+        )
+    if not scaling["truncate"]:
+        raise ConversionError("yarn truncate = False: Megatron-Core's latent attention always rounds the range", _OTHER_BACKEND)
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling["factor"],
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling["beta_fast"],
+        "beta_slow": scaling["beta_slow"],
+        "mscale": _mscale(scaling, latent.mscale_all_dim),
+        "mscale_all_dim": latent.mscale_all_dim,
+    }
+
+
+def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
+    """The ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor: it divides the scale of ``mscale`` by
+    that of ``mscale_all_dim``, always."""
+    factor, wanted = scaling["factor"], scaling["attention_factor"]
+    logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
+    of_all = mscale_all_dim * logarithm + 1.0
+    if scaling["mscale"] is not None and math.isclose((scaling["mscale"] * logarithm + 1.0) / of_all, wanted, rel_tol=1e-9):
+        return float(scaling["mscale"])
+    if logarithm:
+        return float((wanted * of_all - 1.0) / logarithm)
+    if not math.isclose(wanted, 1.0, rel_tol=1e-6):
+        raise ConversionError(
+            f"yarn attention_factor = {wanted!r}: with the factor {factor!r} Megatron-Core's latent attention has none but 1",
+            _OTHER_BACKEND,
+        )
+    return 1.0
+
+
+# written into Megatron-Core's code: its model takes the factor alone
+_MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_OTHER_BACKEND = "use a backend that runs the transformers model itself"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSettings:
+    """What has to be handed to Megatron-Core.
+
+    Attributes:
+        transformer: keyword arguments of ``TransformerConfig``, with latent attention of ``MLATransformerConfig``. Left to the caller are
+            the activation function, because it is a function (``torch.nn.functional.silu``, and
+            ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` where ``Architecture.activation`` is ``clamped_swiglu``), and all that is
+            a matter of training or of layout: of a mixture of experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
+            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient is 0 unless given.
+        model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
+        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads those of YaRN with
+            ``getattr``, though the class does not declare them; others the class declares, but its constructor refuses the value.
+        llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled ``inv_freq`` of the built model,
+            where the llama3 scaling is not the one that ``GPTModel`` has arguments for; else None.
+        routing: how routers have to choose experts, where Megatron-Core's own cannot; else None. The arguments above then say of it what
+            Megatron-Core needs to build the router.
+        latent_norm_epsilon: epsilon of the norms inside latent attention, to be set in the built model, which gives them that of the
+            others; None where they are alike or where there are none.
+    """
+
+    transformer: dict[str, Any]
+    model: dict[str, Any]
+    attributes: dict[str, Any]
+    llama3: dict[str, Any] | None = None
+    routing: Routing | None = None
+    latent_norm_epsilon: float | None = None
+
+
+def megatron_settings(architecture: Architecture) -> MegatronSettings:
+    """Arguments with which Megatron-Core computes the same function as transformers.
+
+    Raises:
+        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling, or the model scores.
+    """
+    if architecture.head is not None:
+        raise ConversionError(
+            f"a {architecture.family} model that scores ({architecture.head.labels} labels) is no language model, and has no GPTModel",
+            "convert it with megarl convert, or give a language model",
+        )
+    add_bias_linear, add_qkv_bias = _bias_flags(architecture)
+    transformer = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_key_value_heads,
+        "kv_channels": architecture.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "gated_linear_unit": True,
+        "add_bias_linear": add_bias_linear,
+        "add_qkv_bias": add_qkv_bias,
+        "qk_layernorm": architecture.qk_norm,
+        "init_method_std": architecture.initializer_range,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if architecture.sliding_window is not None:
+        # Megatron-Core counts the tokens before and after, transformers counts the token itself as well.
+        transformer["window_size"] = (architecture.sliding_window - 1, 0)
+    if architecture.window_layers is not None:
+        transformer["window_attn_skip_freq"] = [int(windowed) for windowed in architecture.window_layers]
+    if architecture.sinks:
+        transformer["softmax_type"] = "learnable"
+    if architecture.gate_limit is not None:
+        transformer |= {"activation_func_clamp_value": architecture.gate_limit, "glu_linear_offset": 1.0}
+    transformer |= latent_settings(architecture)
+    model, attributes = _rotary(architecture)
+    if architecture.mixture is not None:
+        transformer |= _mixture(architecture.mixture)
+        attributes |= _mixture_attributes(architecture.mixture)
+    model |= {
+        "vocab_size": architecture.vocab_size,
+        "max_sequence_length": architecture.max_position,
+        "share_embeddings_and_output_weights": architecture.tied_embeddings,
+    }
+    own_routing = None if architecture.mixture is None or _routes_like_megatron(architecture.mixture) else architecture.mixture.routing
+    return MegatronSettings(
+        transformer,
+        model,
+        attributes,
+        llama3=_own_llama3(architecture),
+        routing=own_routing,
+        latent_norm_epsilon=NORM_EPSILON if architecture.latent_attention and architecture.norm_epsilon != NORM_EPSILON else None,
+    )
+
+
+def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
+    """``add_bias_linear``, which switches on every bias of attention and MLP, and ``add_qkv_bias``."""
+    biases = (architecture.qkv_bias, architecture.attention_output_bias, architecture.mlp_bias)
+    if biases == (True, True, True):
+        return True, True
+    if biases in {(True, False, False), (False, False, False)}:
+        return False, architecture.qkv_bias
+    raise ConversionError(
+        f"biases on query-key-value = {biases[0]}, attention output = {biases[1]}, MLP = {biases[2]} (attention_bias, mlp_bias): "
+        "Megatron-Core has them all, none, or on query-key-value alone",
+        _OTHER_BACKEND,
+    )
+
+
+def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
+    """Arguments of the experts and their router.
+
+    Softmax over all logits and division of the chosen probabilities by their sum is the same function as softmax over the chosen logits,
+    which is what Megatron-Core does without ``moe_router_pre_softmax``; with it, it does not divide.
+    """
+    routing = mixture.routing
+    shared = {"moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size, "moe_shared_expert_gate": mixture.shared_gate}
+    groups = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.groups_per_token}
+    return {
+        "num_moe_experts": mixture.num_experts,
+        "moe_router_topk": mixture.experts_per_token,
+        "moe_ffn_hidden_size": mixture.ffn_hidden_size,
+        # A list, even of ones, makes Megatron-Core store every layer of a checkpoint apart.
+        "moe_layer_freq": 1 if all(mixture.sparse_layers) else [int(sparse) for sparse in mixture.sparse_layers],
+        "moe_router_score_function": routing.score,
+        "moe_router_pre_softmax": routing.score == "softmax" and (not mixture.normalized or _has_constant_weight(mixture)),
+        "moe_router_topk_scaling_factor": None if routing.scaling_factor == 1 else routing.scaling_factor,
+        "moe_router_enable_expert_bias": routing.has_correction_bias,
+        # the bias is kept as it is; what Megatron-Core would add to it after every step is 0 times the signs of the loads
+        "moe_router_bias_update_rate": 0.0,
+        **(groups if routing.is_grouped else {}),
+        **(shared if mixture.shared_ffn_hidden_size else {}),
+    }
+
+
+def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
+    """Whether Megatron-Core's router computes the same function.
+
+    It divides sigmoids by their sum always, but never that of one expert; and it ranks a group by as many of its scores as experts can be
+    chosen there on average, which for normalized softmax are logits.
+    """
+    routing, chosen = mixture.routing, mixture.experts_per_token
+    if routing.score == "sigmoid" and mixture.normalized != (chosen > 1):
+        return False
+    if not routing.is_grouped:
+        return True
+    ranked_by = chosen // routing.groups_per_token
+    return ranked_by == routing.best_of_group and (routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1)
+
+
+def _mixture_attributes(mixture: MixtureOfExperts) -> dict[str, Any]:
+    """Softmax over the logit of one expert gives it the weight 1, as transformers does; Megatron-Core computes that, but its constructor
+    refuses it, because the router then learns from a load-balancing loss alone."""
+    return {"moe_router_pre_softmax": False} if _has_constant_weight(mixture) else {}
+
+
+def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
+    return mixture.routing.score == "softmax" and mixture.normalized and mixture.experts_per_token == 1
+
+
+def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary arguments of the model and the YaRN attributes of its config."""
+    theta = architecture.rope_theta
+    model: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(theta) if theta.is_integer() else theta,
+        "rotary_percent": architecture.rotary_fraction,
+        "rope_scaling": False,
+    }
+    scaling = architecture.rope_scaling
+    if scaling is None or architecture.latent_attention is not None:
+        return model, {}
+    if scaling["type"] == "linear":
+        return model | {"seq_len_interpolation_factor": scaling["factor"]}, {}
+    if scaling["type"] == "llama3":
+        if _own_llama3(architecture) is not None:
+            return model, {}
+        return model | {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}, {}
+    assert scaling["type"] == "yarn", scaling
+    if architecture.rotary_fraction != 1:
+        raise ConversionError(
+            f"yarn and partial_rotary_factor = {architecture.rotary_fraction!r}: Megatron-Core's YaRN always rotates whole heads",
+            _OTHER_BACKEND,
+        )
+    return model | {"position_embedding_type": "yarn"}, _yarn_attributes(scaling)
+
+
+def _own_llama3(architecture: Architecture) -> dict[str, Any] | None:
+    """See ``MegatronSettings.llama3``."""
+    scaling = architecture.rope_scaling
+    if scaling is None or scaling["type"] != "llama3" or all(scaling[key] == value for key, value in _MEGATRON_LLAMA3.items()):
+        return None
+    return {"factor": scaling["factor"], **{key: scaling[key] for key in _MEGATRON_LLAMA3}}
+
+
+def _yarn_attributes(scaling: dict[str, Any]) -> dict[str, Any]:
+    computed = yarn_attention_factor(scaling["factor"], scaling["mscale"], scaling["mscale_all_dim"])
+    if not math.isclose(computed, scaling["attention_factor"], rel_tol=1e-6):
+        raise ConversionError(
+            f"yarn attention_factor = {scaling['attention_factor']!r}: Megatron-Core computes it from factor and mscale, here {computed!r}",
+            _OTHER_BACKEND,
+        )
+    return {
+        "yarn_rotary_scaling_factor": scaling["factor"],
+        "yarn_original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "yarn_beta_fast": scaling["beta_fast"],
+        "yarn_beta_slow": scaling["beta_slow"],
+        "yarn_mscale": scaling["mscale"],
+        "yarn_mscale_all_dim": scaling["mscale_all_dim"],
+        "yarn_correction_range_round_to_int": scaling["truncate"],
+    }

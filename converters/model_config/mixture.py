@@ -1,0 +1,233 @@
+"""The mixture of experts of a model: what its config says about routing and about the size of an expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """From the router's logits to the experts of a token.
+
+    Logits become scores. Where experts are in groups, a token goes to experts of its best groups alone. It goes to the experts of the
+    highest scores; their scores are its weights, divided by their sum where the mixture is normalized, and times the scaling factor.
+
+    Attributes:
+        score: softmax over all experts, or the sigmoid of each logit.
+        has_correction_bias: a number for each expert is added to its score for the choice of groups and experts, not for the weights. It
+            is no parameter: gradients do not reach it. Float32 whatever the dtype of the model.
+        groups: equal parts that the experts are divided into, in order; 1 without groups.
+        groups_per_token: groups that a token may go to.
+        best_of_group: a group is as good as the sum of this many of its best scores.
+        scaling_factor: of the weights.
+        in_float32: logits are computed in float32 whatever the dtype of the model.
+        has_bias: the logits have a bias, which is a parameter.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    has_correction_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    best_of_group: int = 1
+    scaling_factor: float = 1.0
+    in_float32: bool = False
+    has_bias: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups keep a token from some experts."""
+        return self.groups_per_token < self.groups
+
+
+def read_deepseek_routing(
+    config: Mapping[str, object],
+    problems: list[str],
+    *,
+    experts: int,
+    chosen: int,
+    score: Literal["softmax", "sigmoid"],
+    best_of_group: int,
+    grouped: bool = True,
+) -> Routing:
+    """The routing of DeepSeek's mixtures and of those that follow them (``n_group``, ``topk_group``, ``routed_scaling_factor``).
+
+    Args:
+        config: flat, with the defaults of its class filled in.
+        problems: what is wrong is appended here.
+        experts: experts of a layer.
+        chosen: experts that a token goes through.
+        score: see ``Routing``. Routers that take sigmoids have a correction bias.
+        best_of_group: see ``Routing``.
+        grouped: False where the config's groups are not in use.
+    """
+    scale = _scaling_factor(config, problems)
+    groups, kept = (_whole(config, key, problems) for key in ("n_group", "topk_group")) if grouped else (1, 1)
+    if experts % groups:
+        problems.append(f"n_group = {groups}: it must divide the {experts} experts")
+        groups = kept = 1
+    if kept > groups:
+        problems.append(f"topk_group = {kept}: there are only {groups} groups (n_group)")
+    size = experts // groups
+    if best_of_group > size and kept <= groups:
+        problems.append(f"n_group = {groups}: groups of {size} experts are smaller than the {best_of_group} scores that rank a group")
+    if chosen > kept * size:
+        problems.append(f"num_experts_per_tok = {chosen}: {kept} groups (topk_group) have only {kept * size} experts")
+    sigmoid = score == "sigmoid"
+    return Routing(score, sigmoid, groups, kept, best_of_group, scale, in_float32=True)
+
+
+def _scaling_factor(config: Mapping[str, object], problems: list[str]) -> float:
+    value = config.get("routed_scaling_factor")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        problems.append(f"routed_scaling_factor = {value!r}: a positive number is needed")
+        return 1.0
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Routed experts in place of the MLP, in some layers or in all.
+
+    The router sends every token to the ``experts_per_token`` experts that it gives the best scores, and weighs the experts by them. Where
+    there is a shared expert, every token goes through it as well.
+
+    Attributes:
+        num_experts: experts of one layer.
+        experts_per_token: experts that each token goes through.
+        ffn_hidden_size: width of the gated MLP of one expert.
+        normalized: the scores of the chosen experts are divided by their sum.
+        sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
+        auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would do; not part of the logits.
+        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared experts are one of their width
+            together.
+        shared_gate: the output of the shared expert is weighed by the sigmoid of a gate of one logit.
+        routing: how experts are chosen.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    normalized: bool
+    sparse_layers: tuple[bool, ...]
+    auxiliary_loss_coefficient: float
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = True
+    routing: Routing = field(default_factory=Routing)
+
+
+def read_mixture(
+    config: Mapping[str, object],
+    problems: list[str],
+    *,
+    width_key: str,
+    normalized: bool,
+    sparse_layers: tuple[bool, ...],
+    shared_width_key: str | None = None,
+    routing: Routing = Routing(),  # frozen
+) -> MixtureOfExperts | None:
+    """The mixture that a config describes.
+
+    Args:
+        config: flat, with the defaults of its class filled in.
+        problems: what is wrong is appended here.
+        width_key: config key of the width of an expert.
+        normalized: see ``MixtureOfExperts``.
+        sparse_layers: for each layer, whether it may have experts.
+        shared_width_key: config key of the width of the shared expert; None for a family without one.
+        routing: how experts are chosen.
+
+    Returns:
+        None for a model without experts: no layer has them, or there are none.
+    """
+    # transformers writes this key of Qwen3-MoE under either name, according to its version.
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    if not any(sparse_layers) or config.get(key) == 0:
+        return None
+    experts = _whole(config, key, problems)
+    chosen = _whole(config, "num_experts_per_tok", problems)
+    if chosen > experts:
+        problems.append(f"num_experts_per_tok = {chosen}: there are only {experts} experts ({key})")
+    return MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=chosen,
+        ffn_hidden_size=_whole(config, width_key, problems),
+        normalized=normalized,
+        sparse_layers=sparse_layers,
+        auxiliary_loss_coefficient=_coefficient(config, problems),
+        shared_ffn_hidden_size=_whole(config, shared_width_key, problems) if shared_width_key is not None else 0,
+        routing=routing,
+    )
+
+
+def read_deepseek_mixture(
+    config: Mapping[str, object],
+    num_layers: int,
+    problems: list[str],
+    *,
+    score: Literal["softmax", "sigmoid"] = "sigmoid",
+    best_of_group: int = 2,
+    grouped: bool = True,
+) -> MixtureOfExperts | None:
+    """The mixture of DeepSeek's models and of those that follow them: in all but the first layers, routing by groups, and shared experts
+    without a gate.
+
+    Args:
+        config: flat, with the defaults of its class filled in.
+        num_layers: of the model.
+        problems: what is wrong is appended here.
+        score, best_of_group, grouped: see ``read_deepseek_routing``.
+
+    Returns:
+        None for a model without experts.
+    """
+    sparse_layers = _read_dense_first(config, num_layers, problems)
+    if not any(sparse_layers):
+        return None
+    experts, chosen = _whole(config, "n_routed_experts", problems), _whole(config, "num_experts_per_tok", problems)
+    width, shared = _whole(config, "moe_intermediate_size", problems), config.get("n_shared_experts")
+    if isinstance(shared, bool) or not isinstance(shared, (int, type(None))) or (shared or 0) < 0:
+        problems.append(f"n_shared_experts = {shared!r}: a whole number of at least 0 is needed")
+        shared = 0
+    return MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=chosen,
+        ffn_hidden_size=width,
+        normalized=bool(config.get("norm_topk_prob")),
+        sparse_layers=sparse_layers,
+        auxiliary_loss_coefficient=0.0,
+        shared_ffn_hidden_size=width * (shared or 0),
+        shared_gate=False,
+        routing=read_deepseek_routing(
+            config, problems, experts=experts, chosen=chosen, score=score, best_of_group=best_of_group, grouped=grouped
+        ),
+    )
+
+
+def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+    """For each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
+    dense = config.get("first_k_dense_replace")
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        problems.append(f"first_k_dense_replace = {dense!r}: a whole number of at least 0 is needed")
+        dense = 0
+    return tuple(layer >= dense for layer in range(num_layers))
+
+
+def _whole(config: Mapping[str, object], key: str, problems: list[str]) -> int:
+    value = config.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    problems.append(f"{key} = {value!r}: a positive whole number is needed")
+    return 1
+
+
+def _coefficient(config: Mapping[str, object], problems: list[str]) -> float:
+    value = config.get("router_aux_loss_coef")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        problems.append(f"router_aux_loss_coef = {value!r}: a number of at least 0 is needed")
+        return 0.0
+    return float(value)

@@ -1,0 +1,88 @@
+"""Layers behind the others that predict further tokens (multi-token prediction, DeepSeek-V3), for training and for speculative decoding.
+
+Hugging Face checkpoints number them on behind the others, ``model.layers.{num_hidden_layers}``; they have what other layers have, two
+norms, of the embedding of the next token (``enorm``) and of the hidden state (``hnorm``), a projection of both together (``eh_proj``) and a
+norm before the output layer (``shared_head.norm``). transformers computes logits without them. A config that counts them may come with
+weights that leave all of them out, as transformers itself saves them; but not with some of their tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+
+if TYPE_CHECKING:
+    from converters.model_config.architecture import Architecture
+
+CONFIG_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
+"""Config keys that ``read_prediction_layers`` consumes; the second is the first by another name."""
+
+_OUTSIDE = (("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("shared_head.norm", "final_layernorm"))
+# what earlier and later releases of Megatron-Core call the layer inside; checkpoints of both say transformer_layer
+_INNER = "transformer_layer"
+_NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
+
+
+def read_prediction_layers(config: Mapping[str, object], problems: list[str]) -> int:
+    """How many a config counts; what is wrong is appended to ``problems``."""
+    value = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**16:
+        problems.append(f"num_nextn_predict_layers = {value!r}: a whole number from 0 to {2**16} is needed")
+        return 0
+    return value
+
+
+def prediction_rules(architecture: Architecture, index: int, layer_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """All parameters of one prediction layer.
+
+    Args:
+        architecture: the model.
+        index: of the prediction layer, from 0.
+        layer_rules: of the ordinary layer of index ``num_layers + index``.
+    """
+    layer, hidden = architecture.num_layers + index, architecture.hidden_size
+    megatron, prefix = f"mtp.layers.{index}.", f"model.layers.{layer}."
+    rules = []
+    for theirs, ours in _OUTSIDE:
+        shape = (hidden, 2 * hidden) if theirs == "eh_proj" else (hidden,)
+        kind = Kind.COLUMN if theirs == "eh_proj" else Kind.REPLICATED
+        rules.append(Rule(f"{megatron}{ours}.weight", kind, (HuggingFaceTensor(f"{prefix}{theirs}.weight", shape),)))
+    inner = [
+        replace(rule, megatron_name=rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1))
+        for rule in layer_rules
+    ]
+    return (*rules[:-1], *inner, rules[-1])
+
+
+def usual_name(megatron_name: str) -> str:
+    """The name that the rules have for a parameter of a prediction layer; other names come back as they are."""
+    return _NAME.sub(rf"\g<1>{_INNER}\2", megatron_name)
+
+
+def copies(architecture: Architecture) -> Iterator[tuple[str, str]]:
+    """Tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and output layer, which are shared."""
+    for index in range(architecture.prediction_layers):
+        prefix = f"model.layers.{architecture.num_layers + index}."
+        yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"
+        head = "model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"
+        yield f"{prefix}shared_head.head.weight", head
+
+
+def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
+    """The architecture of stored weights: without prediction layers where they have none of their tensors.
+
+    Args:
+        architecture: as the config describes it.
+        names: of the stored tensors, in either format.
+    """
+    layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
+    prefixes = ("mtp.", *(f"model.layers.{layer}." for layer in layers))
+    if architecture.prediction_layers and not any(name.startswith(prefixes) for name in names):
+        return replace(architecture, prediction_layers=0)
+    return architecture

@@ -1,0 +1,149 @@
+"""Rotary position settings of a Hugging Face config, in one normal form with every parameter written out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool = False) -> tuple[float, dict[str, object] | None]:
+    """Base and scaling of the rotary embedding.
+
+    Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What cannot be represented is
+    appended to ``problems``; so is a rotation of a part of the head (``rotated_fraction``), unless ``partly`` says that the family
+    does that.
+
+    Returns:
+        The base (theta), and None or one of
+        ``{"type": "linear", "factor"}``,
+        ``{"type": "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``,
+        ``{"type": "yarn", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate"}``, where ``mscale`` and ``mscale_all_dim`` are both numbers or both None.
+    """
+    parameters = _parameters(config)
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        problems.append(f"rope_parameters = {parameters!r}: one setting a layer type is not supported")
+        return 0.0, None
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _KEYS:
+        problems.append(f"rope type {kind!r} is not supported (known: {', '.join(sorted(_KEYS))})")
+        return 0.0, None
+    for key in sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind]):
+        if parameters[key] is not None:
+            problems.append(f"rope parameter {key} = {parameters[key]!r} has no meaning for rope type {kind!r}")
+    partial = parameters.get("partial_rotary_factor")
+    if not partly and partial not in (None, 1, 1.0):
+        problems.append(f"partial_rotary_factor = {partial!r}: only full rotation (1.0) is supported")
+    theta = _number(parameters, "rope_theta", problems)
+    if kind == "default":
+        return theta, None
+    read = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[str(kind)]
+    return theta, read(parameters, config, problems)
+
+
+def rotated_fraction(config: Mapping[str, object], head_dim: int, problems: list[str]) -> float:
+    """The part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it where the config does not say."""
+    fraction = _parameters(config).get("partial_rotary_factor")
+    if fraction is None:
+        return 1.0
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        problems.append(f"partial_rotary_factor = {fraction!r}: a number above 0, up to 1, is needed")
+        return 1.0
+    if int(head_dim * fraction) % 2 or int(head_dim * fraction) == 0:
+        problems.append(
+            f"partial_rotary_factor = {fraction!r}: of {head_dim} dimensions of a head it rotates {int(head_dim * fraction)}, "
+            "which has to be an even number above 0"
+        )
+    return float(fraction)
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4, with DeepSeek's two scales)."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
+def _parameters(config: Mapping[str, object]) -> dict[str, object]:
+    """The flat or nested rotary parameters, with the older top-level keys filled in."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = dict(found) if isinstance(found, Mapping) else {"rope_type": found}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is None and config.get(key) is not None:
+            parameters[key] = config[key]
+    return parameters
+
+
+def _number(parameters: Mapping[str, object], key: str, problems: list[str], default: object = None) -> float:
+    """A positive number; anything else becomes a problem and NaN."""
+    value = parameters.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        problems.append(f"rope parameter {key} = {value!r}: a positive number is needed")
+        return math.nan
+    return float(value)
+
+
+def _linear(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:
+    del config
+    return {"type": "linear", "factor": _number(parameters, "factor", problems)}
+
+
+def _llama3(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:
+    settings: dict[str, object] = {"type": "llama3"}
+    for key in ("factor", "low_freq_factor", "high_freq_factor"):
+        settings[key] = _number(parameters, key, problems)
+    settings["original_max_position_embeddings"] = _original_length(parameters, config, problems)
+    return settings
+
+
+def _yarn(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:
+    original = _original_length(parameters, config, problems)
+    longest = config.get("max_position_embeddings")
+    stretched = longest / original if isinstance(longest, int) and original else None
+    factor = _number(parameters, "factor", problems, default=stretched)
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    scales: list[float | None] = [None, None]
+    if mscale and mscale_all_dim:
+        scales = [_number(parameters, "mscale", problems), _number(parameters, "mscale_all_dim", problems)]
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": _number(parameters, "attention_factor", problems, default=yarn_attention_factor(factor, *scales)),
+        # transformers reads zero as "not given" for these two.
+        "beta_fast": _number({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", problems),
+        "beta_slow": _number({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", problems),
+        "mscale": scales[0],
+        "mscale_all_dim": scales[1],
+        "truncate": bool(parameters.get("truncate", True)),
+    }
+
+
+def _original_length(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> int:
+    """Context length before scaling, tokens; transformers falls back to ``max_position_embeddings``."""
+    value = _number(parameters, "original_max_position_embeddings", problems, default=config.get("max_position_embeddings"))
+    return 0 if math.isnan(value) else int(value)
