@@ -21,9 +21,8 @@ from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
 from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, RandomWeights, metrics_of
 from megarl.distributed.device import DeviceRuntime
+from megarl.weight_sync.colocated import WeightReceiver, WeightSender
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.receiver import WeightReceiver
-from megarl.weight_sync.sender import WeightSender
 
 CPU = torch.device("cpu")
 

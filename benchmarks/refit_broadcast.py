@@ -17,11 +17,9 @@ from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
 from benchmarks.transfer import BUFFER_GIB, BYTES, COUNTS, QUICK_BYTES, QUICK_REPEATS, REPEATS, RandomWeights, metrics_of
-from megarl.distributed.ports import free_port
-from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.channel import BUFFERS
-from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.memory import LIST_BYTES, buffer_bytes
+from megarl.distributed.virtual_cluster import free_port
+from megarl.weight_sync.broadcast import BUFFERS, WeightBroadcaster, WeightListener
+from megarl.weight_sync.manifest import LIST_BYTES, Manifest, buffer_bytes
 from megarl.weight_sync.transfer_group import TransferGroup
 
 HOST = "127.0.0.1"

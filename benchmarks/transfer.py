@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from benchmarks.point import Metric
-from megarl.models.engine.assembly import Assembly, Whole, in_buckets
-from megarl.models.engine.delivery import Arrival, Delivery
-from megarl.weight_sync.copies import Copy
-from megarl.weight_sync.memory import BUCKET_BYTES
+from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, Whole, in_buckets
+from megarl.weight_sync.layout import Copy
+from megarl.weight_sync.manifest import BUCKET_BYTES
 
 COUNTS = (300, 3_000, 30_000)
 BYTES, QUICK_BYTES = 256 * 2**20, 16 * 2**20

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.parity.mutations import MUTATIONS
+from megarl.parity.faults.mutations import MUTATIONS
 from tests.dist.pool import FAULT_VARIABLE
 from tests.tiers import SEED_VARIABLE
 
@@ -181,19 +181,19 @@ BREAKS: Mapping[str, Break] = {
         ("unit/test_checkpoint_manager.py", "unit/test_checkpoint_faults.py"),
     ),
     "checkpoint: the best is not kept": Break(
-        "megarl/checkpoint/retention.py",
+        "megarl/checkpoint/manager.py",
         "ranked_steps(metrics, higher_is_better)[:keep_top_k]",
         "ranked_steps(metrics, not higher_is_better)[:keep_top_k]",
         ("unit/test_checkpoint_manager.py",),
     ),
     "weight_sync: a checksum is not compared": Break(
-        "megarl/weight_sync/receiver.py",
+        "megarl/weight_sync/colocated.py",
         'if payload["checksum"] is not None and',
         'if payload["checksum"] is False and',
         ("unit/test_weight_sync.py",),
     ),
     "weight_sync: a group out of order is taken": Break(
-        "megarl/weight_sync/receiver.py", 'or payload["first"] != self._next:', "or False:", ("unit/test_weight_sync.py",)
+        "megarl/weight_sync/colocated.py", 'or payload["first"] != self._next:', "or False:", ("unit/test_weight_sync.py",)
     ),
     "observe: extremes are added": Break(
         "megarl/observe/metrics.py",

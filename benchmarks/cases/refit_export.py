@@ -99,8 +99,7 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
 
     from benchmarks import tiny
     from benchmarks.timing import in_turn
-    from megarl.weight_sync.manifest import Manifest
-    from megarl.weight_sync.packing import pack
+    from megarl.weight_sync.manifest import Manifest, pack
 
     worker = tiny.worker_of(config)
     backend = worker.backend

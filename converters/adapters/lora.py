@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from converters.adapters.linears import PEFT_PREFIX
 from converters.adapters.lora_config import LoraConfig
-from converters.adapters.megatron_adapter import MegatronAdapter
+from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError

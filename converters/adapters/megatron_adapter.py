@@ -2,13 +2,13 @@
 
 Three forms are known. Megatron-Bridge's own, LoRA, has one adapter for a fused layer: PEFT's factors ``lora_A`` of query, key and value are
 then the same matrix, and ``lora_B`` are rows of one. Its CanonicalLoRA has one for each part, as PEFT does. And what this library writes
-(``converters.adapters.blocks``) is of the first form, with a part for each in the ranks.
+(``converters.adapters.megatron_adapter``) is of the first form, with a part for each in the ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,126 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.adapters.blocks import Block, blocks_of, require_as_written
-from converters.adapters.linears import PEFT_PREFIX, linears, parts_of, peft_name, rows_of, stored_factor
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.artifacts import HF_DIRECTORY
 from converters.checkpoint.files import read_json_object
-from converters.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from converters.checkpoint.manifest import MANIFEST_FILE, Manifest, TensorHashes, read_manifest
 from converters.checkpoint.safetensors_file import Box, whole
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
 from converters.foreign.settings import RUN_CONFIG_FILE, find_run_config, read_section
 from converters.foreign.view import CanonicalTensors
 from converters.mapping.layouts import runs_of
-from converters.mapping.rule import Kind, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, is_expert
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.index import find_checkpoint
 from converters.torch_dist.keys import StoredPlace, stored_place
 from converters.torch_dist.reader import TorchDistCheckpoint
+
+PEFT_PREFIX = "base_model.model."
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.")
+_PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
+"""What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer."""
+
+
+def linears(architecture: Architecture) -> list[Rule]:
+    """The rules of the weights of linear layers that may have an adapter: those inside of layers. Experts have none here, since
+    Megatron-Bridge keeps one for all experts of a rank, and PEFT one for each."""
+    return [rule for rule in all_rules(architecture) if _is_linear(rule)]
+
+
+def _is_linear(rule: Rule) -> bool:
+    name = rule.megatron_name
+    if _LAYER.match(name) is None or not name.endswith(".weight") or is_expert(name):
+        return False
+    return all(len(part.shape) == 2 and part.name.endswith(".weight") for part in rule.parts)
+
+
+def peft_name(part: HuggingFaceTensor, factor: str) -> str:
+    """What PEFT calls a factor, ``lora_A`` or ``lora_B``, of the adapter of a tensor."""
+    return f"{PEFT_PREFIX}{part.name.removesuffix('.weight')}.{factor}.weight"
+
+
+def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int | None = None, *, stacked: bool) -> StoredPlace:
+    """Where a checkpoint keeps a factor of an adapter.
+
+    Args:
+        rule: of the weight of the linear layer.
+        architecture: of the model.
+        side: ``linear_in`` or ``linear_out``.
+        part: number of the part of a fused layer that the adapter is of; None for the adapter of the whole layer.
+        stacked: whether layers are stacked.
+    """
+    place = stored_place(rule, architecture, stacked=stacked)
+    of_part = "" if part is None else f"{_PARTS[rule.kind][part]}."
+    return StoredPlace(f"{place.key.removesuffix('weight')}adapter.{of_part}{side}.weight", place.index, place.grid)
+
+
+def parts_of(rule: Rule) -> range:
+    """Numbers of the parts that may have adapters of their own; empty for a layer that is not fused."""
+    return range(len(_PARTS.get(rule.kind, ())))
+
+
+def rows_of(rule: Rule) -> int:
+    """Rows of the whole layer."""
+    return sum(part.shape[0] for part in rule.parts)
+
+
+Block = tuple[int, int]
+"""The first rank of a part in the adapter of its layer, and the one behind its last."""
+FORM_NOTE, SHARED, BLOCKS = "adapter_form", "shared", "blocks"
+_CHANGED = "import the adapter again; or remove the manifest if it was trained further: its adapters are then those of fused layers"
+
+
+def block(part: int, rank: int, form: str) -> Block:
+    """The ranks of a part."""
+    return (0, rank) if form == SHARED else (part * rank, (part + 1) * rank)
+
+
+def blocks_of(manifest: Manifest, rules: Iterable[Rule], stored_rank: int) -> dict[str, Block]:
+    """The ranks of each part that has an adapter, by the name of its Hugging Face tensor.
+
+    Raises:
+        ConversionError: the manifest is not one of adapters, or says other ranks than are stored.
+    """
+    form = manifest.notes.get(FORM_NOTE)
+    ranks = {record.shape[0] for name, record in manifest.tensors.items() if name.endswith(".lora_A.weight") and len(record.shape) == 2}
+    if form not in (SHARED, BLOCKS) or len(ranks) != 1:
+        raise ConversionError(f"the manifest says {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED)
+    rank = ranks.pop()
+    found = {
+        part.name: block(number, rank, form)
+        for rule in rules
+        for number, part in enumerate(rule.parts)
+        if peft_name(part, "lora_A") in manifest.tensors
+    }
+    if max((stop for _, stop in found.values()), default=0) > stored_rank:
+        raise ConversionError(f"the manifest says rank {rank} of each part, stored are {stored_rank}", _CHANGED)
+    return found
+
+
+def require_as_written(adapter: MegatronAdapter, manifest: Manifest, path: Path, between: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that a checkpoint of adapters still is what its manifest says.
+
+    Args:
+        adapter: the checkpoint.
+        manifest, path: what it says of itself, and where.
+        between: what has to be zero, by key.
+
+    Raises:
+        ConversionError: something was changed.
+    """
+    changed, names = [key for key, values in between if torch.count_nonzero(values)], adapter.keys()
+    for name in names:
+        hashes = TensorHashes([name])
+        hashes.update(name, adapter.read(name))
+        if name not in manifest.tensors or hashes.digests()[name] != manifest.tensors[name].sha256:
+            changed.append(name)
+    changed += [f"missing: {name}" for name in manifest.tensors if name not in names]
+    if changed:
+        raise ConversionError(f"{adapter.directory} is not what its {path.name} says", _CHANGED, list(dict.fromkeys(changed)))
+
 
 _KNOWN = ("LoRA", "CanonicalLoRA")
 

@@ -1,4 +1,4 @@
-"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of ``converters.adapters.blocks``."""
+"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of ``converters.adapters.megatron_adapter``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.adapters.blocks import BLOCKS, FORM_NOTE, SHARED, Block, block
-from converters.adapters.linears import linears, peft_name, rows_of, stored_factor
 from converters.adapters.lora import Factors, LoraAdapter
+from converters.adapters.megatron_adapter import BLOCKS, FORM_NOTE, SHARED, Block, block, linears, peft_name, rows_of, stored_factor
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.manifest import (
     RULES,

@@ -2,12 +2,15 @@
 
 A checkpoint is written into ``tmp_step_N``, gets a manifest, reaches the disk, and becomes ``step_N`` by one rename. Until that
 rename it does not exist for readers, and nothing older is touched before it. Saving a step that is there already goes through
-``step_N_replacement``, so that one of the two is whole at every moment.
+``step_N_replacement``, so that one of the two is whole at every moment. Which checkpoints are kept is decided
+apart from their deletion; ``training_info.json`` says where training stood: step, sampler state, metrics.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -28,10 +31,102 @@ from megarl.checkpoint.atomic import (
 )
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import verify, write_manifest
-from megarl.checkpoint.retention import ranked_steps, steps_to_keep
-from megarl.checkpoint.training_info import INFO_NAME, metric_of, plain_json, read_info
 from megarl.errors import CheckpointError
 from megarl.observe.redact import redacted
+
+INFO_NAME = "training_info.json"
+
+
+def plain_json(value: Any, where: str = "training_info") -> Any:
+    """A copy of ``value`` that JSON can hold unchanged; scalars of numpy and torch become plain numbers.
+
+    NaN and infinities become null with a warning: a metric that went wrong must not cost the checkpoint.
+
+    Raises:
+        CheckpointError: something has no JSON form, or a key is not a text; names its place.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        logger.warning("%s = %s is not finite and is saved as null", where, value)
+        return None
+    if isinstance(value, Mapping):
+        _refuse_other_keys(value, where)
+        return {key: plain_json(entry, f"{where}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return plain_json(value.item(), where)
+    raise CheckpointError(f"{where} is a {type(value).__name__}; only numbers, texts, lists and mappings are saved. Fix: convert it first")
+
+
+def read_info(checkpoint: Path) -> dict[str, Any]:
+    """The training info of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or is not a JSON object.
+    """
+    path = checkpoint / INFO_NAME
+    try:
+        info = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Fix: resume from another checkpoint") from error
+    if not isinstance(info, dict):
+        raise CheckpointError(f"{path} holds a {type(info).__name__}, not an object. Fix: resume from another checkpoint")
+    return info
+
+
+def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
+    """The metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when there is no finite number."""
+    nested = info.get("metrics")
+    value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _refuse_other_keys(value: Mapping[Any, Any], where: str) -> None:
+    for key in value:
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where} has the key {key!r}; JSON keys are texts. Fix: write {str(key)!r}")
+
+
+def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
+    """Steps from best to worst.
+
+    Args:
+        metrics: per step its metric; None when the checkpoint has none.
+        higher_is_better: whether a larger metric is better.
+
+    Returns:
+        Checkpoints with a metric first, best first, the newer of equals first; then those without one, newest first.
+    """
+
+    def badness(step: int) -> tuple[bool, float, int]:
+        value = metrics[step]
+        if value is None:
+            return True, 0.0, -step
+        return False, -value if higher_is_better else value, -step
+
+    return sorted(metrics, key=badness)
+
+
+def steps_to_keep(
+    metrics: Mapping[int, float | None], keep_top_k: int | None, higher_is_better: bool, keep_latest: bool = True
+) -> set[int]:
+    """The best ``keep_top_k`` steps, and the latest one besides; all of them when ``keep_top_k`` is None.
+
+    As long as there is a checkpoint at all, one is kept.
+    """
+    if keep_top_k is None:
+        return set(metrics)
+    kept = set(ranked_steps(metrics, higher_is_better)[:keep_top_k])
+    if metrics and (keep_latest or not kept):
+        kept.add(max(metrics))
+    return kept
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,156 @@
-"""The numbers of a model that the rules and the memory estimate need, read from its ``config.json`` without transformers."""
+"""The numbers of a model that the rules and the memory estimate need, read from its ``config.json`` without transformers.
+
+For the models of the recipes they are at hand, so that a dry run can size them before anything is downloaded.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megarl.config.known_models import KNOWN_MODELS
-from megarl.config.latent_facts import LatentWidths, read_latent_widths
 from megarl.errors import ConfigError, Violation
+
+_QWEN2_5: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+}
+_LLAMA_3_1_70B: dict[str, Any] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+KNOWN_MODELS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+    {
+        "Qwen/Qwen2.5-1.5B": {
+            **_QWEN2_5,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        "Qwen/Qwen2.5-7B": {
+            **_QWEN2_5,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+            "vocab_size": 152064,
+        },
+        "Qwen/Qwen3-30B-A3B": {
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40960,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.001,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        "meta-llama/Llama-3.1-70B": _LLAMA_3_1_70B,
+        "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_3_1_70B,
+    }
+)
+"""Content of ``config.json`` by Hugging Face id, without what neither the rules, the memory estimate nor the converters read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWidths:
+    """Widths of its projections.
+
+    Attributes:
+        queries: of the queries between their two projections; 0 where there is one projection only.
+        keys_and_values: of what keys and values are projected up from.
+        rotated: of the part of a head's query and key that is rotated, which all heads share of a key.
+        head: of a head's query and key, the rotated part included.
+        value: of a head's value.
+    """
+
+    queries: int
+    keys_and_values: int
+    rotated: int
+    head: int
+    value: int
+
+    def parameters(self, hidden: int, heads: int, tensor: int) -> int:
+        """Parameters of one layer's attention on one tensor-parallel rank, its norms included, without the norm before it.
+
+        Source: the shapes of Megatron-Core's ``MLASelfAttention``; norms are on every rank, all else is divided.
+        """
+        query = self.queries * (hidden + heads * self.head) if self.queries else hidden * heads * self.head
+        down = hidden * (self.keys_and_values + self.rotated)
+        up = self.keys_and_values * heads * (self.head - self.rotated + self.value)
+        return (query + down + up + heads * self.value * hidden) // tensor + self.queries + self.keys_and_values
+
+    def kept_columns(self, heads: int) -> tuple[int, int]:
+        """Columns that one layer's attention keeps of a token for the backward pass: those divided over tensor-parallel ranks (queries,
+        keys, values and output of the heads) and those that are not (the latent vectors before and after their norms, the shared part of
+        keys)."""
+        return 2 * heads * (self.head + self.value), 2 * (self.queries + self.keys_and_values) + self.rotated
+
+
+def read_latent_widths(content: Mapping[str, Any]) -> LatentWidths | None:
+    """The widths in the content of a ``config.json``; None for ordinary attention.
+
+    Raises:
+        KeyError: one of them is missing.
+    """
+    if content.get("kv_lora_rank") is None:
+        return None
+    rotated = int(content["qk_rope_head_dim"])
+    return LatentWidths(
+        queries=int(content.get("q_lora_rank") or 0),
+        keys_and_values=int(content["kv_lora_rank"]),
+        rotated=rotated,
+        head=int(content["qk_nope_head_dim"]) + rotated,
+        value=int(content["v_head_dim"]),
+    )
+
 
 KEY = "policy.model_name"
 _SIZES = (

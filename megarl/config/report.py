@@ -12,9 +12,8 @@ from rich.table import Table
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
-from megarl.config.memory import RankMemory, estimate
+from megarl.config.memory import RankMemory, estimate, estimate_sharded
 from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, engine_memory, host_memory
-from megarl.config.memory_sharded import estimate_sharded
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View

@@ -1,17 +1,21 @@
-"""A dictionary of columns with one row a sample: joining, sharding over data-parallel ranks, and micro-batching."""
+"""A dictionary of columns with one row a sample: joining, sharding over data-parallel ranks, micro-batching, and its collectives.
+
+Columns are tensors, or lists with one item a row. The collectives take data of different size on each rank, in any process group, on the
+device that its backend serves.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import reduce
 from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.collectives import gather_jagged_object_lists, rebalance_nd_tensor
-from megarl.distributed.row_values import count_rows, join_rows, take_rows
 from megarl.distributed.shard_plan import (
     DynamicBatchingArgs,
     SequencePackingArgs,
@@ -22,6 +26,146 @@ from megarl.distributed.shard_plan import (
     plan_uneven,
 )
 from megarl.errors import BatchError
+
+ObjectT = TypeVar("ObjectT")
+
+_MAX_DIMENSIONS = 8
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def rebalance_nd_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The rows of all ranks, stacked in rank order, on every rank.
+
+    Args:
+        tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions and the dtype may not.
+        group: process group, None for the default one.
+
+    Returns:
+        ``[sum of rows, ...]``, detached, on the device of ``tensor``.
+
+    Raises:
+        BatchError: on every rank, if dtypes or trailing dimensions differ.
+    """
+    row_counts = _gather_row_counts(tensor, group)
+    row_bytes = _row_bytes(tensor)
+    padded = torch.zeros(max(row_counts) * row_bytes, dtype=torch.uint8, device=tensor.device)
+    own = _as_bytes(tensor)
+    padded[: own.numel()] = own
+    received = [torch.empty_like(padded) for _ in row_counts]
+    dist.all_gather(received, padded, group=group)
+    rows = torch.cat([chunk[: count * row_bytes] for chunk, count in zip(received, row_counts, strict=True)])
+    return _from_bytes(rows, like=tensor, rows=sum(row_counts))
+
+
+def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup | None = None) -> list[ObjectT]:
+    """The lists of all ranks joined in rank order, on every rank. Lists may have different lengths.
+
+    Objects travel pickled between the ranks of the job, so ``group`` must hold ranks of this job only.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, objects, group=group)
+    return [item for part in gathered for item in part]
+
+
+def _gather_row_counts(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """Rows on every rank. All ranks see all shapes, so that all raise the same error where one would otherwise wait for ever."""
+    known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
+    header = [_DTYPES.index(tensor.dtype) if known else -1, tensor.ndim, *list(tensor.shape)[:_MAX_DIMENSIONS]]
+    header += [0] * (_MAX_DIMENSIONS + 2 - len(header))
+    mine = torch.tensor(header, dtype=torch.int64, device=tensor.device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    headers = [part.tolist() for part in gathered]
+    if any(entry[0] < 0 for entry in headers):
+        ranks = [rank for rank, entry in enumerate(headers) if entry[0] < 0]
+        raise BatchError(
+            f"ranks {ranks} hold a tensor that has no rows, more than {_MAX_DIMENSIONS} dimensions or an unsupported dtype; "
+            f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of {[str(dtype) for dtype in _DTYPES]}"
+        )
+    if any(entry[:2] + entry[3:] != headers[0][:2] + headers[0][3:] for entry in headers):
+        described = [f"rank {rank}: {_DTYPES[entry[0]]} {entry[2 : 2 + entry[1]]}" for rank, entry in enumerate(headers)]
+        raise BatchError(f"tensors differ in more than the number of rows ({'; '.join(described)}); pad them to one shape and dtype first")
+    return [entry[2] for entry in headers]
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes carry every dtype over every backend; gloo has no bool, and not every operation has bfloat16."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor, like: torch.Tensor, rows: int) -> torch.Tensor:
+    return data.view(like.dtype).reshape(rows, *like.shape[1:])
+
+
+def count_rows(columns: Mapping[str, Any]) -> int:
+    """The common number of rows of all columns; 0 without columns.
+
+    Raises:
+        BatchError: columns differ, or one has no rows at all (a scalar).
+    """
+    sizes: dict[str, int] = {}
+    for key, value in columns.items():
+        if not hasattr(value, "__len__") or (isinstance(value, torch.Tensor) and value.ndim == 0):
+            raise BatchError(f"batch key {key!r} holds {type(value).__name__} without rows; give a tensor [B, ...] or a list of B items")
+        sizes[key] = len(value)
+    if len(set(sizes.values())) > 1:
+        raise BatchError(f"Batch sizes are not the same across the rollout batch: {sizes}; give every key the same number of rows")
+    return next(iter(sizes.values()), 0)
+
+
+def take_rows(value: Any, rows: Sequence[int]) -> Any:
+    """The given rows, in that order; always a copy for tensors, since a view would carry its whole storage along when it is pickled."""
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
+    return [value[row] for row in rows]
+
+
+def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
+    """One column out of many: lists joined; tensors joined along dim 0 and right-padded along dim 1 to the longest.
+
+    Args:
+        key: for messages.
+        values: all lists, or all tensors with the same number of dimensions and the same dimensions from dim 2 on.
+        pad_value: written on the padding.
+
+    Raises:
+        NotImplementedError: a value is neither a tensor nor a list, or the two are mixed.
+        BatchError: the tensors do not fit together.
+    """
+    if all(isinstance(value, list) for value in values):
+        return [item for value in values for item in value]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        kinds = sorted({type(value).__name__ for value in values})
+        raise NotImplementedError(
+            f"batch key {key!r} holds {kinds}; only tensors alone or lists alone can be joined, convert the values first"
+        )
+    shapes = [tuple(value.shape) for value in values]
+    if any(len(shape) != len(shapes[0]) or not shape or shape[2:] != shapes[0][2:] for shape in shapes):
+        raise BatchError(
+            f"batch key {key!r} holds tensors of shapes {shapes}, which differ in more than dims 0 and 1; "
+            "give them the same number of dimensions and the same sizes from dim 2 on"
+        )
+    if len(shapes[0]) == 1 or len({shape[1] for shape in shapes}) == 1:
+        return torch.cat(list(values))
+    return _join_padded(values, max(shape[1] for shape in shapes), pad_value)
+
+
+def _join_padded(values: Sequence[torch.Tensor], width: int, pad_value: float) -> torch.Tensor:
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    rows = sum(value.shape[0] for value in values)
+    joined = torch.full((rows, width, *values[0].shape[2:]), pad_value, dtype=dtype, device=values[0].device)
+    start = 0
+    for value in values:
+        joined[start : start + value.shape[0], : value.shape[1]] = value
+        start += value.shape[0]
+    return joined
+
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 

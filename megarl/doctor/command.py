@@ -17,8 +17,7 @@ from megarl.doctor.check import Check, Verdict
 from megarl.doctor.devices import check_devices
 from megarl.doctor.network import check_network
 from megarl.doctor.storage import check_storage
-from megarl.doctor.system import check_system
-from megarl.doctor.versions import check_versions
+from megarl.doctor.versions import check_system, check_versions
 
 _INDENT = 11
 _STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING: "bold yellow", Verdict.FAILED: "bold red"}

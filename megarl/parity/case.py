@@ -71,7 +71,7 @@ class Case:
         vpp: model chunks a pipeline stage.
         layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other fields say.
         comm: how context-parallel ranks get at the keys and values of the others.
-        plan: which tensor-parallel plan DTensor gets: its own, or one of ``megarl.parity.plans``.
+        plan: which tensor-parallel plan DTensor gets: its own, or one of ``megarl.parity.settings``.
         ep, etp: ranks that share the experts, and one expert.
         batching: how rows become micro-batches.
         mbs: rows a micro-batch.

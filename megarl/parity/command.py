@@ -15,9 +15,9 @@ from rich.console import Console
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
+from megarl.parity.faults.mutations import MUTATIONS, mutation
 from megarl.parity.lines import parse, words_of
 from megarl.parity.models import ModelShelf
-from megarl.parity.mutations import MUTATIONS, mutation
 from megarl.parity.pool import WorkerPool
 from megarl.parity.progress import CaseProgress
 from megarl.parity.prove import prove

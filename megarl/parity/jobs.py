@@ -14,8 +14,8 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import calls_of, first_step, logprob_shards
 from megarl.parity.case import Case
+from megarl.parity.faults.mutations import applied
 from megarl.parity.losses import make_loss, rows_together
-from megarl.parity.mutations import applied
 
 WORKERS = {
     "megatron": "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker",

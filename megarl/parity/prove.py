@@ -16,9 +16,9 @@ from megarl.errors import ConfigError
 from megarl.models.engine.precision import dtype_of
 from megarl.parity.case import MILD_EPSILON, PRECISIONS, Case, idle_fields
 from megarl.parity.draw import Drawer
+from megarl.parity.faults.mutations import MUTATIONS
+from megarl.parity.faults.patching import Mutation
 from megarl.parity.lines import words_of
-from megarl.parity.mutations import MUTATIONS
-from megarl.parity.patching import Mutation
 from megarl.parity.progress import CaseProgress
 from megarl.parity.runner import CaseRunner, Outcome
 

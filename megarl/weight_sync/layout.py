@@ -1,15 +1,17 @@
-"""Where the weights of a group lie in a buffer: so that one call of torch copies many of them in, and one gives many of them back.
+"""Layout of flat buckets: where the weights of a group lie in a transfer buffer, and the few copies that fill and empty it.
 
 A refit on a CPU has no time for a call a weight when there are tens of thousands. Weights of one dtype whose shapes differ in their first
 size alone lie one after another, as the rows of one tensor. ``torch.cat`` fills it with those that come one by one, on a GPU with a kernel
-for a hundred of them, and a few strided copies with those of which it is known where they lie (``.parcels``). ``split`` makes all of
-their views.
+for a hundred of them. Where a stream says in which flat tensors its weights lie (``Parcel``), strided copies are worked out once: copies
+of one form at equal distances (the groups of query heads, the ranks, the experts of a layer) become a single one with one more dimension,
+so that there are few however many tensors there are. ``split`` makes all views of a bucket.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,9 +21,204 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.copies import Copy, merged
-from megarl.weight_sync.parcels import Laying
-from megarl.weight_sync.tensor_info import ALIGNMENT, TensorInfo, padded_bytes, strides_of
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a weight lies, contiguous.
+
+    Attributes:
+        name, shape: of the weight.
+        flat: which of the flat tensors.
+        begin: its first element there.
+        strides: of the weight, elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    flat: int
+    begin: int
+    strides: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strides", strides_of(self.shape))
+
+    def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The weight, in the memory of the flat tensors."""
+        flat = flats[self.flat]
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Neighbouring weights of a stream.
+
+    Attributes:
+        places: of these weights and others; the same object at every refit.
+        first, count: which of the places.
+        flats: tensors of one dtype without gaps.
+    """
+
+    places: Sequence[Place]
+    first: int
+    count: int
+    flats: tuple[torch.Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all the weights."""
+        return self.flats[0].dtype
+
+    def infos(self) -> list[TensorInfo]:
+        """What would announce the weights."""
+        return [TensorInfo(place.name, place.shape, self.dtype) for place in self.chosen()]
+
+    def chosen(self) -> Sequence[Place]:
+        """The places of these weights."""
+        return self.places[self.first : self.first + self.count]
+
+
+class ParcelStream(Iterator[tuple[str, torch.Tensor]]):
+    """Names and weights, one by one or many at once."""
+
+    @abstractmethod
+    def take(self, most: int) -> Parcel | None:
+        """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for use until the next call."""
+
+
+class Laying:
+    """The copies that lay the weights of a parcel into a transfer buffer; few where their sizes are few, which may come in any order.
+
+    Args:
+        parcel: of these weights; another one like it will do.
+        begins: of each weight in the buffer, in bytes, multiples of what a dtype wants.
+    """
+
+    def __init__(self, parcel: Parcel, begins: Sequence[int]) -> None:
+        self._alike = parcel.places, parcel.first, parcel.count, parcel.dtype
+        by_flat: dict[int, list[Copy]] = {}
+        for place, info, begin in zip(parcel.chosen(), parcel.infos(), begins, strict=True):
+            if info.nbytes:
+                copy = Copy.run_of(info.nbytes // info.dtype.itemsize, place.begin, begin // info.dtype.itemsize)
+                by_flat.setdefault(place.flat, []).append(copy)
+        # what lies together in the buffer has one form, and is found there in its order
+        self._copies = {flat: merged(sorted(copies, key=lambda copy: copy.target)) for flat, copies in by_flat.items()}
+
+    def serves(self, parcel: Parcel) -> bool:
+        """Whether a parcel's weights lie as those did that this was made for."""
+        places, first, count, dtype = self._alike
+        return parcel.places is places and (parcel.first, parcel.count, parcel.dtype) == (first, count, dtype)
+
+    @property
+    def count(self) -> int:
+        """Copies."""
+        return sum(len(copies) for copies in self._copies.values())
+
+    @torch.no_grad()
+    def run(self, parcel: Parcel, buffer: torch.Tensor) -> None:
+        """Copy the weights into ``buffer``, uint8."""
+        target = buffer.view(parcel.dtype)
+        for flat, copies in self._copies.items():
+            for copy in copies:
+                copy.run(parcel.flats[flat], target)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Elements of one flat tensor that go into another one.
+
+    Attributes:
+        source, target: the first element's place there and here.
+        sizes: of the dimensions along which they lie.
+        source_strides, target_strides: elements from one index to the next, a dimension each.
+    """
+
+    source: int
+    target: int
+    sizes: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+    @classmethod
+    def run_of(cls, count: int, source: int, target: int) -> Copy:
+        """``count`` elements that lie one after another, there and here."""
+        return cls(source, target, (count,), (1,), (1,))
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], ...]:
+        """All but the places."""
+        return self.sizes, self.source_strides, self.target_strides
+
+    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy; both tensors without gaps, of any shape."""
+        there = source.as_strided(self.sizes, self.source_strides, source.storage_offset() + self.source)
+        target.as_strided(self.sizes, self.target_strides, target.storage_offset() + self.target).copy_(there)
+
+
+def merged(copies: Sequence[Copy]) -> list[Copy]:
+    """Fewer copies of the same elements to the same places, in any order."""
+    while True:
+        forms: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
+        for copy in copies:
+            forms.setdefault(copy.form, []).append(copy)
+        fewer = [copy for alike in forms.values() for copy in _at_equal_distances(alike)]
+        if len(fewer) == len(copies):
+            return fewer
+        copies = fewer
+
+
+def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """Copies of one form: runs of them whose places rise evenly as one."""
+    first = 0
+    while first < len(copies):
+        begin, last = copies[first], first
+        step = _distance(begin, copies[first + 1]) if first + 1 < len(copies) else (0, 0)
+        while min(step) > 0 and last + 1 < len(copies) and _distance(copies[last], copies[last + 1]) == step:
+            last += 1
+        sizes = (last - first + 1, *begin.sizes)
+        several = Copy(begin.source, begin.target, sizes, (step[0], *begin.source_strides), (step[1], *begin.target_strides))
+        yield several if last > first else begin
+        first = last + 1
+
+
+def _distance(one: Copy, other: Copy) -> tuple[int, int]:
+    return other.source - one.source, other.target - one.target
+
+
+# what the kernels of CUDA want of a tensor's beginning, and more than any dtype wants
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One weight: its Hugging Face name, its full shape and the dtype it is sent in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
+        """What would announce this weight."""
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor: elements from one index to the next, a dimension each."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def padded_bytes(nbytes: int) -> int:
+    """Bytes that a weight takes in a buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
 
 # weights are taken in batches of this many bytes, so that gathered ones are not kept for long; they lie together in the buffer
 STAGED_BYTES = 32 * 2**20
@@ -263,3 +460,24 @@ def _pick(places: Sequence[int]) -> Pick:
     if list(places) == list(range(places[0], places[-1] + 1)):
         return itemgetter(slice(places[0], places[-1] + 1))
     return itemgetter(*places)
+
+
+_CHUNK = 1 << 22
+# odd, so that multiplying by it loses nothing modulo 2^64 (Knuth's multiplicative hashing, the 64-bit constant of the golden ratio)
+_FACTOR = -7046029254386353131
+
+
+def checksum(data: torch.Tensor) -> int:
+    """Sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a signed number.
+
+    Args:
+        data: uint8, a multiple of 4 long, on any device.
+    """
+    words = data.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    places = torch.arange(min(_CHUNK, max(words.numel(), 1)), dtype=torch.int64, device=data.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        weights = (places[: part.numel()] + start).mul_(2).add_(1).mul_(_FACTOR)
+        total += (part * (weights ^ (weights >> 29) | 1)).sum()
+    return int(total)

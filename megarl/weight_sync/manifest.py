@@ -1,28 +1,69 @@
-"""What a policy sends at every refit: the names, shapes and dtypes of its weights in one order, and where they lie in a buffer.
+"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and where they lie in a buffer.
 
-Both sides know the manifest from before the first transfer, so that a transfer itself carries no name and no shape.
+Both sides know the manifest from before the first transfer, so that a transfer itself carries no name and no shape. With it goes what is
+decided once for all refits: how the memory above the model is divided (two transfer buffers, what is gathered for them, and lists), which
+pipeline stage sends which weights (runs of neighbours in the order of sending that one stage holds; an interleaved pipeline gives a stage
+several runs), and how weights are taken from a stream into a buffer in batches of copies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_UP, Decimal
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate, groupby, islice, zip_longest
 from operator import attrgetter, eq, itemgetter
 from typing import Any
 
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.layout import Group
-from megarl.weight_sync.memory import LIST_BYTES
-from megarl.weight_sync.tensor_info import TensorInfo, padded_bytes
+from megarl.weight_sync.layout import Group, Laying, ParcelStream, TensorInfo, padded_bytes
+
+GIB = 2**30
+# of weights that are gathered together where no memory is configured, and at most
+BUCKET_BYTES = 64 * 2**20
+# a bucket is this part of the configured memory
+BUCKET_SHARE = 16
+# that are there at once: one on its way, one that has come, and what was put together out of it; of the first gloo has two copies
+BUCKETS = 5
+# what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while groups are laid out for the
+# first time the copy that lays it there
+LIST_BYTES = 256
+# this part of the configured memory is for connections and what allocators keep
+REST_SHARE = 64
+
+
+def bucket_bytes(buffer_gib: float | None) -> int:
+    """Bytes of weights that are gathered together, unless one alone takes more.
+
+    Args:
+        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None where it is not configured.
+    """
+    return BUCKET_BYTES if buffer_gib is None else min(BUCKET_BYTES, int(buffer_gib * GIB) // BUCKET_SHARE)
+
+
+def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, largest: int) -> int:
+    """Bytes of each transfer buffer.
+
+    Args:
+        buffer_gib: GiB that a refit may take.
+        buffers: how many.
+        lists: bytes of the lists of what lies in them.
+        gathered: bytes that the weights take on their way into them.
+        largest: bytes of the largest weight, for which there is room as long as buffers of its size and the lists fit alone: what is
+            gathered of it, a bucket of its own, may then take more than is configured.
+    """
+    configured = int(buffer_gib * GIB)
+    room = max(configured - lists, 0)
+    return max((room - gathered - configured // REST_SHARE) // buffers, min(largest, room // buffers))
+
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -233,3 +274,138 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
         f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at least "
         f"{least:g}, which is for two buffers and the lists of what lies in them, or to null"
     )
+
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+def pack(stream: Stream, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
+    """Take the weights of a group from a stream into ``buffer``, uint8; without any the stream goes on all the same.
+
+    Raises:
+        RefitError: other weights come than were announced.
+    """
+    if isinstance(stream, ParcelStream):
+        _lay(stream, manifest, group, buffer)
+        return
+    first = group.first
+    for batch in group.batches:
+        names, weights = _taken(stream, batch.count)
+        manifest.expect(first, first + batch.count, names, weights)
+        if buffer is not None:
+            batch.fill(buffer, weights)
+        first += batch.count
+
+
+def _taken(stream: Stream, count: int) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and weights; the pairs are not kept, tens of thousands of which would set off the garbage collector."""
+    names, weights = [], []
+    for name, weight in islice(stream, count):
+        names.append(name)
+        weights.append(weight)
+    return names, weights
+
+
+def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
+    """The same with nothing done for a weight, but for the first time that it comes."""
+    if buffer is not None:
+        buffer = buffer[: group.nbytes]
+        group.clear_gaps(buffer)
+    first = group.first
+    while first < group.stop:
+        parcel = stream.take(group.stop - first)
+        if parcel is None:
+            manifest.expect_infos(first, group.stop, ())
+            raise AssertionError("a group that is not full lacks something")
+        if not 0 < parcel.count <= group.stop - first:
+            raise AssertionError(f"{type(stream).__name__} gave {parcel.count} weights where 1 to {group.stop - first} were asked for")
+        laying = group.layings.get(first)
+        if laying is None or not laying.serves(parcel):
+            stop = first + parcel.count
+            manifest.expect_infos(first, stop, parcel.infos())
+            laying = group.layings[first] = Laying(parcel, group.begins()[first - group.first : stop - group.first])
+        if buffer is not None:
+            laying.run(parcel, buffer)
+        first += parcel.count
+        # not kept while what comes next is made
+        del parcel
+
+
+def failing(error: Exception) -> Stream:
+    """The stream of a model that has none to give, because of ``error``."""
+    raise error
+    yield
+
+
+def drain(stream: Stream) -> None:
+    """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever became of its own part."""
+    if isinstance(stream, ParcelStream):
+        while stream.take(sys.maxsize) is not None:
+            pass
+    else:
+        for _ in stream:
+            pass
+
+
+def expect_end(stream: Stream) -> None:
+    """Let the stream come to its end: what stands after its last weight runs too.
+
+    Raises:
+        RefitError: there are weights left.
+    """
+    for name, _ in stream:
+        raise RefitError(f"the policy gives {name} after the last weight that was announced: make a new policy and engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The pipeline stages that send.
+
+    Attributes:
+        count: of the stages.
+        runs: ``(stage, number of weights)`` of every run, in the order of sending; empty where stage 0 sends all.
+    """
+
+    count: int = 1
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest, names: Sequence[Sequence[str]]) -> Stages:
+        """From the names that each stage sends.
+
+        Args:
+            manifest: of all weights.
+            names: a list a stage, each in its order of sending.
+
+        Raises:
+            RefitError: a weight is sent by no stage or by two, is not in the manifest, or comes in another order.
+        """
+        owners = {name: stage for stage, own in enumerate(names) for name in own}
+        missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]
+        if missing:
+            raise RefitError(f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}")
+        for stage, own in enumerate(names):
+            wanted = [tensor.name for tensor in manifest.tensors if owners[tensor.name] == stage]
+            if wanted != list(own):
+                raise RefitError(f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own in order: {_DEFECT}")
+        in_order = groupby(owners[tensor.name] for tensor in manifest.tensors)
+        return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
+
+    def parts(self, manifest: Manifest, budget: int) -> Iterator[tuple[int, Group]]:
+        """Stages with the groups of weights that they send, at most ``budget`` bytes each, in the order of sending.
+
+        Raises:
+            RefitError: a weight alone is larger, or the runs are those of another model.
+        """
+        runs = self.runs or ((0, len(manifest.tensors)),)
+        if sum(count for _, count in runs) != len(manifest.tensors):
+            raise RefitError(f"the policy's stages send {sum(count for _, count in runs)} weights of {len(manifest.tensors)}: {_DEFECT}")
+        first = 0
+        for stage, count in runs:
+            for names in groups_within(manifest.padded_sizes[first : first + count], budget):
+                yield stage, manifest.group(first, len(names))
+                first += len(names)
+
+
+_DEFECT = "report the model and the layout, this is a fault of the export"
+ONE_STAGE = Stages()

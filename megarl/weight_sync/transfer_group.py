@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
-from megarl.weight_sync.lifelines import Lifelines
-from megarl.weight_sync.meeting import HANDSHAKE_SECONDS, Meeting, Members
-from megarl.weight_sync.stages import ONE_STAGE, Stages
+from megarl.weight_sync.liveness import Lifelines
+from megarl.weight_sync.manifest import ONE_STAGE, Stages
+from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Meeting, Members
 
 COLLECTIVE_SECONDS = 600.0
 # between two looks at who is still there, while an operation lasts

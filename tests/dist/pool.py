@@ -9,7 +9,7 @@ from typing import Any
 from megarl import env
 from megarl.config.backend import enabled_backend
 from megarl.parity import pool
-from megarl.parity.mutations import applied, mutation
+from megarl.parity.faults.mutations import applied, mutation
 from tests.models import VOCABULARY
 
 FAULT_VARIABLE = "MEGARL_TEST_FAULT"

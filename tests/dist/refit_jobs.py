@@ -22,9 +22,9 @@ from megarl.errors import MegarlError
 from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
-from megarl.weight_sync.checksum import checksum
+from megarl.weight_sync.colocated import WeightReceiver, payload_for
+from megarl.weight_sync.layout import checksum
 from megarl.weight_sync.manifest import Manifest, groups_within
-from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import jobs
 from tests.dist.batches import make_batch

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.collectives import gather_jagged_object_lists, rebalance_nd_tensor
+from megarl.distributed.batched_data_dict import BatchedDataDict, gather_jagged_object_lists, rebalance_nd_tensor
 from megarl.errors import BatchError
 from tests.tiers import sampled
 

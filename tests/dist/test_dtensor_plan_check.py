@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from megarl.models.dtensor.styles import HeadNorm, VocabularyEmbedding
+from megarl.models.dtensor.plans import HeadNorm, VocabularyEmbedding
 from tests.dist import dtensor_jobs, fsdp1_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config

@@ -71,9 +71,9 @@ def save_as_megatron_lm(
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megarl.models.megatron import checkpoint
+    from megarl.models.megatron.checkpoint import exact_offsets
     from megarl.models.megatron.cuda_redirect import cuda_literals
     from megarl.models.megatron.optimizer import fused_style_adam
-    from megarl.models.megatron.optimizer_state import exact_offsets
 
     worker = jobs.build(config, init_reference_model=False)
     worker.train(data=jobs.my_share(worker, make_batch(rows=8, length=12, seed=1), 8), loss_fn=NLLLoss())

@@ -11,9 +11,9 @@ import pytest
 
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.draw import Drawer
+from megarl.parity.faults.mutations import MUTATIONS
 from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
-from megarl.parity.mutations import MUTATIONS
 from megarl.parity.runner import CaseRunner
 from megarl.parity.shrink import shrink
 from tests.dist.pool import WorkerPool

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from converters.checkpoint.source import open_source
-from megarl.distributed.ports import free_port
-from megarl.weight_sync.memory import LIST_BYTES
-from megarl.weight_sync.tensor_info import padded_bytes
+from megarl.distributed.virtual_cluster import free_port
+from megarl.weight_sync.layout import padded_bytes
+from megarl.weight_sync.manifest import LIST_BYTES
 from tests.dist import refit_jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config

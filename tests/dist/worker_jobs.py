@@ -13,7 +13,7 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
 from megarl.models.generation.sampling import SamplingSettings
-from megarl.models.megatron.mover import move_optimizer
+from megarl.models.megatron.backend import move_optimizer
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from tests.dist import jobs
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.models.engine.attention import SequenceLayout, attention
+from megarl.models.engine.attention import SequenceLayout, attention, serves
 from megarl.models.engine.partial_attention import partial_attention, partial_gradients
-from megarl.models.engine.varlen_attention import serves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 STARTS = (0, 37, 37, 200, 201, 333)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from megarl import env
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 
 NODES = ("n1", "n2")
 # Below those of the jobs' Rays, see launch/slurm_job.sh, and far below those that the kernel hands out.

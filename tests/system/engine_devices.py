@@ -11,11 +11,10 @@ from typing import Any
 import ray
 
 from megarl.distributed.virtual_cluster import RayVirtualCluster
-from megarl.distributed.worker_devices import devices_of_places
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import MegarlError
 from megarl.models.generation.vllm.generation import _first_places
-from megarl.models.generation.vllm.worker import VllmGenerationWorker
+from megarl.models.generation.vllm.worker import VllmGenerationWorker, devices_of_places
 
 RANKS = 2
 POLICY, ENGINES = "tests.system.engine_devices.PolicyRank", "tests.system.engine_devices.EngineActor"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.distributed.ports import free_port
 from megarl.distributed.rendezvous import Endpoint, check_membership
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import ClusterError, DeadlineError
 
 # Children are forked after torch is imported, so that forty ranks start in a moment.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.checkpoint import atomic
 from megarl.checkpoint.atomic import atomic_directory, fsync_tree, remove_directory, write_json_atomic
+from megarl.checkpoint.manager import metric_of, plain_json
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
-from megarl.checkpoint.training_info import metric_of, plain_json
 from megarl.errors import CheckpointError
 
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint.lock import RunLock
-from megarl.checkpoint.manager import CheckpointManager
+from megarl.checkpoint.manager import CheckpointManager, ranked_steps, steps_to_keep
 from megarl.checkpoint.manifest import verify
-from megarl.checkpoint.retention import ranked_steps, steps_to_keep
 from megarl.errors import CheckpointError
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from megarl.cli import main
 from megarl.config.load import load_config
-from megarl.config.nemo_rl import INSTEAD
 from megarl.config.not_yet import NEVER_LEGAL
+from megarl.config.schema import INSTEAD
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from tests.unit.config_samples import raw_grpo

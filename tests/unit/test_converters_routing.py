@@ -20,7 +20,7 @@ from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import MixtureOfExperts, Routing
 from converters.opening import open_megatron
 from converters.torch_dist.reader import TorchDistCheckpoint
-from megarl.models.megatron.moe_choice import choose
+from megarl.models.megatron.moe_router import choose
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 

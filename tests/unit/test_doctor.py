@@ -21,7 +21,7 @@ from megarl.doctor.check import Check, Verdict
 from megarl.doctor.command import exit_code
 from megarl.doctor.devices import Driver, DriverFault, Gpu, TorchBuild, check_devices, judge, read_driver
 from megarl.doctor.storage import check_durable_write, check_lock, check_storage, judge_space
-from megarl.doctor.system import check_system, judge_open_files, judge_shared_memory
+from megarl.doctor.versions import check_system, judge_open_files, judge_shared_memory
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0)

@@ -10,8 +10,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from megarl.errors import ConfigError
-from megarl.models.dtensor.plans import HAND_WRITTEN, choose_plan, custom_plan, decoder_plan, model_plan
-from megarl.models.dtensor.styles import HeadNorm, VocabularyEmbedding, translate_parallel_style
+from megarl.models.dtensor.plans import (
+    HAND_WRITTEN,
+    HeadNorm,
+    VocabularyEmbedding,
+    choose_plan,
+    custom_plan,
+    decoder_plan,
+    model_plan,
+    translate_parallel_style,
+)
 from megarl.models.huggingface.loading import build_on_meta
 from tests.models import tiny_config
 

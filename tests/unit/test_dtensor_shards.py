@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.models.dtensor.loss_scale import BACKOFF, GROWTH, INITIAL, INTERVAL, LossScale
+from megarl.models.dtensor.gradients import BACKOFF, GROWTH, INITIAL, INTERVAL, LossScale
 from megarl.models.dtensor.shards import Block
 
 

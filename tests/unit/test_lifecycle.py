@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megarl.errors import StateError
-from megarl.models.engine.lifecycle import Lifecycle, Residence
+from megarl.models.engine.offload_state import Lifecycle, Residence
 
 ON_DEVICE = {
     Residence.TRAINING: {"parameters", "gradients", "optimizer"},

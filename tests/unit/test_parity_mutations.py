@@ -12,9 +12,9 @@ from megarl.errors import ConfigError
 from megarl.models.engine import step
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.compare import Difference
+from megarl.parity.faults.mutations import MUTATIONS, applied, mutation
+from megarl.parity.faults.patching import found, replacing
 from megarl.parity.lines import parse
-from megarl.parity.mutations import MUTATIONS, applied, mutation
-from megarl.parity.patching import found, replacing
 from megarl.parity.prove import _above_noise
 from megarl.parity.runner import Outcome
 from megarl.patched import patched
@@ -41,7 +41,7 @@ def test_a_fault_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatc
         touched.extend((owner, attribute, vars(owner)[attribute], value) for owner, attribute, value in replacements)
         return patched(*replacements)
 
-    monkeypatch.setattr("megarl.parity.patching.patched", noted)
+    monkeypatch.setattr("megarl.parity.faults.patching.patched", noted)
     case = Case(backend=mutation(name).backends[0])
     with applied(name, case):
         put_in = list(touched)

@@ -11,9 +11,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megarl.errors import DataError, ModelError
-from megarl.quickstart.evaluate import evaluate_checkpoint, main
 from megarl.quickstart.model import make_model
-from megarl.quickstart.problems import read_problems, write_problems
+from megarl.quickstart.problems import evaluate_checkpoint, main, read_problems, write_problems
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.algorithms.refit import Refit, connect
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.models.engine.assembly import Assembly, Whole
-from megarl.models.engine.delivery import Arrival, Delivery
-from megarl.models.engine.spare_memory import SpareMemory
-from megarl.weight_sync.copies import Copy
-from megarl.weight_sync.memory import BUCKET_BYTES, BUCKETS, LIST_BYTES, bucket_bytes, buffer_bytes
+from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, SpareMemory, Whole
+from megarl.weight_sync.layout import Copy
+from megarl.weight_sync.manifest import BUCKET_BYTES, BUCKETS, LIST_BYTES, bucket_bytes, buffer_bytes
 
 CPU = torch.device("cpu")
 

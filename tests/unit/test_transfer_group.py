@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
-from megarl.weight_sync.lifelines import Lifelines
+from megarl.weight_sync.liveness import Lifelines
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.tiers import sampled, slow
 

@@ -7,9 +7,8 @@ import inspect
 import pytest
 import torch
 
-from megarl.models.engine.attention import _pieces
+from megarl.models.engine.attention import _pieces, serves, varlen_attention, varlen_kernel
 from megarl.models.engine.context import ContextShare
-from megarl.models.engine.varlen_attention import serves, varlen_attention, varlen_kernel
 from tests.unit.test_context import slow_attention
 
 STARTS = (0, 4, 4, 20, 24)

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
+from megarl.weight_sync.layout import Parcel, ParcelStream
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.meeting import Meeting
-from megarl.weight_sync.parcels import Parcel, ParcelStream
+from megarl.weight_sync.rendezvous import Meeting
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.memory_limit import no_more_memory_than
 from tests.unit.test_weight_sync import assert_same, weights

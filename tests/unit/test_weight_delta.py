@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
-from megarl.weight_sync import delta_channel
-from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.delta import apply_delta, changed, delta_bytes, write_delta
+from megarl.weight_sync import broadcast
+from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener, apply_delta, changed, delta_bytes, write_delta
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.unit.test_weight_broadcast import HOST, MANIFEST, joining, listening, refit, together
 from tests.unit.test_weight_sync import weights
@@ -156,7 +155,7 @@ def test_no_memory_for_what_changed_is_an_error_for_all_at_once_and_the_next_ref
             raise torch.OutOfMemoryError("tried to allocate 4 MiB")
         return {"changed": changed, "apply_delta": apply_delta}[what](*arguments)
 
-    monkeypatch.setattr(delta_channel, what, full)
+    monkeypatch.setattr(broadcast, what, full)
     state = sparse(state, 2)
     stream = iter(state.items())
     error, *others = together(lambda: policy.send(stream, 2), *engines)

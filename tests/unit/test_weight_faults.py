@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from tests.tiers import sampled, slow
 from tests.unit.weight_processes import HOST, Actor, Engine, Policy, expected, open_files, shared_files

@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from megarl.errors import RefitError
 from megarl.weight_sync import layout
-from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.packing import pack
-from megarl.weight_sync.tensor_info import ALIGNMENT
+from megarl.weight_sync.layout import ALIGNMENT
+from megarl.weight_sync.manifest import Manifest, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int8, torch.bool, torch.complex64]
 # a scalar, empty ones, odd ones, and rows that need no padding in every type

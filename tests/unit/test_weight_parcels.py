@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.errors import RefitError
-from megarl.models.engine.assembly import Assembly, Whole
-from megarl.models.engine.delivery import Arrival, Delivery
+from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, Whole
 from megarl.weight_sync import layout
-from megarl.weight_sync.copies import Copy
-from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.packing import drain, expect_end, pack
-from megarl.weight_sync.parcels import Laying, Parcel, ParcelStream, Place
+from megarl.weight_sync.layout import Copy, Laying, Parcel, ParcelStream, Place
+from megarl.weight_sync.manifest import Manifest, drain, expect_end, pack
 
 SHAPES = [(), (0,), (3, 0), (1,), (33,), (5, 7), (2, 3, 5), (256,), (512,), (1, 256), (3, 256), (3, 4, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool]

@@ -13,14 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.distributed.ports import free_port
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
-from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.channel import BUFFERS, HEADER
-from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.meeting import Meeting
-from megarl.weight_sync.stages import Stages
-from megarl.weight_sync.tensor_info import TensorInfo
+from megarl.weight_sync.broadcast import BUFFERS, HEADER, WeightBroadcaster, WeightListener
+from megarl.weight_sync.layout import TensorInfo
+from megarl.weight_sync.manifest import Manifest, Stages
+from megarl.weight_sync.rendezvous import Meeting
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.unit.test_weight_broadcast import HOST, ending_when_here, joining, together
 from tests.unit.test_weight_sync import assert_same

@@ -21,14 +21,11 @@ from hypothesis import strategies as st
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
-from megarl.weight_sync import layout, packing
-from megarl.weight_sync.arena import SLOTS, Arena, ArenaReader
-from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.manifest import Manifest, groups_within
-from megarl.weight_sync.memory import LIST_BYTES
-from megarl.weight_sync.receiver import WeightReceiver, payload_for
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.shared_memory import SharedBlock
+from megarl.weight_sync import layout
+from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
+from megarl.weight_sync.ipc_buffer import SLOTS, Arena, ArenaReader, SharedBlock
+from megarl.weight_sync.layout import checksum
+from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within
 from tests.memory_limit import no_more_memory_than
 
 CPU = torch.device("cpu")
@@ -288,7 +285,7 @@ def test_weights_taken_in_batches_are_the_weights(monkeypatch: pytest.MonkeyPatc
         buffer = torch.full((group.nbytes,), 255, dtype=torch.uint8)
         sent = list(weights(3).items())
         stream = iter(sent[group.first :])
-        packing.pack(stream, manifest, group, buffer)
+        manifest.pack(stream, manifest, group, buffer)
         part = dict(sent[group.first : group.stop])
         assert_same(dict(manifest.named_views(group, buffer)), part)
         assert len(list(stream)) == 6 - group.stop
@@ -299,7 +296,7 @@ def test_a_stream_that_ends_early_is_refused(monkeypatch: pytest.MonkeyPatch, st
     monkeypatch.setattr(layout, "STAGED_BYTES", staged)
     manifest = Manifest.of(iter(weights().items()))
     with pytest.raises(RefitError, match=r"gives nothing where layer\.fp8 \[33\] float8_e4m3fn was announced"):
-        packing.pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
+        manifest.pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
 
 
 def test_another_manifest_is_refused(sender: WeightSender) -> None:

@@ -18,10 +18,8 @@ import torch.distributed as dist
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import MegarlError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.receiver import WeightReceiver, payload_for
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.stages import ONE_STAGE, Stages
+from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
+from megarl.weight_sync.manifest import ONE_STAGE, Manifest, Stages
 from megarl.weight_sync.transfer_group import TransferGroup
 
 CPU = torch.device("cpu")

@@ -8,13 +8,11 @@ from typing import Any
 from megarl.config.model_facts import ModelFacts
 from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules.backends import BACKEND_RULES
-from megarl.config.rules.batches import BATCH_RULES
-from megarl.config.rules.experts import EXPERT_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
-from megarl.config.rules.parallel import PARALLEL_RULES
+from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.ranges import RANGE_RULES
-from megarl.config.rules.run import RUN_RULES
+from megarl.config.rules.run import BATCH_RULES, RUN_RULES
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.errors import Violation
 

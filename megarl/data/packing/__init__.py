@@ -15,7 +15,7 @@ from megarl.data.packing.algorithms import (
     get_packer,
 )
 from megarl.data.packing.balance import deal_bins, sequence_cost
-from megarl.data.packing.bounds import martello_toth_lower_bound
+from megarl.data.packing.fitting import martello_toth_lower_bound
 from megarl.data.packing.metrics import PackingMetrics
 
 __all__ = [

@@ -20,16 +20,13 @@ from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ModelError
-from megarl.models.dtensor.gradients import global_norm, local_gradients
-from megarl.models.dtensor.loss_scale import LossScale
+from megarl.models.dtensor.gradients import LossScale, global_norm, local_gradients, refuse_optimizer_without_steps
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.mover import move_model, move_optimizer
-from megarl.models.dtensor.optimizer_check import refuse_optimizer_without_steps
 from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reshard, shard_fully
 from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
 from megarl.models.dtensor.plans import choose_plan, is_plan_ours
-from megarl.models.dtensor.shards import gather_part, read_block
-from megarl.models.dtensor.state import EvenState
+from megarl.models.dtensor.shards import EvenState, gather_part, read_block
 from megarl.models.dtensor.weight_stream import WeightStream
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.heads import Head, HeadOutput
@@ -43,7 +40,7 @@ from megarl.models.huggingface.loading import build_on_meta, check_names, is_tie
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
-from megarl.weight_sync.memory import BUCKETS, bucket_bytes
+from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
 
 logger = logging.getLogger(__name__)
 # where the loss scale stands in a checkpoint: among the hyperparameters of the first group

@@ -15,11 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
-from megarl.models.engine.assembly import Assembly, Whole, in_buckets
-from megarl.models.engine.delivery import Arrival, Delivery
-from megarl.models.engine.spare_memory import SpareMemory
-from megarl.weight_sync.copies import Copy
-from megarl.weight_sync.tensor_info import strides_of
+from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, SpareMemory, Whole, in_buckets
+from megarl.weight_sync.layout import Copy, strides_of
 
 
 @dataclass(frozen=True, slots=True)

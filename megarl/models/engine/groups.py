@@ -1,13 +1,20 @@
-"""The process groups of one worker, as the engine needs them. Built by a backend; nothing here knows which."""
+"""The process groups of one worker, as the engine needs them, and calls that rank 0 alone makes while the others wait.
+
+A backend builds them; nothing here knows which.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megarl.distributed.device import runtime
+from megarl.errors import CheckpointError, MegarlError
 from megarl.models.engine.context import ContextShare
 
 
@@ -107,3 +114,26 @@ class ParallelGroups:
         box = [value]
         dist.broadcast_object_list(box, src=self.last_stage_global_rank, group=self.pipeline)
         return box[0]
+
+
+@contextlib.contextmanager
+def on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
+    """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``), so that none waits for ever."""
+    failure: Exception | None = None
+    try:
+        yield dist.get_rank() == 0
+    except Exception as error:
+        failure = error
+    # a number first, so that the usual way, on which nothing fails, takes no collective of objects
+    device = runtime().device
+    failed = torch.tensor([int(failure is not None)], device=device)
+    dist.broadcast(failed, src=0)
+    if not int(failed):
+        if failure is not None:
+            raise failure
+        return
+    message = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    dist.broadcast_object_list(message, src=0)
+    if failure is not None:
+        raise failure
+    raise kind(f"rank 0 failed: {message[0]}")

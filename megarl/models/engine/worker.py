@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from converters.checkpoint.writer import write_hf
 from megarl.distributed.batch_checks import check_sequence_dimension
@@ -22,20 +23,45 @@ from megarl.distributed.rendezvous import init_process_group
 from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
-from megarl.models.engine.first_rank import on_first_rank
-from megarl.models.engine.lifecycle import Lifecycle, Residence
+from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.nonfinite import SkipLimit, require_finite
-from megarl.models.engine.reference import ReferenceWeights
+from megarl.models.engine.offload_state import Lifecycle, ReferenceWeights, Residence
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
-from megarl.models.engine.step_trace import StepTrace
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.weight_sync.broadcast import WeightBroadcaster
-from megarl.weight_sync.meeting import Meeting
-from megarl.weight_sync.packing import Stream, drain, failing
-from megarl.weight_sync.sender import WeightSender
-from megarl.weight_sync.stages import ONE_STAGE, Stages
+from megarl.weight_sync.colocated import WeightSender
+from megarl.weight_sync.manifest import ONE_STAGE, Stages, Stream, drain, failing
+from megarl.weight_sync.rendezvous import Meeting
 from megarl.weight_sync.transfer_group import TransferGroup
+
+
+class StepTrace:
+    """A recording that begins at once. There is one in a process at a time.
+
+    Args:
+        device: of the rank; on a CUDA device its kernels are recorded too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def stop(self, path: Path) -> str:
+        """End it and write it, in the trace format of Chrome, which ``chrome://tracing`` and ui.perfetto.dev open; the path.
+
+        Raises:
+            StateError: the file cannot be written.
+        """
+        self._profile.stop()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise StateError(f"profile {path} cannot be written: {error}. Fix: see to free space and permissions there") from error
+        return str(path)
+
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01

@@ -1,20 +1,61 @@
-"""Training passes over a mixture of experts, whose routers are recorded and balanced."""
+"""Training passes over a mixture of experts: routers are recorded and balanced over the real tokens, replicas are kept in step.
+
+Passes of replicas whose tokens meet in the same experts meet in the collectives of every layer with experts, so that they need the same
+number of micro-batches. The alltoall dispatcher says how many tokens come; the allgather dispatcher takes it for granted that all ranks
+bring the same number, and would mix up tokens, or wait for ever, if they did not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
+from megarl.errors import BatchError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
-from megarl.models.engine.model_input import ModelInput
-from megarl.models.megatron.moe_record import BalanceSettings, RoutingRecord
+from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
+from megarl.models.engine.model_input import ModelInput, lay_out
+from megarl.models.megatron.moe_record import BalanceSettings, Census, RoutingRecord
 from megarl.models.megatron.moe_router import connect, release
-from megarl.models.megatron.moe_tokens import sequence_numbers, take_census
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.models.megatron.schedule import forward_backward
+
+
+def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
+    """[b] int64: real tokens of each row; 0 for rows whose ``sample_mask`` is 0."""
+    data = model_input.micro_batch.data
+    lengths = data["input_lengths"].to(torch.int64)
+    return lengths.where(data["sample_mask"] != 0, 0) if "sample_mask" in data else lengths
+
+
+def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
+    """[n, t] int64: for each token of this context-parallel rank the row that it belongs to, -1 for padding and dropped samples."""
+    micro_batch, device = model_input.micro_batch, model_input.tokens.device
+    lengths, total = _counted_lengths(model_input).to(device), micro_batch.length
+    rows = torch.arange(micro_batch.size, device=device)
+    starts = model_input.layout.starts
+    if starts is None:
+        inside = torch.arange(total, device=device) < lengths[:, None]
+        numbers = rows[:, None].where(inside, -1)
+    else:
+        begin = torch.tensor(starts[: micro_batch.size], device=device)
+        position = torch.arange(total, device=device)
+        row = torch.searchsorted(begin, position, right=True) - 1
+        numbers = row.where(position - begin[row] < lengths[row], -1)[None]
+    context = model_input.layout.context
+    return numbers[:, context.index(starts or (0, total), device)] if context.size > 1 else numbers
+
+
+def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> Census:
+    """Sizes of the global batch of which ``inputs`` are this data-parallel rank's share. A collective over the data-parallel group."""
+    lengths = [_counted_lengths(model_input) for model_input in inputs]
+    figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
+    tokens, sequences = groups.sum_over_data(figures).tolist()
+    return Census(tokens, sequences, max(model_input.micro_batch.size for model_input in inputs))
 
 
 def _nothing(logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
@@ -64,3 +105,55 @@ class RecordedPasses:
     def metrics(self) -> dict[str, float]:
         """See ``RoutingRecord.metrics``. A collective over the world."""
         return self._record.metrics()
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Tokens of a micro-batch as it is laid out, and as one packed row."""
+
+    tokens: int
+    packed: int
+
+
+def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
+    micro_batch = model_input.micro_batch
+    packed = sum(round_up(length, shapes.packed_multiple) for length in micro_batch.data["input_lengths"].tolist())
+    return _Size(micro_batch.length * (1 if micro_batch.packed else micro_batch.size), packed)
+
+
+def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool) -> list[ModelInput]:
+    """The same micro-batches, laid out so that the replicas that share this rank's experts can run them together.
+
+    Args:
+        inputs: of this rank.
+        experts: its groups.
+        shapes: what the backend wants of shapes.
+        equal_tokens: every micro-batch has to have as many tokens as its counterparts. Where that is not so, all of them become packed rows
+            of the length of the longest.
+
+    Returns:
+        ``inputs`` themselves where nothing had to change. A collective over the replicas.
+
+    Raises:
+        BatchError: replicas have different numbers of micro-batches.
+    """
+    if experts.replicas is None:
+        return list(inputs)
+    sizes: list[list[_Size]] = [[]] * dist.get_world_size(experts.replicas)
+    dist.all_gather_object(sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas)
+    if len({len(replica) for replica in sizes}) > 1:
+        raise BatchError(
+            f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} micro-batches; "
+            "give each the same number (shard the batch with megarl.models.policy.batch_plan.shard_batch)"
+        )
+    counterparts = list(zip(*sizes, strict=True))
+    uneven = [len({size.tokens for size in one}) > 1 for one in counterparts]
+    if not equal_tokens or not any(uneven):
+        return list(inputs)
+    totals = [max(size.packed for size in one) for one in counterparts]
+    if shapes.equal:
+        totals, uneven = [max(totals)] * len(totals), [True] * len(totals)
+    return [
+        lay_out(MicroBatch(given.micro_batch.data, True, total), given.layout.context, shapes) if changed else given
+        for given, total, changed in zip(inputs, totals, uneven, strict=True)
+    ]

@@ -16,7 +16,7 @@ from megarl.distributed.device import runtime
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.errors import ConfigError
 from megarl.models.dtensor.backend import DTensorBackend
-from megarl.models.dtensor.context_parallel import ROTATE_METHODS, context_parallel
+from megarl.models.dtensor.mesh import ROTATE_METHODS, context_parallel
 from megarl.models.dtensor.mover import move_buffers, move_model
 from megarl.models.dtensor.parallelize import reshard, sharded_modules
 from megarl.models.engine.worker import EngineWorker, begin
@@ -108,7 +108,7 @@ class DTensorPolicyWorker(EngineWorker):
         cp_no_restore_buffers: set[torch.Tensor],
         cp_rotate_method: str | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which every buffer holds this rank's part of it (``megarl.models.dtensor.context_parallel``).
+        """A context in which every buffer holds this rank's part of it (``megarl.models.dtensor.mesh``).
 
         The worker's own methods do not need it: they cut their batches themselves.
 

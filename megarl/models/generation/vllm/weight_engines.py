@@ -19,8 +19,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megarl.distributed.device import DeviceRuntime, is_out_of_memory
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightListener
+from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.receiver import WeightReceiver, payload_for
 from megarl.weight_sync.transfer_group import TransferGroup
 
 

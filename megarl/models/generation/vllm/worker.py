@@ -1,21 +1,129 @@
-"""One vLLM engine in a process of its own, with the version of the weights that it has."""
+"""The actor of one vLLM engine: the engine itself, the GPUs of its places, and the version of the weights that it has.
+
+No call of the engine waits for a process of it that has died, and it leaves no file behind. Ray shows an actor the GPU of its own place
+alone; an engine of several ranks has the places beside it too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import tempfile
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from multiprocessing import connection
 from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
-from megarl.distributed.worker_devices import devices_of_places
-from megarl.errors import ConfigError, RefitError
+from megarl.errors import ClusterError, ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
-from megarl.models.generation.vllm.engine import Engine
 from megarl.models.generation.vllm.options import engine_options
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
 from megarl.models.generation.vllm.worker_extension import Failure
+
+
+def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an actor on the first of them.
+
+    Args:
+        first: bundle that the actor is on, of its placement group.
+        count: of the places.
+        share: of its GPU that the actor has, and that nobody else takes of the other places' GPUs.
+        timeout_s: longest wait for the other places.
+
+    Raises:
+        ClusterError: one of the other places is taken, or Ray starts no process there.
+    """
+    group = ray.util.get_current_placement_group()
+    places = range(first + 1, first + count)
+    strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
+    task: Any = ray.remote(_devices)
+    asked = [task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy).remote() for strategy in strategies]
+    try:
+        return [device for devices in (_devices(), *ray.get(asked, timeout=timeout_s)) for device in devices]
+    except ray.exceptions.GetTimeoutError as error:
+        raise ClusterError(
+            f"an engine of {count} ranks from place {first} on: Ray did not give it the GPUs of places {list(places)} in {timeout_s:g} s. "
+            "Fix: see by `ray status` whether Ray starts processes there; give the engines places of their own, or let the cluster have "
+            "more worker groups a place"
+        ) from error
+
+
+def _devices() -> list[str]:
+    return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+# between two looks at vLLM's processes while one of its calls lasts
+LOOK_SECONDS = 1.0
+# that a call has to fail of itself after a process died, and say why
+LAST_WORDS_SECONDS = 5.0
+
+
+class Engine:
+    """``vllm.LLM``, in this process or with processes of its own.
+
+    Args:
+        options: its arguments.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        # where vLLM's processes meet; it would leave the sockets where they are
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=env.text(SOCKETS))
+        with env.variables({SOCKETS: self._sockets.name}):
+            self._llm = LLM(**options)
+        self._processes = multiprocessing.active_children()
+
+    @property
+    def has_sleep_mode(self) -> bool:
+        """It can give its memory back and take it again."""
+        return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of ``LLM``.
+
+        Raises:
+            RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for it for ever.
+        """
+        if not self._processes:
+            return getattr(self._llm, method)(*args, **kwargs)
+        answer: Future[Any] = Future()
+        threading.Thread(target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True).start()
+        while not wait([answer], LOOK_SECONDS).done:
+            dead = [process for process in self._processes if not process.is_alive()]
+            if dead and not wait([answer], LAST_WORDS_SECONDS).done:
+                said = ", ".join(f"{process.name} (process {process.pid}, exit code {process.exitcode})" for process in dead)
+                raise RuntimeError(f"vLLM died in {method}(): {said}")
+        return answer.result()
+
+    def _answer(self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            answer.set_result(getattr(self._llm, method)(*args, **kwargs))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def shutdown(self) -> None:
+        """End vLLM's processes, those that are left of an engine that died too."""
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._sockets.cleanup)
+            ending.callback(self._llm.llm_engine.engine_core.shutdown)
+            if not self._processes:
+                self.call("shutdown_weight_transfer_engine")
+            elif all(process.is_alive() for process in self._processes):
+                try:
+                    self.call("shutdown_weight_transfer_engine")
+                except Exception:
+                    # of an engine that is just dying: who asked it for something heard of that
+                    if not connection.wait([process.sentinel for process in self._processes], LAST_WORDS_SECONDS):
+                        raise
 
 
 class VllmGenerationWorker:

@@ -14,13 +14,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from megarl.errors import ConfigError
-from megarl.parity import faults_engine, faults_losses, faults_megatron, faults_torch
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation
+from megarl.parity.faults import engine, losses, megatron, torch_backends
+from megarl.parity.faults.patching import Mutation
 
-MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
-    {**faults_engine.FAULTS, **faults_losses.FAULTS, **faults_megatron.FAULTS, **faults_torch.FAULTS}
-)
+MUTATIONS: Mapping[str, Mutation] = MappingProxyType({**engine.FAULTS, **losses.FAULTS, **megatron.FAULTS, **torch_backends.FAULTS})
 """All known faults by name."""
 
 

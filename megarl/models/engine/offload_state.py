@@ -1,17 +1,22 @@
-"""Where a worker's parameters, gradients and optimizer state are, as a state machine with legal transitions.
+"""Offload state of a worker: whether parameters, gradients and optimizer state are on the device or in host memory.
 
 A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a
 worker says which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash
-inside a kernel.
+inside a kernel. The reference policy is a copy of the first weights in host memory, swapped in for as long as its log-probabilities are
+computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from enum import Enum
 
+import torch
+
+from megarl.distributed.device import DeviceRuntime
 from megarl.errors import StateError
-from megarl.models.engine.backend import Part, Place
+from megarl.models.engine.backend import Backend, Part, Place
 
 
 class Residence(Enum):
@@ -81,3 +86,37 @@ class Lifecycle:
                 f"{method}() needs {part} on the device, but the worker is {self.residence.name} "
                 f"({self.residence.value}); call {remedy}() first"
             )
+
+
+class ReferenceWeights:
+    """This rank's shards of the reference policy.
+
+    Args:
+        backend: the model as it is now; its present weights become the reference.
+        runtime: decides whether the copy is page-locked.
+    """
+
+    def __init__(self, backend: Backend, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        backend.sync_parameters()
+        self._weights = self._copy(backend)
+
+    def _copy(self, backend: Backend) -> dict[str, torch.Tensor]:
+        return {name: self._runtime.pin(parameter.detach().to("cpu", copy=True)) for name, parameter in backend.parameters()}
+
+    @contextlib.contextmanager
+    def swapped_in(self, backend: Backend) -> Iterator[None]:
+        """Inside, the model has the reference weights; afterwards the present ones again, to the bit, whatever happened inside."""
+        backend.sync_parameters()
+        present = self._copy(backend)
+        try:
+            _write(backend, self._weights)
+            yield
+        finally:
+            _write(backend, present)
+
+
+@torch.no_grad()
+def _write(backend: Backend, weights: dict[str, torch.Tensor]) -> None:
+    for name, parameter in backend.parameters():
+        parameter.copy_(weights[name])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation, Patch, is_clipped, many_tokens, replacing, sees_tokens
+from megarl.parity.faults.patching import Mutation, Patch, is_clipped, many_tokens, replacing, sees_tokens
 
 DTENSOR, FSDP1 = "megarl.models.dtensor", "megarl.models.fsdp1"
 

@@ -13,7 +13,7 @@ from megarl.config.arithmetic import padded_vocabulary
 from megarl.observe.metrics import Reduction
 from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation, Patch, after_building, many_tokens, replacing, replacing_for, sees_tokens
+from megarl.parity.faults.patching import Mutation, Patch, after_building, many_tokens, replacing, replacing_for, sees_tokens
 
 ENGINE = "megarl.models.engine"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation, is_clipped, many_tokens, replacing, sees_tokens
+from megarl.parity.faults.patching import Mutation, is_clipped, many_tokens, replacing, sees_tokens
 
 MEGATRON = "megarl.models.megatron"
 HERE = ("megatron",)

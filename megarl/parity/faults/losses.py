@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.parity.case import Case
-from megarl.parity.patching import Mutation, Patch, many_tokens, replacing
+from megarl.parity.faults.patching import Mutation, Patch, many_tokens, replacing
 
 LOSSES = "megarl.algorithms.loss_functions"
 
