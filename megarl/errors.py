@@ -95,6 +95,10 @@ class RefitError(MegarlError, RuntimeError):
     """Weights could not be handed to the engine that generates, or what arrived is not what was announced. No part of them is served."""
 
 
+class RewardError(MegarlError, RuntimeError):
+    """A reward function raised, returned no finite number, or killed its process. The message names the record."""
+
+
 class MismatchError(MegarlError, RuntimeError):
     """Generation and training disagree about the probabilities of the same tokens more than the run allows."""
 

@@ -88,7 +88,7 @@ BREAKS: Mapping[str, Break] = {
         "megarl/algorithms/advantages.py", ".abs().clamp(min=1.0)", ".abs()", ("unit/test_advantages.py",)
     ),
     "rewards: a reference is read without its box": Break(
-        "megarl/environments/mathematics.py",
+        "megarl/rollout/mathematics.py",
         'answer if _DELIMITED.search(answer) else f"\\\\boxed{{{answer}}}"',
         "answer",
         ("unit/test_mathematics.py",),
@@ -139,7 +139,7 @@ BREAKS: Mapping[str, Break] = {
         ("unit/test_drivers.py", "unit/test_stopping.py"),
     ),
     "environments: white space counts": Break(
-        "megarl/environments/rewards.py", "response.strip() == answer.strip()", "response == answer.strip()", ("unit/test_rewards.py",)
+        "megarl/rollout/rewards.py", "response.strip() == answer.strip()", "response == answer.strip()", ("unit/test_rewards.py",)
     ),
     "engine: the first token counts as valid": Break(
         "megarl/models/engine/normalizers.py", 'data["token_mask"][:, 1:]', 'data["token_mask"]', ("dist/test_megatron_parity.py",)

@@ -31,7 +31,6 @@ from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
 from megarl.data.tokenization import get_tokenizer
-from megarl.environments.rewards import FAULT_OF_REFERENCE, get_reward
 from megarl.errors import ConfigError, Violation
 from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
@@ -40,6 +39,8 @@ from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
+from megarl.rollout.collector import Collector
+from megarl.rollout.environment import Environment, make_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +93,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         if config["policy"]["generation"] is not None:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
         vocab_size = check_model(config["policy"])
-        train_data, validation_data = _load_datasets(config, tokenizer, vocab_size)
+        environment = _environment(config, stack)
+        train_data, validation_data = _load_datasets(config, tokenizer, vocab_size, environment)
         _warn_of_few_records(len(train_data), _records_per_step(config))
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
@@ -106,9 +108,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         policy = (make_policy or start_policy)(config, tokenizer, start, stack)
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures)
-        parts = _Parts(
-            config, SkippedBatches(run_dir / DIRECTORY), policy, refit, tokenizer, train_data, validation_data, sampler, reporting.timer
-        )
+        skipped = SkippedBatches(run_dir / DIRECTORY)
+        parts = _Parts(config, skipped, policy, refit, tokenizer, environment, train_data, validation_data, sampler, reporting.timer)
         algorithm = _ALGORITHMS[config["algorithm"]](parts)
         writer = _writer(manager, policy, config, attempt)
 
@@ -174,6 +175,7 @@ class _Parts:
     policy: Policy
     refit: Refit | None
     tokenizer: PreTrainedTokenizerBase
+    environment: Environment | None
     train_data: Dataset
     validation_data: Dataset | None
     sampler: ResumableSampler
@@ -185,10 +187,21 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
 
 
-def _load_datasets(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[Dataset, Dataset | None]:
+def _environment(config: Config, stack: ExitStack) -> Environment | None:
+    """The environment of a run that generates; the stack closes it."""
+    if config["algorithm"] == "sft":
+        return None
+    environment = make_environment(config["env"])
+    stack.callback(environment.close)
+    return environment
+
+
+def _load_datasets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, environment: Environment | None
+) -> tuple[Dataset, Dataset | None]:
     """Training data and, where there is any, validation data."""
-    data, with_answers = config["data"], config["algorithm"] == "sft"
-    fault_of_answer = None if with_answers else FAULT_OF_REFERENCE.get(config["env"]["reward"])
+    data, with_answers = config["data"], environment is None
+    fault_of_answer = None if environment is None else environment.fault_of_reference
 
     def load(source: DataSource) -> Dataset:
         dataset = load_dataset(source, data, tokenizer, with_answers, fault_of_answer)
@@ -259,19 +272,19 @@ def _make_sft(parts: _Parts) -> SFT:
 
 def _make_grpo(parts: _Parts) -> GRPO:
     config = parts.config
+    assert parts.environment is not None
+    stop_token_ids = config["policy"]["generation"]["stop_token_ids"]
     return GRPO(
         policy=parts.policy,
         refit=parts.refit,
-        tokenizer=parts.tokenizer,
+        collector=Collector(parts.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit),
         config=config["grpo"],
         loss_fn=ClippedPGLossFn(config["loss_fn"]),
-        reward=get_reward(config["env"]["reward"], config["env"]["strip"]),
         train_data=parts.train_data,
         validation_data=parts.validation_data,
         sampler=parts.sampler,
         timer=parts.timer,
         seed=config["seed"],
-        stop_token_ids=config["policy"]["generation"]["stop_token_ids"],
         skipped=parts.skipped,
     )
 

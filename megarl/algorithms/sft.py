@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.batches import supervised_batch
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.skipped_batches import SkippedBatches
 from megarl.algorithms.train_results import step_metrics
+from megarl.distributed.token_batches import supervised_batch
 
 if TYPE_CHECKING:
     from megarl.config.sections import SFTConfig

@@ -45,6 +45,16 @@ LOSS: Config = {
     "kl_input_clamp_value": 20.0,
     "kl_output_clamp_value": 10.0,
 }
+ENV: Config = {
+    "environment": "single_turn",
+    "reward": None,
+    "strip": True,
+    "processes": None,
+    "timeout_s": 5.0,
+    "on_error": "raise",
+    "on_timeout": "zero",
+    "options": {},
+}
 SFT = {"max_num_epochs": None, "val_period": 0, "val_batches": None, "val_at_start": False}
 CHECKPOINTING = {
     "enabled": False,
@@ -172,7 +182,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run.setdefault("run_dir", str(Path("runs") / name))
     run["deadlines"] = _fill(_section(run, "deadlines"), DEADLINES)
     run["policy"] = complete_policy(_section(run, "policy"))
-    for key, defaults in (("grpo", GRPO), ("loss_fn", LOSS), ("sft", SFT), ("env", {"strip": True}), ("data", DATA)):
+    for key, defaults in (("grpo", GRPO), ("loss_fn", LOSS), ("sft", SFT), ("env", ENV), ("data", DATA)):
         if isinstance(run.get(key), dict):
             run[key] = _fill(run[key], defaults)
     _fill_sizes_of_validation(run)

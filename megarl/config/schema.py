@@ -40,7 +40,7 @@ INSTEAD: Mapping[str, str] = {
     "data.dataset_name": "write data.train: {name, split, prompt_key, answer_key}, or {path, prompt_key, answer_key}",
     "data.prompt_file": "write the text itself in data.prompt_template, with {prompt} where the problem goes",
     "data.system_prompt_file": "write the text itself in data.system_prompt",
-    "env.math": "write env.reward: math_verify; the driver computes rewards",
+    "env.math": "write env.reward: math_verify",
     "logger.num_val_samples_to_print": "remove it",
     "logger.mlflow_enabled": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
     "logger.mlflow": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",

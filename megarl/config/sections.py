@@ -162,15 +162,30 @@ class DataConfig(TypedDict):
 
 
 class EnvConfig(TypedDict):
-    """How answers are rewarded.
+    """The environment that responses meet.
 
     Attributes:
-        reward: the rule that compares an answer with the right one.
+        environment: `single_turn`: a reward function compares a response with the reference answer; or the import path of a class,
+            `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.environment`.
+        reward: the reward function: `exact_match`, `math_verify`, or an import path, `path/to/file.py:function`; null where the environment
+            has its own.
         strip: leave white space at the ends out of the comparison (``exact_match``).
+        processes: processes that compute rewards other than ``exact_match``; null for as many as the driver has cores, at most 8.
+        timeout_s: seconds that a reward may take.
+        on_error: a reward function that raises, returns no finite number or kills its process: `raise` ends the run, `zero` counts as 0,
+            `mask` leaves the sample out of training.
+        on_timeout: a reward that takes too long: likewise. To mask it is a way to escape judgement.
+        options: anything that an environment of your own reads.
     """
 
-    reward: Literal["exact_match", "math_verify"]
+    environment: NotRequired[str]
+    reward: NotRequired[str | None]
     strip: NotRequired[bool]
+    processes: NotRequired[int | None]
+    timeout_s: NotRequired[float]
+    on_error: NotRequired[Literal["raise", "zero", "mask"]]
+    on_timeout: NotRequired[Literal["raise", "zero", "mask"]]
+    options: NotRequired[dict[str, Any]]
 
 
 class CheckpointingConfig(TypedDict):

@@ -20,8 +20,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl import env
-from megarl.algorithms.batches import supervised_batch
 from megarl.data.datasets import Example
+from megarl.distributed.token_batches import supervised_batch
 from megarl.quickstart.model import make_model
 from megarl.quickstart.problems import generate_problems, write_problems
 

@@ -298,6 +298,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("prompt_template_has_place", {"data.prompt_template": "Answer: {question}"}, {}, {"data.prompt_template"}),
     ("validation_has_data", {"data.validation": None, "grpo.val_at_end": True}, {}, {"grpo.val_at_end"}),
     ("single_turn", {"grpo.max_rollout_turns": 2}, {}, {"grpo.max_rollout_turns"}),
+    ("reward_is_known", {"env.reward": "exakt"}, {}, {"env.reward"}),
+    ("environment_is_known", {"env.environment": "games"}, {}, {"env.environment"}),
     ("wandb_is_named", {"logger.wandb_enabled": True}, {}, {"logger.wandb"}),
     (
         "values_in_range",

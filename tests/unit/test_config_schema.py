@@ -48,7 +48,7 @@ def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any])
         ("policy.generation", [1], "a section"),
         ("policy.generation.stop_token_ids", [1, "two"], "whole number"),
         ("policy", 3, "a section"),
-        ("env.reward", "exactmatch", "one of"),
+        ("env.on_error", "ignore", "one of"),
         ("policy.sequence_packing", {"enabled": False, "algorithm": "best_fit"}, "one of"),
     ],
 )

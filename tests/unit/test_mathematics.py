@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.environments import mathematics
-from megarl.environments.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
-from megarl.environments.rewards import compute_rewards
+from megarl.rollout import mathematics
+from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
 
 # kind -> reference, parts of it that are wrong, other ways to write it
 REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
@@ -118,14 +117,12 @@ def test_a_reference_that_says_nothing_is_found(reference: str) -> None:
 
 
 @pytest.mark.parametrize("bomb", [r"\boxed{100000000!}", r"\boxed{999^{99999999}}", r"\boxed{9^{9^{9^{9}}}}"])
-def test_an_answer_that_cannot_be_judged_in_time_is_wrong_and_counted(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_cannot_be_judged_in_time_is_found(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     math_verify(r"\boxed{1}", "1")  # imports take their time too
     monkeypatch.setattr(mathematics, "CHECK_SECONDS", 0.5)
     with pytest.raises(JudgementTimeoutError, match=r"within 0\.5 s; it counts as wrong"):
         math_verify(bomb, "5")
-    rewards = compute_rewards(math_verify, [r"\boxed{5}", bomb, r"\boxed{5}"], ["5", "5", "5"])
-    assert rewards.values.tolist() == [1.0, 0.0, 1.0]
-    assert rewards.timed_out == 1
+    assert math_verify(r"\boxed{5}", "5") == 1.0
 
 
 def test_what_the_library_raises_at_its_own_time_limit_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +134,8 @@ def test_what_the_library_raises_at_its_own_time_limit_ends_nothing(monkeypatch:
         raise TimeoutException
 
     monkeypatch.setattr(library, "verify", out_of_time)
-    rewards = compute_rewards(math_verify, [r"\boxed{5}"], ["5"])
-    assert (rewards.values.tolist(), rewards.timed_out) == ([0.0], 1)
+    with pytest.raises(JudgementTimeoutError):
+        math_verify(r"\boxed{5}", "5")
 
 
 def test_no_alarm_is_left_behind() -> None:

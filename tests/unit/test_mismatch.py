@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, seed
 from hypothesis import strategies as st
 
-from megarl.algorithms.mismatch import check_mismatch, mismatch_metrics
 from megarl.errors import MismatchError
+from megarl.rollout.samples import check_mismatch, mismatch_metrics
 
 ROWS = st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.booleans()), max_size=30)
 

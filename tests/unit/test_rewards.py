@@ -1,14 +1,59 @@
-"""Verifiable rewards."""
+"""Reward functions by name and import path, and the pool of processes that computes them."""
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from megarl.environments.rewards import REWARDS, compute_rewards, get_reward
-from megarl.errors import ConfigError
+from megarl.config.rules.run import BUILT_IN_REWARDS
+from megarl.data.datasets import Example
+from megarl.errors import BatchError, ConfigError, RewardError
+from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, make_environment
+from megarl.rollout.reward_pool import RewardPool, Score
+from megarl.rollout.rewards import REWARDS, get_reward
+
+USERS = """
+import os, sys, time
+
+print("imported")
+
+def reward(response, answer):
+    print("judging", response)
+    if response == "raises":
+        raise KeyError("no such thing")
+    if response == "leaves":
+        sys.exit(0)
+    if response == "dies":
+        os.kill(os.getpid(), 9)
+    if response == "hangs":
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+    if response == "sleeps":
+        time.sleep(60)
+    return {"nan": float("nan"), "text": "many", "none": None}.get(response, len(response) / 8)
+
+def fault(answer):
+    return "it is empty" if not answer else None
+
+reward.fault_of_reference = fault
+number = 3
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> str:
+    """Import path of a user's reward."""
+    path = tmp_path / "my rewards.py"
+    path.write_text(USERS)
+    return f"{path}:reward"
 
 
 @pytest.mark.parametrize(
@@ -36,24 +81,146 @@ def test_math_verify(response: str, answer: str, expected: float) -> None:
     assert get_reward("math_verify")(response, answer) == expected
 
 
-def test_math_verify_outside_the_main_thread() -> None:
-    results: list[float] = []
-    thread = threading.Thread(target=lambda: results.extend(get_reward("math_verify")(given, gold) for given, gold, _ in MATHEMATICS))
-    thread.start()
-    thread.join()
-    assert results == [expected for _, _, expected in MATHEMATICS]
+def test_mathematics_in_processes() -> None:
+    """The same scores in order, however many processes; what takes too long is stopped there."""
+    with_bomb = [*MATHEMATICS, (r"\boxed{9^{9^{9^{9}}}}", "5", None)]
+    pool = RewardPool("math_verify", 2, 2.0)
+    try:
+        scores = pool.score([(response, answer) for response, answer, _ in with_bomb])
+    finally:
+        pool.close()
+    assert [score.value for score in scores] == [expected for _, _, expected in with_bomb]
+    assert scores[-1] == Score(None, "timeout", "no answer within 2 s")
 
 
-def test_unknown_rewards_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': must be one of exact_match, math_verify"):
+def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
+    assert set(REWARDS) == set(BUILT_IN_REWARDS)
+    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': must be exact_match, math_verify or an import path"):
         get_reward("exakt")
-    assert set(REWARDS) == {"exact_match", "math_verify"}
+    with pytest.raises(ConfigError, match=r"has no rewart.*write one of its names \(.*reward"):
+        get_reward(users.replace(":reward", ":rewart"))
+    with pytest.raises(ConfigError, match=r"it is int, which cannot be called"):
+        get_reward(users.replace(":reward", ":number"))
+    with pytest.raises(ConfigError, match=r"there is no file"):
+        get_reward(f"{tmp_path}/absent.py:reward")
+    with pytest.raises(ConfigError, match=r"fails: ModuleNotFoundError"):
+        get_reward("no.such.module:reward")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import os\nraise ValueError('not today')\n")
+    with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
+        RewardPool(f"{broken}:reward", 1, 1.0)
+    assert callable(get_reward("os.path:basename"))
 
 
-def test_compute_rewards() -> None:
-    rewards = compute_rewards(get_reward("exact_match"), ["1", "2", "x"], ["1", "3", "x"])
-    assert rewards.values.dtype == torch.float32
-    assert rewards.values.tolist() == [1.0, 0.0, 1.0]
-    assert rewards.timed_out == 0
-    with pytest.raises(ValueError):
-        compute_rewards(get_reward("exact_match"), ["1"], [])
+FAULTS: Mapping[str, tuple[str | None, str]] = {
+    "raises": ("error", "KeyError: 'no such thing'"),
+    "leaves": ("error", "SystemExit: 0"),
+    "dies": ("error", "its process died (signal 9)"),
+    "nan": ("error", "it returned nan, and a finite number is wanted"),
+    "text": ("error", "ValueError: could not convert string to float: 'many'"),
+    "none": ("error", "TypeError: float() argument must be a string or a real number, not 'NoneType'"),
+    "hangs": ("timeout", "no answer within 0.3 s"),
+    "sleeps": ("timeout", "no answer within 0.3 s"),
+}
+
+
+def test_a_function_that_fails_harms_no_other_response(users: str, capfd: pytest.CaptureFixture[str]) -> None:
+    good = ["a", "bb", "ccc\n", "dddd \ud800", '"', ""]
+    responses = [each for pair in zip([*FAULTS], [*good, "x", "y"], strict=True) for each in pair] + ["end"]
+    pool = RewardPool(users, 3, 0.3)
+    try:
+        for _ in range(2):
+            scores = pool.score([(response, "answer") for response in responses])
+            for response, score in zip(responses, scores, strict=True):
+                expected = Score(None, *FAULTS[response]) if response in FAULTS else Score(len(response) / 8)  # type: ignore[arg-type]
+                assert score == expected, response
+        assert pool.score([]) == []
+        alive = [process.child.pid for process in pool._processes]
+    finally:
+        pool.close()
+    for pid in alive:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIG_DFL)
+    said = capfd.readouterr()
+    assert "judging end" in said.err and not said.out
+
+
+def records(count: int) -> list[Example]:
+    return [Example(7 + row, (1, 2), (3,), "answer") for row in range(count)]
+
+
+def section(reward: str | None, **changes: Any) -> dict[str, Any]:
+    defaults = {"environment": "single_turn", "strip": True, "processes": 2, "timeout_s": 0.3, "on_error": "raise", "on_timeout": "zero"}
+    return {**defaults, "options": {}, "reward": reward, **changes}
+
+
+def turn(*responses: str) -> Turn:
+    return Turn(records(len(responses)), responses, [[5]] * len(responses), [None] * len(responses))
+
+
+@pytest.fixture
+def environments() -> Iterator[list[SingleTurn]]:
+    """Those that are put in are closed in the end."""
+    made: list[SingleTurn] = []
+    yield made
+    for environment in made:
+        environment.close()
+
+
+def test_what_becomes_of_a_response_without_a_reward(users: str, environments: list[SingleTurn], caplog: pytest.LogCaptureFixture) -> None:
+    environments.append(SingleTurn(section(users)))
+    with pytest.raises(
+        RewardError, match=r"record 8: no reward, KeyError: 'no such thing'.*ends in 'raises'.*set env\.on_error to zero or mask"
+    ):
+        environments[0].step(turn("aaaa", "raises"))
+    result = environments[0].step(turn("aaaa", "sleeps"))
+    assert (result.rewards, result.masked, result.metrics) == ([0.5, 0.0], [False, False], {"reward_errors": 0, "reward_timeouts": 1})
+    assert "record 8: no reward, no answer within 0.3 s" in caplog.text and "it counts as 0" in caplog.text
+    environments.append(SingleTurn(section(users, on_error="mask", on_timeout="raise")))
+    result = environments[1].step(turn("nan", "aaaa", "dies"))
+    assert (result.rewards, result.masked, result.metrics["reward_errors"]) == ([0.0, 0.5, 0.0], [True, False, True], 2)
+    with pytest.raises(RewardError, match=r"env\.on_timeout"):
+        environments[1].step(turn("sleeps"))
+    environments.append(SingleTurn(section(users, on_error="zero")))
+    assert environments[2].step(turn("raises")).masked == [False]
+    assert environments[2].fault_of_reference("") == "it is empty" and environments[2].fault_of_reference("1") is None
+    exact = SingleTurn(section("exact_match"))
+    assert exact.step(turn(" answer", "x")).rewards == [1.0, 0.0] and exact.fault_of_reference("") is None
+    assert SingleTurn(section("math_verify")).fault_of_reference("") is not None
+
+
+def test_an_environment_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "environment.py"
+    path.write_text(
+        "class Mine:\n    def __init__(self, section): self.section = section\n    def step(self, turn): ...\n    def close(self): ...\n"
+        "    def fault_of_reference(self, answer): return None\nclass Half:\n    def step(self, turn): ...\n"
+    )
+    made: Any = make_environment(section(None, environment=f"{path}:Mine", options={"depth": 3}))
+    assert made.section["options"] == {"depth": 3}
+    with pytest.raises(ConfigError, match=r"env\.environment = .*it lacks fault_of_reference, close"):
+        make_environment(section(None, environment=f"{path}:Half"))
+
+
+class Answering:
+    """An environment that returns what it is told to."""
+
+    def __init__(self, result: EnvironmentReturn) -> None:
+        self.result = result
+
+    def step(self, turn: Turn) -> EnvironmentReturn:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
+        (EnvironmentReturn([1.0, 1.0], [True, False], [False, False]), "goes on after a response"),
+        (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "a reward that is not finite"),
+    ],
+)
+def test_what_an_environment_returns_has_to_fit(result: EnvironmentReturn, message: str) -> None:
+    from megarl.rollout import collector
+
+    with pytest.raises(BatchError, match=message):
+        collector._check_return(result, 2)

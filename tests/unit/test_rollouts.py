@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.batches import pad_rows, span_mask, supervised_batch
-from megarl.algorithms.rollouts import generate_samples, sampling_seed, sampling_seeds
 from megarl.data.datasets import Example
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.token_batches import pad_rows, span_mask, supervised_batch
 from megarl.errors import BatchError
+from megarl.rollout.samples import generate_samples, sampling_seed, sampling_seeds
 from tests.unit.reference_policy import ReferencePolicy
 from tests.unit.tiny_model import make_tiny_model
 

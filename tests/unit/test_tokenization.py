@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.datasets import load_dataset
 from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
-from megarl.environments.mathematics import fault_of_reference
 from megarl.errors import DataError, ModelError
+from megarl.rollout.mathematics import fault_of_reference
 
 WORDS = ["<pad>", "</s>", "<s>", "<user>", "<bot>", "<unk>", "two", "plus", "three", "five", "be", "kind", "Q", "A"]
 

@@ -25,7 +25,7 @@ from megarl.weight_sync import layout
 from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
 from megarl.weight_sync.ipc_buffer import SLOTS, Arena, ArenaReader, SharedBlock
 from megarl.weight_sync.layout import checksum
-from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within
+from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within, pack
 from tests.memory_limit import no_more_memory_than
 
 CPU = torch.device("cpu")
@@ -285,7 +285,7 @@ def test_weights_taken_in_batches_are_the_weights(monkeypatch: pytest.MonkeyPatc
         buffer = torch.full((group.nbytes,), 255, dtype=torch.uint8)
         sent = list(weights(3).items())
         stream = iter(sent[group.first :])
-        manifest.pack(stream, manifest, group, buffer)
+        pack(stream, manifest, group, buffer)
         part = dict(sent[group.first : group.stop])
         assert_same(dict(manifest.named_views(group, buffer)), part)
         assert len(list(stream)) == 6 - group.stop
@@ -296,7 +296,7 @@ def test_a_stream_that_ends_early_is_refused(monkeypatch: pytest.MonkeyPatch, st
     monkeypatch.setattr(layout, "STAGED_BYTES", staged)
     manifest = Manifest.of(iter(weights().items()))
     with pytest.raises(RefitError, match=r"gives nothing where layer\.fp8 \[33\] float8_e4m3fn was announced"):
-        manifest.pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
+        pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
 
 
 def test_another_manifest_is_refused(sender: WeightSender) -> None:

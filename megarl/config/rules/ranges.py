@@ -125,6 +125,8 @@ RANGES: dict[str, Range] = {
     "sft.val_batches": AT_LEAST_1,
     "sft.val_global_batch_size": AT_LEAST_1,
     "sft.val_micro_batch_size": AT_LEAST_1,
+    "env.processes": AT_LEAST_1,
+    "env.timeout_s": ABOVE_0,
     "data.max_input_seq_length": AT_LEAST_1,
     "data.train.max_samples": AT_LEAST_1,
     "data.validation.max_samples": AT_LEAST_1,

@@ -15,6 +15,7 @@ from megarl.errors import Violation
 
 POLICY_WORKERS = "lm_policy"
 """What the policy's worker group is called."""
+BUILT_IN_REWARDS = ("exact_match", "math_verify")
 SECTIONS = {"grpo": ("grpo", "loss_fn", "env"), "sft": ("sft",)}
 
 
@@ -79,7 +80,24 @@ def single_turn(view: View) -> Iterator[Violation]:
     """Conversations have one turn."""
     key = "grpo.max_rollout_turns"
     if view[key] != 1:
-        yield Violation(key, view[key], "the environments here answer once, so it must be 1", "write 1")
+        yield Violation(key, view[key], "the collector takes one turn, so it must be 1", "write 1")
+
+
+def reward_is_known(view: View) -> Iterator[Violation]:
+    """An environment of one turn has a reward function: a built-in one, or one at an import path."""
+    key = "env.reward"
+    view.require(view["env.environment"] == "single_turn")
+    value = view.get(key)
+    if not _faulty(view, key) and (value is None or (value not in BUILT_IN_REWARDS and ":" not in value)):
+        bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
+        yield Violation(key, ABSENT if value is None else value, bound, "write one of those names, or path/to/file.py:function")
+
+
+def environment_is_known(view: View) -> Iterator[Violation]:
+    """An environment is the built-in one, or a class at an import path."""
+    key = "env.environment"
+    if view[key] != "single_turn" and ":" not in view[key]:
+        yield Violation(key, view[key], "it must be single_turn or an import path", "write single_turn, or path/to/file.py:Name")
 
 
 def wandb_is_named(view: View) -> Iterator[Violation]:
@@ -128,6 +146,8 @@ RUN_RULES: tuple[Rule, ...] = (
     prompt_template_has_place,
     validation_has_data,
     single_turn,
+    reward_is_known,
+    environment_is_known,
     wandb_is_named,
     profiled_steps,
     profiled_workers,

@@ -194,13 +194,13 @@ FAULTS: dict[str, Mutation] = {
     "reference-stays": Mutation(
         "the weights of the reference policy stay after its turn",
         _was_trained,
-        replacing(f"{ENGINE}.reference:ReferenceWeights", "swapped_in", _stays_in),
+        replacing(f"{ENGINE}.offload_state:ReferenceWeights", "swapped_in", _stays_in),
         "reference=1 loss=nll",
     ),
     "reference-is-the-policy": Mutation(
         "the reference policy's log-probabilities are the policy's",
         _was_trained,
-        replacing(f"{ENGINE}.reference:ReferenceWeights", "swapped_in", _never_comes_in),
+        replacing(f"{ENGINE}.offload_state:ReferenceWeights", "swapped_in", _never_comes_in),
         "reference=1 loss=nll",
     ),
     "loss-not-summed-over-data": Mutation(

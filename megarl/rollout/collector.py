@@ -1,0 +1,144 @@
+"""The collector: prompts to samples, by whatever generates and through an environment. Synchronous: the newest weights, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from megarl.errors import BatchError
+from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
+from megarl.rollout.samples import generate_samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.datasets import Example
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.generation.interfaces import GenerationInterface
+    from megarl.observe.timing import PhaseTimer
+
+
+class RolloutEngine(Protocol):
+    """Engines beside the policy, and how they come by its weights."""
+
+    @property
+    def generation(self) -> GenerationInterface:
+        """The engines."""
+        ...
+
+    def bring_up_to_date(self) -> None:
+        """Give the engines the policy's weights, where they have others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Samples of a batch of prompts.
+
+    Attributes:
+        samples: B rows, see ``generate_samples``; with ``reward`` [B] float32, ``masked`` [B] bool (by the environment: ``sample_mask`` 0
+            too) and ``weight_version`` [B] int64 (steps of training behind the weights that sampled the row).
+        records: B records, one a row.
+        metrics: figures of the environment.
+    """
+
+    samples: BatchedDataDict[Any]
+    records: Sequence[Example]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Collects samples.
+
+    Attributes:
+        policy: generates where there are no engines.
+        tokenizer: decodes responses.
+        environment: rewards them.
+        timer: told the phases ``refit``, ``generation`` and ``reward``.
+        stop_token_ids: tokens that end a response; None for the end-of-sequence token.
+        engine: engines beside the policy; None where the policy itself generates.
+    """
+
+    policy: GenerationInterface
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment
+    timer: PhaseTimer
+    stop_token_ids: Sequence[int] | None = None
+    engine: RolloutEngine | None = None
+
+    def collect(
+        self,
+        records: Sequence[Example],
+        generations: int = 1,
+        seeds: Sequence[int] | None = None,
+        *,
+        weight_version: int | None = None,
+        greedy: bool = False,
+        pad_to: int = 0,
+    ) -> Rollouts:
+        """Sample responses to the prompts of some records and have them rewarded.
+
+        Args:
+            records: P records.
+            generations: G, responses a prompt.
+            seeds: P * G seeds, see ``sampling_seeds``; None where the engine may sample as it likes.
+            weight_version: finished steps of training; None where nobody trains on the samples: they do not have that column.
+            greedy: take the likeliest token always.
+            pad_to: generate for at least so many prompts; what comes of the further ones is dropped.
+
+        Raises:
+            BatchError: what came back does not fit the prompts, or the environment's answer does not fit the responses.
+        """
+        filled = [*records, *([records[0]] * (pad_to - len(records)))]
+        samples = self._generate([record.prompt_ids for record in filled], generations, seeds, greedy)
+        rows = len(records) * generations
+        if len(filled) > len(records):
+            samples = samples.slice(0, rows)
+        of_rows = [record for record in records for _ in range(generations)]
+        with self.timer.phase("reward"):
+            result = self.environment.step(_turn(samples, of_rows))
+        _check_return(result, rows)
+        samples["reward"] = torch.tensor(list(result.rewards), dtype=torch.float32)
+        if weight_version is not None:
+            samples["weight_version"] = torch.full((rows,), weight_version, dtype=torch.int64)
+        samples["masked"] = torch.tensor(list(result.masked), dtype=torch.bool)
+        samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
+        return Rollouts(samples, of_rows, result.metrics)
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], generations: int, seeds: Sequence[int] | None, greedy: bool
+    ) -> BatchedDataDict[Any]:
+        """The responses, see ``generate_samples``."""
+        engine = self.policy
+        if self.engine is not None:
+            engine = self.engine.generation
+            with self.timer.phase("refit"):
+                self.engine.bring_up_to_date()
+        with self.timer.phase("generation"):
+            if self.engine is None:
+                engine.prepare_for_generation()
+            samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids)
+            engine.finish_generation()
+        return samples
+
+
+def _turn(samples: BatchedDataDict[Any], records: Sequence[Example]) -> Turn:
+    starts, ends = samples["prompt_lengths"].tolist(), samples["input_lengths"].tolist()
+    ids = [samples["input_ids"][row, starts[row] : ends[row]].tolist() for row in range(len(records))]
+    return Turn(records, samples["response_text"], ids, [None] * len(records))
+
+
+def _check_return(result: EnvironmentReturn, rows: int) -> None:
+    """Refuse an answer of an environment that does not fit the responses."""
+    sizes = {"rewards": len(result.rewards), "terminated": len(result.terminated), "masked": len(result.masked)}
+    wrong = {name: size for name, size in sizes.items() if size != rows}
+    if wrong:
+        raise BatchError(f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in their order")
+    if not all(result.terminated):
+        raise BatchError("the environment goes on after a response, and the collector takes one turn. Fix: return terminated = True")
+    if not torch.tensor(list(result.rewards), dtype=torch.float32).isfinite().all():
+        raise BatchError("the environment returned a reward that is not finite. Fix: return masked = True where there is no reward")
