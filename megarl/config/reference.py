@@ -1,7 +1,7 @@
-"""Writes the tables of ``configs/README.md``: ``python -m megarl.config.reference configs/README.md``.
+"""Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
 
-Every key comes from the TypedDicts that configurations are checked against, its meaning from their docstrings, its default from what fills
-absent keys in; the table of recipes comes from their dry runs.
+``README.md`` has the table of recipes, which comes from their dry runs. ``KEYS.md`` has a table of keys for every section: keys from the
+TypedDicts that configurations are checked against, meanings from their docstrings, defaults from what fills absent keys in.
 """
 
 from __future__ import annotations
@@ -27,32 +27,37 @@ from megarl.config.validate import validate_config
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
 _BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"
 _MISSING = object()
+PAGES: Mapping[str, str] = {"README.md": "recipes", "KEYS.md": "keys"}
+"""File name of each page to the name of its generated table."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Bring the tables of a page up to date."""
-    page = Path(arguments[0])
-    page.write_text(updated(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
+    """Bring the tables of both pages in the directory of the recipes up to date."""
+    configs = Path(arguments[0])
+    for name in PAGES:
+        page = configs / name
+        page.write_text(updated(page.read_text(encoding="utf-8"), name, configs), encoding="utf-8")
     return 0
 
 
-def updated(page: str, configs: Path) -> str:
-    """The page with its tables as they should be.
+def updated(page: str, name: str, configs: Path) -> str:
+    """Return the text of a page with its generated table replaced by the current one.
 
     Args:
-        page: has ``<!-- generated: recipes -->`` to ``<!-- end: recipes -->``, and the same for ``keys``.
+        page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table that ``PAGES`` names.
+        name: file name of the page.
         configs: directory of the recipes.
 
     Raises:
         ValueError: the page lacks one of these lines.
     """
-    for name, lines in (("recipes", recipe_table(configs)), ("keys", key_tables())):
-        begin, end = _BEGIN.format(name), _END.format(name)
-        if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"the page must have the lines {begin} and {end} once each. Fix: put them where the table belongs")
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
-    return page
+    table = PAGES[name]
+    begin, end = _BEGIN.format(table), _END.format(table)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"{name} must have the lines {begin} and {end} once each. Fix: put them where the table belongs")
+    lines = recipe_table(configs) if table == "recipes" else key_tables()
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
 
 
 def recipe_table(configs: Path) -> Iterator[str]:
@@ -87,7 +92,7 @@ def key_tables() -> Iterator[str]:
     for number, (path, section) in enumerate(_sections("", RunConfig)):
         if number:
             yield ""
-        yield f"### {f'`{path}`' if path else 'The top level'}"
+        yield f"## {f'`{path}`' if path else 'The top level'}"
         yield ""
         yield _in_markdown(_summary(section))
         yield ""

@@ -20,8 +20,9 @@ from megarl.errors import ConfigError
 from tests.unit.config_samples import raw_grpo
 from tests.unit.nemo_rl_keys import grpo_math, grpo_math_megatron
 
-PAGE = (Path(__file__).parents[2] / "configs" / "README.md").read_text()
-TABLE = PAGE.partition("## From NeMo-RL")[2].partition("\n## ")[0]
+CONFIGS = Path(__file__).parents[2] / "configs"
+KEYS = (CONFIGS / "KEYS.md").read_text(encoding="utf-8")
+TABLE = (CONFIGS / "README.md").read_text(encoding="utf-8").partition("## From NeMo-RL")[2].partition("\n## ")[0]
 # what the table says of the keys that have no counterpart of their own
 NEW = {"algorithm": "algorithm: grpo", "data.train": "data.train", "env.reward": "env.reward: math_verify"}
 
@@ -91,4 +92,4 @@ def test_what_the_page_does_not_list_is_refused_everywhere(key: str, value: Any)
         with pytest.raises(ConfigError) as caught:
             validate_config(config)
         assert key in {violation.key for violation in caught.value.violations}
-    assert f"`{value}`" not in next(line for line in PAGE.splitlines() if line.startswith(f"| `{key.rpartition('.')[2]}`")).split("|")[2]
+    assert f"`{value}`" not in next(line for line in KEYS.splitlines() if line.startswith(f"| `{key.rpartition('.')[2]}`")).split("|")[2]

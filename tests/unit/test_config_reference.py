@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.reference import updated
+from megarl.config.reference import PAGES, updated
 from megarl.config.schema import known_paths
 from megarl.config.sections import RunConfig
 
@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return (CONFIGS / "README.md").read_text(encoding="utf-8")
+    return (CONFIGS / "KEYS.md").read_text(encoding="utf-8")
 
 
 def rows_of(page: str) -> dict[str, tuple[str, str, str]]:
@@ -24,8 +24,8 @@ def rows_of(page: str) -> dict[str, tuple[str, str, str]]:
     rows: dict[str, tuple[str, str, str]] = {}
     section = ""
     for line in page.split("<!-- generated: keys -->")[1].splitlines():
-        if line.startswith("### "):
-            section = line.removeprefix("### ").strip("`")
+        if line.startswith("## "):
+            section = line.removeprefix("## ").strip("`")
             section = "" if section == "The top level" else f"{section}."
         elif line.startswith("| `"):
             key, value, default, meaning = re.split(r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |") + " ", maxsplit=3)
@@ -33,8 +33,10 @@ def rows_of(page: str) -> dict[str, tuple[str, str, str]]:
     return rows
 
 
-def test_the_page_is_current(page: str) -> None:
-    assert updated(page, CONFIGS) == page, "run: python -m megarl.config.reference configs/README.md"
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_are_current(name: str) -> None:
+    page = (CONFIGS / name).read_text(encoding="utf-8")
+    assert updated(page, name, CONFIGS) == page, "run: python -m megarl.config.reference configs"
 
 
 def test_every_key_is_there_with_its_meaning(page: str) -> None:
@@ -67,6 +69,7 @@ def test_values_and_defaults(page: str, key: str, value: str, default: str) -> N
     assert rows_of(page)[key][:2] == (value, default)
 
 
-def test_a_page_without_its_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="generated: recipes"):
-        updated("no marks", CONFIGS)
+@pytest.mark.parametrize(("name", "table"), PAGES.items())
+def test_a_page_without_its_marks_is_refused(name: str, table: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must have the lines .*generated: {table}"):
+        updated("no marks", name, CONFIGS)
