@@ -219,7 +219,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_the_support_table_names_every_family(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "converters" / "README.md").read_text(encoding="utf-8")
     table = readme.partition("| family, with its `model_type`")[2].partition("\n\n")[0]
     assert main(["families"]) == 0
     families = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
