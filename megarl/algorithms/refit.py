@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import MegarlError, RefitError
 
 if TYPE_CHECKING:
-    import ray
-
-    from megarl.distributed.worker_groups import RayWorkerGroup
-    from megarl.models.generation.vllm.generation import VllmGeneration
+    from megarl.models.generation.interfaces import RolloutEngine
     from megarl.models.policy.lm_policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -23,7 +20,7 @@ CONNECTION_ATTEMPTS = 3
 
 
 def refit_policy_generation(
-    policy: Policy, policy_generation: VllmGeneration, colocated_inference: bool, _refit_buffer_size_gb: int | None = None
+    policy: Policy, policy_generation: RolloutEngine, colocated_inference: bool, _refit_buffer_size_gb: int | None = None
 ) -> None:
     """Hand the policy's present weights to the engines that generate.
 
@@ -49,16 +46,16 @@ def refit_policy_generation(
         sending, receiving = policy.broadcast_weights_for_collective(), policy_generation.update_weights_from_collective()
         try:
             policy.worker_group.get_all_worker_results(sending)
-            policy_generation.loaded(policy_generation.worker_group.get_all_worker_results(receiving))
+            policy_generation.loaded(policy_generation.results(receiving))
         except MegarlError:
             # the group may be broken; one that is not is soon made again
-            policy_generation.in_group = False
+            policy_generation.disconnect()
             raise
     if policy_generation.version is None:
         raise RefitError("a refit ended without an error, yet not all engines have the same whole weights; this is a defect of megarl")
 
 
-def _hand_over(policy: Policy, generation: VllmGeneration, groups: Sequence[list[str]]) -> None:
+def _hand_over(policy: Policy, generation: RolloutEngine, groups: Sequence[list[str]]) -> None:
     """Each group of weights to the engines, the next one being gathered while they load: the transfer buffer has two halves."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit") as gathering:
         coming = gathering.submit(policy.get_weights_ipc_handles, groups[0])
@@ -70,36 +67,35 @@ def _hand_over(policy: Policy, generation: VllmGeneration, groups: Sequence[list
                 raise RefitError("an engine did not take its weights; it does not answer until a whole refit")
 
 
-def connect(policy: Policy, generation: VllmGeneration) -> None:
+def connect(policy: Policy, generation: RolloutEngine) -> None:
     """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced by another.
 
-    With ``vllm_cfg.refit_delta_share`` only what changed is sent, see ``Policy.init_collective``.
+    With the engines' ``delta_share`` only what changed is sent, see ``Policy.init_collective``.
 
     Raises:
         RefitError: the engines and the policy did not find each other.
     """
     size = generation.ranks + 1
-    delta_share = float(generation.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
-        sending = policy.init_collective(address, port, size, delta_share=delta_share)
+        sending = policy.init_collective(address, port, size, delta_share=generation.delta_share)
         receiving = generation.init_collective(address, port, size)
         # all are waited for: an engine that still looks for the policy at one port would come too late to the next one
-        failures = [_failure_of(policy.worker_group, future) for future in sending]
-        failures += [_failure_of(generation.worker_group, future) for future in receiving]
+        failures = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
+        failures += [_failure_of(generation.results, future) for future in receiving]
         error = next((failure for failure in failures if failure is not None), None)
         if error is None:
             return
-        generation.in_group = False
+        generation.disconnect()
         if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
             raise error
         logger.warning("attempt %d of %d to connect the engines failed: %s", attempt, CONNECTION_ATTEMPTS, error)
 
 
-def _failure_of(group: RayWorkerGroup, future: ray.ObjectRef[Any]) -> MegarlError | None:
-    """What a call of a worker fails by, if it does."""
+def _failure_of(wait: Callable[[list[Any]], object], future: Any) -> MegarlError | None:
+    """The error of a worker's call, if it fails."""
     try:
-        group.get_all_worker_results([future])
+        wait([future])
     except MegarlError as error:
         return error
     return None
@@ -117,7 +113,7 @@ class Refit:
     """
 
     policy: Policy
-    generation: VllmGeneration
+    generation: RolloutEngine
     colocated: bool
     stale: bool = True
     _informed: bool = field(default=False, init=False)
@@ -127,7 +123,7 @@ class Refit:
         if not self._informed:
             self.generation.prepare_refit_info(self.policy.prepare_refit_info() or {})
             self._informed = True
-        if not self.colocated and not self.generation.in_group:
+        if not self.colocated and not self.generation.connected:
             connect(self.policy, self.generation)
         if self.stale or self.generation.version is None:
             refit_policy_generation(self.policy, self.generation, self.colocated)

@@ -22,7 +22,7 @@ from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
 from megarl.algorithms.sft import SFT
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
-from megarl.algorithms.start import check_vllm, start_engines, start_policy
+from megarl.algorithms.start import check_engine, start_engines, start_policy
 from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
@@ -88,7 +88,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
         stop = stack.enter_context(listening_for_stop(run_dir, attempt))
-        check_vllm(config)
+        check_engine(config)
         tokenizer = _tokenizer(config)
         if config["policy"]["generation"] is not None:
             config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)

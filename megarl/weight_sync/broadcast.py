@@ -280,7 +280,7 @@ def _enough_memory(weights: torch.Tensor) -> Iterator[None]:
             raise
         raise RefitError(
             f"no memory for what changed in {weights.numel()} bytes of weights: {error}; Fix: set a smaller policy.refit_buffer_size_gb, "
-            "or write policy.generation.vllm_cfg.refit_delta_share: 0"
+            "or set refit_delta_share: 0 in the engine's section"
         ) from error
 
 
@@ -306,7 +306,7 @@ def _channel_of(group: TransferGroup, manifest: Manifest) -> Channel:
         kept, fix = "", "leave it more, or set a smaller policy.refit_buffer_size_gb"
         if group.delta_share:
             kept = f", and {manifest.total_bytes} bytes to keep what was sent last"
-            fix += ", or write policy.generation.vllm_cfg.refit_delta_share: 0"
+            fix += ", or set refit_delta_share: 0 in the engine's section"
         raise RefitError(f"no memory for {BUFFERS} buffers of {HEADER + group.buffer_bytes} bytes{kept}: {error}; {fix}") from error
 
 

@@ -72,15 +72,15 @@ class TwoEngines:
     def __init__(self, taken: int = 0) -> None:
         self._taken = taken
         self.worker_group: Any = Workers(ENGINES)
-        self.cfg = {"vllm_cfg": {"refit_delta_share": 0.5}}
-        self.ranks, self.in_group, self.version = ENGINES, False, None
+        self.delta_share = 0.5
+        self.ranks, self.connected, self.version = ENGINES, False, None
         self.listeners: dict[int, WeightListener] = {}
 
     def prepare_refit_info(self, info: dict[str, Any]) -> None:
         assert info == MANIFEST.description()
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[Any]]:
-        self.in_group = True
+        self.connected = True
 
         def join(rank: int) -> None:
             seconds = 0.3 if port == self._taken else 20.0
@@ -92,6 +92,12 @@ class TwoEngines:
     def update_weights_from_collective(self) -> list[Future[Any]]:
         self.version = None
         return self.worker_group.call(*(lambda one=one: one.receive(lambda _: None) for one in self.listeners.values()))
+
+    def results(self, futures: list[Future[Any]]) -> list[Any]:
+        return self.worker_group.get_all_worker_results(futures)
+
+    def disconnect(self) -> None:
+        self.connected = False
 
     def loaded(self, versions: list[int]) -> None:
         [self.version] = set(versions)
@@ -109,7 +115,7 @@ def taken() -> Iterator[int]:
 def test_a_port_that_is_another_s_is_replaced(taken: int) -> None:
     policy, generation = OneRank([taken, free_port(HOST)]), TwoEngines(taken)
     connect(policy, generation)  # type: ignore[arg-type]
-    assert generation.in_group and policy.sender is not None and len(generation.listeners) == ENGINES
+    assert generation.connected and policy.sender is not None and len(generation.listeners) == ENGINES
 
 
 def test_engines_that_were_not_connected_are_so_at_the_next_refit(taken: int) -> None:

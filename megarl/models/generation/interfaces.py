@@ -240,3 +240,51 @@ class GenerationInterface(ABC):
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
         """Take weights from the process group of ``init_collective``. Returns futures."""
         raise NotImplementedError
+
+
+class RolloutEngine(GenerationInterface):
+    """Engines beside the policy, which get its weights by refits.
+
+    Beyond ``GenerationInterface``, of which ``init_collective`` connects engines to a policy elsewhere and ``update_weights_from_*``
+    receive weights, this is what a refit needs to know of them.
+    """
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """Version of the weights that all engines have; None where they differ, or have none."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """Ranks of all engines, each of which is a rank of the group that weights arrive by."""
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool:
+        """Whether the engines are in the policy's group, as far as is known."""
+
+    @property
+    def delta_share(self) -> float:
+        """Largest share of the weights' bytes that is sent as what changed; 0 where refits are always complete."""
+        return 0.0
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Forget the policy's group, which may be broken; the next refit makes another."""
+
+    @abstractmethod
+    def results(self, futures: list[Any]) -> list[Any]:
+        """Wait for futures of ``init_collective`` or ``update_weights_from_collective``.
+
+        Raises:
+            MegarlError: one of them failed.
+        """
+
+    @abstractmethod
+    def loaded(self, versions: list[Any]) -> None:
+        """Take note of the results of ``update_weights_from_collective``."""
+
+    def shutdown(self) -> bool:
+        """End the engines; whether all ended cleanly."""
+        return True

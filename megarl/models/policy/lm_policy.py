@@ -27,6 +27,7 @@ from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
+from megarl.models.generation.engines import is_engine
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
@@ -242,8 +243,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         generation = self.cfg["generation"]
         if generation is None:
             raise ConfigError("policy.generation = None: this policy cannot generate; add the generation section")
-        if generation["backend"] == "vllm":
-            raise ConfigError("policy.generation.backend = 'vllm': the engines generate, not the policy; call VllmGeneration.generate()")
+        if is_engine(generation["backend"]):
+            raise ConfigError(
+                f"policy.generation.backend = {generation['backend']!r}: the engines generate, not the policy; call their generate()"
+            )
         self._check(data)
         stop_strings_of_rows(generation.get("stop_strings"), data.get("stop_strings"), data.size)
         needed: BatchedDataDict[Any] = BatchedDataDict(

@@ -18,7 +18,7 @@ from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
-from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.vllm.options import completed
 from megarl.weight_sync.manifest import Manifest
@@ -33,7 +33,7 @@ INPUTS = ("input_ids", "input_lengths", "stop_strings", "sampling_seeds")
 LONGEST = "policy.generation.vllm_cfg.max_model_len"
 
 
-class VllmGeneration(GenerationInterface):
+class VllmGeneration(RolloutEngine):
     """Engines of vLLM on the places of a cluster.
 
     Args:
@@ -50,7 +50,6 @@ class VllmGeneration(GenerationInterface):
 
     Attributes:
         expected_version: of the weights that were sent last, and that an engine must have to answer; None before the first refit.
-        in_group: ``init_collective`` was called for the present engines.
 
     Raises:
         ConfigError: the configuration lacks a value, or the places do not make whole engines.
@@ -81,7 +80,7 @@ class VllmGeneration(GenerationInterface):
         self._vocab_size = int((open_source(config["model_name"]).read_json("config.json") or {})["vocab_size"])
         places = _first_places(cluster, ranks)
         self.expected_version: int | None = None
-        self.in_group = False
+        self._connected = False
         self._engines, self._ranks = len(places), ranks
         self._versions: list[int | None] = [None] * self._engines
         self._weights: list[list[Any]] = []
@@ -125,7 +124,7 @@ class VllmGeneration(GenerationInterface):
             MegarlError: an engine could not be made; none is left behind.
         """
         self._forget()
-        self.in_group = False
+        self.disconnect()
         self.shutdown()
         self.worker_group = self._start()
         if self._weights and self._colocated:
@@ -135,6 +134,24 @@ class VllmGeneration(GenerationInterface):
     def ranks(self) -> int:
         """Ranks of all engines."""
         return self._engines * self._ranks
+
+    @property
+    def connected(self) -> bool:
+        """Whether ``init_collective`` was called for the present engines."""
+        return self._connected
+
+    @property
+    def delta_share(self) -> float:
+        """``vllm_cfg.refit_delta_share``."""
+        return float(self.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
+
+    def disconnect(self) -> None:
+        """Forget the policy's group."""
+        self._connected = False
+
+    def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
+        """Wait for futures of this object's methods."""
+        return self.worker_group.get_all_worker_results(futures)
 
     # refit
 
@@ -163,7 +180,7 @@ class VllmGeneration(GenerationInterface):
         if world_size != right:
             raise RefitError(f"world_size = {world_size}: {self._engines} engines of {self._ranks} ranks and the policy make {right}")
         self._forget()
-        self.in_group = True
+        self._connected = True
         addresses = [[ip, port, world_size, 1 + engine * self._ranks] for engine in range(self._engines)]
         return self.worker_group.run_all_workers_multiple_data("connect", address=addresses, common_kwargs={"weights": self._weights})
 
@@ -214,7 +231,7 @@ class VllmGeneration(GenerationInterface):
         """
         if self._receiving:
             receiving, self._receiving = self._receiving, []
-            self.loaded(self.worker_group.get_all_worker_results(receiving))
+            self.loaded(self.results(receiving))
         if self.expected_version is None:
             raise RefitError("the engines have no whole weights: refit them before they answer")
         for engine, version in enumerate(self._versions):

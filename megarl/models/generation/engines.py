@@ -1,0 +1,84 @@
+"""The registry of rollout engines: what ``policy.generation.backend`` may name beside the policy's own generation.
+
+An engine is a ``RolloutEngine`` (``megarl.models.generation.interfaces``) and an ``EngineKind`` that says how to start it. The kind of a
+user's own engine is named by import path, ``policy.generation.backend: path/to/file.py:KIND``. This module loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError
+from megarl.import_path import is_import_path, load_object
+
+if TYPE_CHECKING:
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+    from megarl.models.generation.interfaces import RolloutEngine
+
+KEY = "policy.generation.backend"
+OF_THE_POLICY = ("megatron", "hf")
+"""Backends by which the policy itself generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """A kind of rollout engine.
+
+    Attributes:
+        title: what people call it.
+        start: starts the engines of a run on a cluster, called with the cluster and the whole configuration.
+        distributions: names of Python distributions, one of which has to be installed; empty for none.
+        extra: megarl's extra that installs one, in words.
+    """
+
+    title: str
+    start: Callable[[RayVirtualCluster, Mapping[str, Any]], RolloutEngine]
+    distributions: tuple[str, ...] = ()
+    extra: str = ""
+
+    def check_installed(self) -> None:
+        """Refuse an engine that is not installed.
+
+        Raises:
+            ConfigError: says how to install it.
+        """
+        if self.distributions and not any(_is_installed(name) for name in self.distributions):
+            raise ConfigError(
+                f"{KEY}: {self.title} is not installed. Fix: install megarl's extra {self.extra}, or remove the line: then the policy "
+                "itself generates"
+            )
+
+
+ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation.vllm.kind:KIND"})
+"""Import paths of the built-in kinds, by the name that the configuration has for them."""
+
+
+def is_engine(backend: str | None) -> bool:
+    """Whether a backend is an engine beside the policy."""
+    return backend is not None and backend not in OF_THE_POLICY
+
+
+def engine_kind(backend: str) -> EngineKind:
+    """The kind of engine that ``policy.generation.backend`` names.
+
+    Raises:
+        ConfigError: nothing can be imported under that name, or it is no ``EngineKind``.
+    """
+    path = ENGINES.get(backend, backend)
+    found = load_object(path, KEY) if is_import_path(path) else None
+    if not isinstance(found, EngineKind):
+        known = ", ".join((*OF_THE_POLICY, *ENGINES))
+        raise ConfigError(f"{KEY} = {backend!r}: it must be {known} or the import path of an EngineKind. Fix: write one of those")
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

