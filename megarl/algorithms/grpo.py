@@ -1,64 +1,55 @@
-"""Group-relative policy optimisation: answer, reward, compare within the group, train (GRPO, arXiv 2402.03300)."""
+"""Group-relative policy optimisation: sample, reward, compare within the group, train (GRPO, arXiv 2402.03300)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from megarl.algorithms.advantages import group_advantages
-from megarl.algorithms.skipped_batches import SkippedBatches
-from megarl.algorithms.train_results import step_metrics
-from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.rollout.samples import check_mismatch, mismatch_metrics, sampling_seeds
+from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
+from megarl.config.sections import ClippedPGLossConfig, EnvConfig, GRPOConfig
 
 if TYPE_CHECKING:
-    from megarl.algorithms.loss_functions import ClippedPGLossFn
-    from megarl.algorithms.refit import Refit
-    from megarl.config.sections import GRPOConfig
-    from megarl.data.datasets import Dataset
-    from megarl.data.sampler import ResumableSampler
-    from megarl.models.policy.lm_policy import Policy
-    from megarl.observe.timing import PhaseTimer
-    from megarl.rollout.collector import Collector
+    from torch import Tensor
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
 
 _MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
-@dataclass
-class GRPO:
-    """One step answers some prompts several times each and trains on all the answers.
+class GRPO(Algorithm):
+    """One step samples several responses to each of some prompts and trains on all of them."""
 
-    Attributes:
-        policy: what is trained, and generates unless there are engines.
-        config: the ``grpo`` section.
-        loss_fn: the clipped policy gradient.
-        collector: collects samples.
-        train_data: prompts and reference answers.
-        validation_data: the same, never trained on; None for no validation.
-        sampler: the order of the training data.
-        timer: told the phases of a step.
-        seed: the run's seed, from which every response's random numbers come.
-        refit: the engines that generate, which have other weights than the policy once it is trained; None where the policy generates.
-        skipped: keeps batches that could not be trained on.
-    """
+    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    PROMPTS = "grpo.num_prompts_per_step"
+    GENERATIONS = "grpo.num_generations_per_prompt"
 
-    policy: Policy
-    config: GRPOConfig
-    loss_fn: ClippedPGLossFn
-    collector: Collector
-    train_data: Dataset
-    validation_data: Dataset | None
-    sampler: ResumableSampler
-    timer: PhaseTimer
-    seed: int
-    refit: Refit | None = None
-    skipped: SkippedBatches = field(default_factory=SkippedBatches)
+    def __init__(self, parts: Parts) -> None:
+        from megarl.algorithms.loss_functions import ClippedPGLossFn
+        from megarl.rollout.collector import Collector
+
+        super().__init__(parts)
+        assert parts.environment is not None
+        self.config = parts.config["grpo"]
+        self.seed = parts.config["seed"]
+        self.policy = parts.models[ACTOR]
+        self.refit = parts.refit
+        self.train_data, self.validation_data = parts.train_data, parts.validation_data
+        self.timer, self.skipped = parts.timer, parts.skipped
+        self.loss_fn = ClippedPGLossFn(parts.config["loss_fn"])
+        stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
+        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
+
+    @classmethod
+    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+        """The actor, and a reference where the loss has a divergence from it."""
+        return (ACTOR, REFERENCE) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else (ACTOR,)
 
     def step(self, step: int) -> dict[str, float]:
-        """Answer the next prompts and train on the answers."""
+        """Sample responses to the next prompts and train on them."""
+        from megarl.algorithms.train_results import step_metrics
+        from megarl.rollout.samples import check_mismatch, mismatch_metrics, sampling_seeds
+
         examples = self.train_data.select(self.sampler.take(self.config["num_prompts_per_step"]))
         generations = self.config["num_generations_per_prompt"]
         seeds = sampling_seeds(self.seed, step, len(examples), generations)
@@ -80,7 +71,9 @@ class GRPO:
         return {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, "epoch": self.sampler.epoch}
 
     def validate(self) -> dict[str, float]:
-        """Greedy answers to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths, what timed out."""
+        """Greedy responses to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths."""
+        import torch
+
         if self.validation_data is None:
             return {}
         examples = self.validation_data.examples[: self.config.get("max_val_samples")]
@@ -105,6 +98,8 @@ class GRPO:
 
     def _advantages(self, samples: BatchedDataDict[Any]) -> Tensor:
         """[B] float32."""
+        from megarl.algorithms.advantages import group_advantages
+
         return group_advantages(
             samples["prompt_ids"],
             samples["reward"],
@@ -116,6 +111,8 @@ class GRPO:
 
     def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` with the log-probabilities of the policy before the update, and of the reference where needed."""
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in _MODEL_INPUTS})
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {

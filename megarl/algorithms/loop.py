@@ -6,35 +6,21 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.stopping import StopRequest
 from megarl.observe.timing import STEP_SECONDS
 
 if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import Algorithm
     from megarl.algorithms.profiling import StepProfiler
     from megarl.algorithms.resume import CheckpointWriter
-    from megarl.data.sampler import ResumableSampler
     from megarl.observe.console import TrainingConsole
     from megarl.observe.sinks import MetricSinks
     from megarl.observe.timing import PhaseTimer
 
 STEP_TOKENS = "num_tokens"
 """Metric of a step that counts its tokens without padding; the throughput comes from it."""
-
-
-class Algorithm(Protocol):
-    """One way to train: what happens within a step."""
-
-    sampler: ResumableSampler
-
-    def step(self, step: int) -> dict[str, float]:
-        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` among them."""
-        ...
-
-    def validate(self) -> dict[str, float]:
-        """Metrics on the validation data; empty without any. Changes nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,14 @@ from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError,
 from megarl.observe.redact import redacted
 
 if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import Role
     from megarl.checkpoint.manager import CheckpointManager
     from megarl.models.policy.interfaces import PolicyInterface
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS, OPTIMIZER, TOKENIZER = Path("policy/weights"), Path("policy/optimizer"), Path("policy/tokenizer")
+WEIGHTS, OPTIMIZER, TOKENIZER = "weights", "optimizer", "tokenizer"
+"""Directories of a role's directory in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,23 @@ class ResumePoint:
     Attributes:
         step: finished steps, 0 for a fresh run.
         sampler_state: for ``ResumableSampler.load_state``; None for a fresh run.
-        weights_path: checkpoint of the weights; None takes those of the model.
-        optimizer_path: checkpoint of the optimizer.
-        checkpoint: the whole of it.
+        checkpoint: that the run goes on from; None for a fresh run.
     """
 
     step: int = 0
     sampler_state: Mapping[str, Any] | None = None
-    weights_path: Path | None = None
-    optimizer_path: Path | None = None
     checkpoint: Path | None = None
+
+    def weights_path(self, role: Role) -> Path | None:
+        """Weights of the model of a role; None takes those that it is made with."""
+        return self._path(role, WEIGHTS)
+
+    def optimizer_path(self, role: Role) -> Path | None:
+        """State of its optimizer; None for a fresh one."""
+        return self._path(role, OPTIMIZER)
+
+    def _path(self, role: Role, part: str) -> Path | None:
+        return None if self.checkpoint is None or role.directory is None else self.checkpoint / role.directory / part
 
 
 def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
@@ -74,7 +83,7 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
             f"checkpoint {path}: training_info has step = {step!r} and sampler = {sampler!r}, expected a whole number and an object. "
             f"Fix: remove {path} to resume from an earlier one"
         )
-    return ResumePoint(step, sampler, path / WEIGHTS, path / OPTIMIZER, path)
+    return ResumePoint(step, sampler, path)
 
 
 def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
@@ -109,14 +118,14 @@ class CheckpointWriter:
 
     Attributes:
         manager: names, commits and prunes them.
-        policy: writes its weights, optimizer state and tokenizer.
+        models: by role; each writes its weights, optimizer state and tokenizer into the role's directory.
         save_period: steps between checkpoints.
         run_config: kept beside every checkpoint.
         committed: told the step of every checkpoint from which another start would go on.
     """
 
     manager: CheckpointManager
-    policy: PolicyInterface
+    models: Mapping[Role, PolicyInterface]
     save_period: int
     run_config: Mapping[str, Any] = field(default_factory=dict)
     committed: Callable[[int], None] = lambda step: None
@@ -150,9 +159,12 @@ class CheckpointWriter:
         """
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
         path = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
-        self.policy.save_checkpoint(
-            weights_path=str(path / WEIGHTS), optimizer_path=str(path / OPTIMIZER), tokenizer_path=str(path / TOKENIZER)
-        )
+        for role, model in self.models.items():
+            if role.directory is not None:
+                of_role = path / role.directory
+                model.save_checkpoint(
+                    weights_path=str(of_role / WEIGHTS), optimizer_path=str(of_role / OPTIMIZER), tokenizer_path=str(of_role / TOKENIZER)
+                )
         yield
         self.manager.finalize_checkpoint(path)
         self.committed(step)

@@ -5,28 +5,27 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megarl.algorithms.grpo import GRPO
-from megarl.algorithms.loop import Algorithm, Reporting, Schedule, run_loop, total_steps
-from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.algorithms.algorithm import ACTOR, Parts, Role
+from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
-from megarl.algorithms.sft import SFT
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import check_engine, start_engines, start_policy
 from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
+from megarl.config.algorithms import algorithm_class, generates, roles, step_size
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
@@ -39,13 +38,11 @@ from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
-from megarl.rollout.collector import Collector
 from megarl.rollout.environment import Environment, make_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.algorithms.refit import Refit
     from megarl.algorithms.stopping import Attempt, StopRequest
     from megarl.config.sections import DataSource
     from megarl.models.policy.lm_policy import Policy
@@ -53,8 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Config = dict[str, Any]
-PolicyFactory = Callable[[Config, "PreTrainedTokenizerBase", ResumePoint, ExitStack], "Policy"]
-"""Makes the policy of a run, and leaves on the stack what shuts it down."""
+PolicyFactory = Callable[[Config, "PreTrainedTokenizerBase", ResumePoint, ExitStack, Role], "Policy"]
+"""Makes the model of a role, and leaves on the stack what shuts it down."""
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -71,7 +68,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
-        make_policy: None for the real policy on Ray.
+        make_policy: makes the models; None for real policies on Ray.
 
     Returns:
         The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again, 1 for one that was stopped
@@ -95,7 +92,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         vocab_size = check_model(config["policy"])
         environment = _environment(config, stack)
         train_data, validation_data = _load_datasets(config, tokenizer, vocab_size, environment)
-        _warn_of_few_records(len(train_data), _records_per_step(config))
+        _warn_of_few_records(len(train_data), step_size(config)[0])
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
@@ -105,13 +102,14 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
         tell_worker_groups(config["profiler"])
-        policy = (make_policy or start_policy)(config, tokenizer, start, stack)
+        models = {role: (make_policy or start_policy)(config, tokenizer, start, stack, role) for role in roles(config) if role.directory}
+        policy = models[ACTOR]
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures)
         skipped = SkippedBatches(run_dir / DIRECTORY)
-        parts = _Parts(config, skipped, policy, refit, tokenizer, environment, train_data, validation_data, sampler, reporting.timer)
-        algorithm = _ALGORITHMS[config["algorithm"]](parts)
-        writer = _writer(manager, policy, config, attempt)
+        parts = Parts(config, models, refit, tokenizer, environment, train_data, validation_data, sampler, reporting.timer, skipped)
+        algorithm = algorithm_class(config["algorithm"])(parts)
+        writer = _writer(manager, models, config, attempt)
 
         reporting.console.start(start.step)
         with stop.deferred():
@@ -152,10 +150,10 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
         raise ConfigError([Violation(key, str(directory), bound, "give a directory that you may write to")]) from error
 
 
-def _writer(manager: CheckpointManager | None, policy: Policy, config: Config, attempt: Attempt) -> CheckpointWriter | None:
+def _writer(manager: CheckpointManager | None, models: Mapping[Role, Policy], config: Config, attempt: Attempt) -> CheckpointWriter | None:
     if manager is None:
         return None
-    return CheckpointWriter(manager, policy, config["checkpointing"]["save_period"], config, attempt.checkpoint_committed)
+    return CheckpointWriter(manager, models, config["checkpointing"]["save_period"], config, attempt.checkpoint_committed)
 
 
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
@@ -166,22 +164,6 @@ def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpo
     return STOPPED if has_checkpoints else NOT_SAVED
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What an algorithm is made of."""
-
-    config: Config
-    skipped: SkippedBatches
-    policy: Policy
-    refit: Refit | None
-    tokenizer: PreTrainedTokenizerBase
-    environment: Environment | None
-    train_data: Dataset
-    validation_data: Dataset | None
-    sampler: ResumableSampler
-    timer: PhaseTimer
-
-
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     policy = config["policy"]
     return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
@@ -189,7 +171,7 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 def _environment(config: Config, stack: ExitStack) -> Environment | None:
     """The environment of a run that generates; the stack closes it."""
-    if config["algorithm"] == "sft":
+    if not generates(config):
         return None
     environment = make_environment(config["env"])
     stack.callback(environment.close)
@@ -221,17 +203,13 @@ def _warn_of_few_records(records: int, per_step: int) -> None:
         )
 
 
-def _records_per_step(config: Config) -> int:
-    return config["grpo"]["num_prompts_per_step"] if config["algorithm"] == "grpo" else config["policy"]["train_global_batch_size"]
-
-
 def _schedule(config: Config, num_records: int) -> Schedule:
-    section = config[config["algorithm"]]
+    section = config[algorithm_class(config["algorithm"]).section()]
     return Schedule(
-        total_steps(section["max_num_steps"], section["max_num_epochs"], num_records, _records_per_step(config)),
+        total_steps(section["max_num_steps"], section["max_num_epochs"], num_records, step_size(config)[0]),
         section["val_period"],
         section["val_at_start"],
-        section.get("val_at_end", False),
+        section["val_at_end"],
     )
 
 
@@ -251,45 +229,10 @@ def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: Re
         _set_aside(run_dir / METRICS_FILE)
     sinks = stack.enter_context(open_sinks(config["logger"], run_dir, config))
     sinks.truncate_after(start.step if start.step else -1)
-    console = TrainingConsole(schedule.total_steps, f"{config['algorithm'].upper()} {Path(config['policy']['model_name']).name}")
+    section = algorithm_class(config["algorithm"]).section()
+    console = TrainingConsole(schedule.total_steps, f"{section.upper()} {Path(config['policy']['model_name']).name}")
     stack.push(console)
     return Reporting(sinks, console, PhaseTimer())
-
-
-def _make_sft(parts: _Parts) -> SFT:
-    return SFT(
-        policy=parts.policy,
-        config=parts.config["sft"],
-        global_batch_size=parts.config["policy"]["train_global_batch_size"],
-        pad_token_id=parts.tokenizer.pad_token_id,
-        train_data=parts.train_data,
-        validation_data=parts.validation_data,
-        sampler=parts.sampler,
-        timer=parts.timer,
-        skipped=parts.skipped,
-    )
-
-
-def _make_grpo(parts: _Parts) -> GRPO:
-    config = parts.config
-    assert parts.environment is not None
-    stop_token_ids = config["policy"]["generation"]["stop_token_ids"]
-    return GRPO(
-        policy=parts.policy,
-        refit=parts.refit,
-        collector=Collector(parts.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit),
-        config=config["grpo"],
-        loss_fn=ClippedPGLossFn(config["loss_fn"]),
-        train_data=parts.train_data,
-        validation_data=parts.validation_data,
-        sampler=parts.sampler,
-        timer=parts.timer,
-        seed=config["seed"],
-        skipped=parts.skipped,
-    )
-
-
-_ALGORITHMS: dict[str, Callable[[_Parts], Algorithm]] = {"sft": _make_sft, "grpo": _make_grpo}
 
 
 def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:

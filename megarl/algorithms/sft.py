@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from megarl.algorithms.loss_functions import NLLLoss
-from megarl.algorithms.skipped_batches import SkippedBatches
-from megarl.algorithms.train_results import step_metrics
-from megarl.distributed.token_batches import supervised_batch
-
-if TYPE_CHECKING:
-    from megarl.config.sections import SFTConfig
-    from megarl.data.datasets import Dataset
-    from megarl.data.sampler import ResumableSampler
-    from megarl.models.policy.interfaces import PolicyInterface
-    from megarl.observe.timing import PhaseTimer
+from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
+from megarl.config.sections import SFTConfig
 
 
-@dataclass
-class SFT:
-    """One step trains on one global batch.
+class SFT(Algorithm):
+    """One step trains on one global batch."""
 
-    Attributes:
-        policy: what is trained.
-        config: the ``sft`` section.
-        global_batch_size: samples a step.
-        pad_token_id: fills rows up.
-        train_data: prompts and answers.
-        validation_data: the same, never trained on; None for no validation.
-        sampler: the order of the training data.
-        timer: told the phases of a step.
-        skipped: keeps batches that could not be trained on.
-    """
+    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"sft": SFTConfig})
+    GENERATES = False
 
-    policy: PolicyInterface
-    config: SFTConfig
-    global_batch_size: int
-    pad_token_id: int
-    train_data: Dataset
-    validation_data: Dataset | None
-    sampler: ResumableSampler
-    timer: PhaseTimer
-    loss_fn: NLLLoss = field(default_factory=NLLLoss)
-    skipped: SkippedBatches = field(default_factory=SkippedBatches)
+    def __init__(self, parts: Parts) -> None:
+        from megarl.algorithms.loss_functions import NLLLoss
+
+        super().__init__(parts)
+        self.config = parts.config["sft"]
+        self.policy = parts.models[ACTOR]
+        self.global_batch_size = parts.config["policy"]["train_global_batch_size"]
+        self.pad_token_id = parts.tokenizer.pad_token_id
+        self.train_data, self.validation_data = parts.train_data, parts.validation_data
+        self.timer, self.skipped = parts.timer, parts.skipped
+        self.loss_fn = NLLLoss()
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next global batch."""
+        from megarl.algorithms.train_results import step_metrics
+        from megarl.distributed.token_batches import supervised_batch
+
         examples = self.train_data.select(self.sampler.take(self.global_batch_size))
         batch = supervised_batch(examples, self.pad_token_id)
         with self.timer.phase("train"):
@@ -58,6 +44,9 @@ class SFT:
 
     def validate(self) -> dict[str, float]:
         """``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first ``val_batches`` global batches."""
+        from megarl.algorithms.train_results import step_metrics
+        from megarl.distributed.token_batches import supervised_batch
+
         if self.validation_data is None:
             return {}
         size = self.config["val_global_batch_size"]

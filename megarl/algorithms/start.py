@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
+from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
@@ -29,7 +31,7 @@ def engine_of(config: Mapping[str, Any]) -> EngineKind | None:
         ConfigError: there is no such engine.
     """
     generation = config["policy"]["generation"]
-    if config["algorithm"] == "sft" or generation is None or not is_engine(generation["backend"]):
+    if not generates(config) or generation is None or not is_engine(generation["backend"]):
         return None
     return engine_kind(generation["backend"])
 
@@ -45,8 +47,8 @@ def check_engine(config: Mapping[str, Any]) -> None:
         kind.check_installed()
 
 
-def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack) -> Policy:
-    """Start Ray, reserve places for the workers and build the policy on them; the stack takes all of it down again."""
+def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack, role: Role = ACTOR) -> Policy:
+    """Start Ray, reserve bundles for the workers and build the policy of a role on them; the stack takes all of it down again."""
     import ray
 
     from megarl.distributed.virtual_cluster import RayVirtualCluster, init_ray
@@ -64,15 +66,15 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
         use_gpus=device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0),
         max_colocated_worker_groups=2 if shares_devices else 1,
         num_gpus_per_node=section["gpus_per_node"],
-        name=config["algorithm"],
+        name=algorithm_class(config["algorithm"]).section(),
     )
     stack.callback(cluster.shutdown)
     policy = Policy(
         cluster,
         config["policy"],
         tokenizer,
-        weights_path=_text(start.weights_path),
-        optimizer_path=_text(start.optimizer_path),
+        weights_path=_text(start.weights_path(role)),
+        optimizer_path=_text(start.optimizer_path(role)),
         init_reference_model=has_reference_policy(config),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
@@ -102,7 +104,7 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
             [own[1]] * own[0],
             use_gpus=cluster.use_gpus,
             num_gpus_per_node=config["cluster"]["gpus_per_node"],
-            name=f"{config['algorithm']}-generation",
+            name=f"{algorithm_class(config['algorithm']).section()}-generation",
         )
         stack.callback(cluster.shutdown)
     generation = kind.start(cluster, config)

@@ -55,7 +55,7 @@ ENV: Config = {
     "on_timeout": "zero",
     "options": {},
 }
-SFT = {"max_num_epochs": None, "val_period": 0, "val_batches": None, "val_at_start": False}
+SFT = {"max_num_epochs": None, "val_period": 0, "val_batches": None, "val_at_start": False, "val_at_end": False}
 CHECKPOINTING = {
     "enabled": False,
     "metric_name": None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.algorithms import generates
 from megarl.config.backend import enabled_backend
 from megarl.config.memory import BYTES, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
 from megarl.config.model_facts import ModelFacts
@@ -60,7 +61,7 @@ def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory]) -> int:
     """Host memory of a node: of each of its ranks the reference policy, the optimizer state while answers are generated and scored, and the
     weights while an engine on the same device generates; where ranks run on a CPU, everything."""
     generation = config["policy"]["generation"]
-    on_cpu, offloads = config["cluster"]["device"] == "cpu", config["algorithm"] == "grpo"
+    on_cpu, offloads = config["cluster"]["device"] == "cpu", generates(config)
     colocated = generation is not None and generation["backend"] == "vllm" and generation["colocated"]["enabled"]
 
     def of_rank(rank: RankMemory) -> int:

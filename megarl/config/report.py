@@ -9,6 +9,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from megarl.config.algorithms import generates, roles, step_size
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
@@ -25,11 +26,11 @@ RANKS_SHOWN = 32
 def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
     """The batches of one step of a checked run."""
     policy = config["policy"]
-    grpo = config["algorithm"] == "grpo"
+    prompts, generations = step_size(config)
     by_tokens: Mapping[str, Any] = next((policy[key] for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), {})
     return BatchPlan(
-        prompts=config["grpo"]["num_prompts_per_step"] if grpo else policy["train_global_batch_size"],
-        generations=config["grpo"]["num_generations_per_prompt"] if grpo else 1,
+        prompts=prompts,
+        generations=generations,
         global_batch_size=policy["train_global_batch_size"],
         data_parallel=layout.data,
         micro_batch_size=policy["train_micro_batch_size"],
@@ -41,7 +42,7 @@ def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
 
 def has_reference_policy(config: Mapping[str, Any]) -> bool:
     """Whether the run keeps the weights it starts with."""
-    return bool(config["algorithm"] == "grpo" and config["loss_fn"]["reference_policy_kl_penalty"] > 0)
+    return any(role.name == "reference" for role in roles(config))
 
 
 def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
@@ -70,7 +71,7 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     console.rule("configuration")
     console.print(yaml.safe_dump(dict(config), sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
-    console.print(batch_table(batch_plan(config, layout), generates=config["algorithm"] == "grpo"))
+    console.print(batch_table(batch_plan(config, layout), generates=generates(config)))
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
@@ -146,7 +147,7 @@ def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list
     table.add_column("quantity")
     table.add_column("value", justify="right")
     generation, checkpointing = config["policy"]["generation"], config["checkpointing"]
-    if config["algorithm"] == "grpo" and generation["backend"] == "vllm" and config["cluster"]["device"] != "cpu":
+    if generates(config) and generation["backend"] == "vllm" and config["cluster"]["device"] != "cpu":
         engine = engine_memory(generation, config["cluster"], facts)
         share = f"{generation['vllm_cfg']['gpu_memory_utilization']:g} of {config['cluster']['device_memory_gib']:g} GiB"
         table.add_row("engine's weights, a device", size_text(engine.weights))

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
-from megarl.config.sections import RunConfig
+from megarl.config.algorithms import run_type
 from megarl.errors import Violation
 from megarl.models.policy import PolicyConfig
 
@@ -116,7 +116,7 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 
 def check_run(config: Mapping[str, Any]) -> list[Violation]:
     """All violations of the shape of a whole run's configuration."""
-    return check_section(config, RunConfig)
+    return check_section(config, run_type(config.get("algorithm")))
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:

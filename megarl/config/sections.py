@@ -108,6 +108,7 @@ class SFTConfig(TypedDict):
         val_global_batch_size: samples of a global batch of a validation.
         val_micro_batch_size: samples of a forward pass on one data-parallel rank.
         val_at_start: validate before the first step.
+        val_at_end: validate after the last step.
     """
 
     max_num_steps: int
@@ -117,6 +118,7 @@ class SFTConfig(TypedDict):
     val_global_batch_size: NotRequired[int]
     val_micro_batch_size: NotRequired[int]
     val_at_start: NotRequired[bool]
+    val_at_end: NotRequired[bool]
 
 
 class DataSource(TypedDict):
@@ -313,7 +315,7 @@ class RunConfig(TypedDict):
     """A whole run.
 
     Attributes:
-        algorithm: the algorithm; its section must be there.
+        algorithm: `grpo`, `sft`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.
         seed: every random number of the run is drawn from it.
         run_dir: where everything the run leaves goes; ``runs/<name of the configuration file>`` when absent.
         deadlines: how long a phase may take.
@@ -329,7 +331,7 @@ class RunConfig(TypedDict):
         cluster: the machines.
     """
 
-    algorithm: Literal["grpo", "sft"]
+    algorithm: str
     seed: int
     run_dir: NotRequired[str]
     deadlines: NotRequired[DeadlinesConfig]

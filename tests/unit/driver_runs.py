@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -86,12 +87,11 @@ class PolicyMaker:
         self.at_call = at_call
         self.policies: list[ReferencePolicy] = []
 
-    def __call__(self, config: dict[str, Any], tokenizer: Any, start: ResumePoint, stack: ExitStack) -> ReferencePolicy:
+    def __call__(self, config: dict[str, Any], tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR) -> ReferencePolicy:
         policy = ReferencePolicy(
             config["policy"],
             tokenizer,
-            None if start.weights_path is None else str(start.weights_path),
-            None if start.optimizer_path is None else str(start.optimizer_path),
+            *(None if path is None else str(path) for path in (start.weights_path(role), start.optimizer_path(role))),
         )
         stack.callback(policy.shutdown)
         self.policies.append(policy)

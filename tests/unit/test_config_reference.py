@@ -48,7 +48,7 @@ def test_every_key_is_there_with_its_meaning(page: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "default"),
     [
-        ("algorithm", "`grpo`, `sft`", "required"),
+        ("algorithm", "text", "required"),
         ("policy.logprob_batch_size", "whole number", "follows"),
         ("policy.megatron_cfg.sequence_parallel", "true or false", "`false`"),
         ("policy.megatron_cfg.optimizer.adam_eps", "number", "`1e-08`"),

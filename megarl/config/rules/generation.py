@@ -104,7 +104,7 @@ def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
 
 def examples_are_scored_by_the_model_itself(view: View) -> Iterator[Violation]:
     """SFT raises the probability of its examples, which nobody has drawn."""
-    view.require(view["algorithm"] == "sft")
+    view.require(not view.algorithm.GENERATES)
     for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
         value = view[f"{GENERATION}.{name}"]
         if value != neutral:
@@ -162,7 +162,7 @@ def _on_vllm(view: View) -> bool:
 
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
     """The longest prompt and the longest answer fit into a sequence."""
-    view.require(view["algorithm"] == "grpo")
+    view.require(view.algorithm.GENERATES)
     longest, prompt, answer = view[LONGEST], view["data.max_input_seq_length"], view[f"{GENERATION}.max_new_tokens"]
     if prompt + answer > longest:
         bound = f"it must hold data.max_input_seq_length = {prompt} and {GENERATION}.max_new_tokens = {answer}"
@@ -171,7 +171,7 @@ def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
 
 def example_fits(view: View) -> Iterator[Violation]:
     """The longest SFT example fits into a sequence."""
-    view.require(view["algorithm"] == "sft")
+    view.require(not view.algorithm.GENERATES)
     key = "data.max_input_seq_length"
     if view[key] > view[LONGEST]:
         yield Violation(key, view[key], f"it must be at most {LONGEST} = {view[LONGEST]}", f"write {view[LONGEST]}")

@@ -6,27 +6,35 @@ import fnmatch
 import math
 from collections.abc import Iterator
 
+from megarl.config.algorithms import algorithm_class
 from megarl.config.arithmetic import sequence_share
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
-from megarl.errors import Violation
+from megarl.errors import ConfigError, Violation
 
 POLICY_WORKERS = "lm_policy"
 """What the policy's worker group is called."""
 BUILT_IN_REWARDS = ("exact_match", "math_verify")
-SECTIONS = {"grpo": ("grpo", "loss_fn", "env"), "sft": ("sft",)}
+
+
+def algorithm_is_known(view: View) -> Iterator[Violation]:
+    """The algorithm is a built-in one, or one at an import path."""
+    try:
+        algorithm_class(view["algorithm"])
+    except ConfigError as error:
+        yield from error.violations
 
 
 def sections_of_algorithm(view: View) -> Iterator[Violation]:
     """The sections that the algorithm needs are there."""
-    algorithm = view["algorithm"]
-    for section in SECTIONS[algorithm]:
+    algorithm, name = view.algorithm, view["algorithm"]
+    for section in algorithm.SECTIONS:
         if not view.written(section):
-            yield Violation(section, ABSENT, f"algorithm {algorithm!r} needs this section", "add it")
-    if algorithm == "grpo" and view.has("policy") and view.get("policy.generation") is None and not _faulty(view, "policy.generation"):
-        yield Violation("policy.generation", None, "algorithm 'grpo' generates answers and needs this section", "add it")
+            yield Violation(section, ABSENT, f"algorithm {name!r} needs this section", "add it")
+    if algorithm.GENERATES and view.has("policy") and view.get("policy.generation") is None and not _faulty(view, "policy.generation"):
+        yield Violation("policy.generation", None, f"algorithm {name!r} generates answers and needs this section", "add it")
 
 
 def _faulty(view: View, path: str) -> bool:
@@ -35,7 +43,7 @@ def _faulty(view: View, path: str) -> bool:
 
 def megatron_trains(view: View) -> Iterator[Violation]:
     """A policy that an algorithm trains has an optimizer."""
-    view.require(view["algorithm"] in SECTIONS and backend_of(view) == "megatron")
+    view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
         yield Violation(key, ABSENT, "the policy is trained and needs an optimizer", "add the section, with at least lr")
@@ -117,7 +125,7 @@ def profiled_steps(view: View) -> Iterator[Violation]:
         for name, value in recorders.items():
             yield Violation(name, value, "profiler.steps says of no step that it is recorded", "write profiler.steps: [3, 5]")
         return
-    last = view[f"{view['algorithm']}.max_num_steps"]
+    last = view[f"{view.algorithm.section()}.max_num_steps"]
     if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
         yield Violation(key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4")
     elif steps[0] > last:
@@ -140,6 +148,7 @@ def profiled_workers(view: View) -> Iterator[Violation]:
 
 
 RUN_RULES: tuple[Rule, ...] = (
+    algorithm_is_known,
     sections_of_algorithm,
     megatron_trains,
     one_source,
@@ -161,10 +170,12 @@ DYNAMIC = "policy.dynamic_batching"
 
 
 def samples_fill_global_batches(view: View) -> Iterator[Violation]:
-    """A GRPO step trains on all its samples."""
-    view.require(view["algorithm"] == "grpo")
-    prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
+    """A step trains on all its samples."""
+    algorithm = view.algorithm
+    view.require(algorithm.GENERATES)
     size = view[GLOBAL]
+    prompts = size if algorithm.PROMPTS is None else view[algorithm.PROMPTS]
+    generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
     view.require(min(prompts, generations, size) >= 1)
     if prompts * generations % size:
         bound = f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} samples of a step"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from megarl.config.algorithms import algorithm_class
 from megarl.config.model_facts import ModelFacts
-from megarl.errors import Violation
+from megarl.errors import ConfigError, Violation
+
+if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import Algorithm
 
 
 class NotApplicableError(Exception):
@@ -70,6 +74,14 @@ class View:
         if self._facts is None:
             raise NotApplicableError("the model's sizes are not known")
         return self._facts
+
+    @property
+    def algorithm(self) -> type[Algorithm]:
+        """The algorithm of the run."""
+        try:
+            return algorithm_class(self["algorithm"])
+        except ConfigError:
+            raise NotApplicableError("algorithm") from None
 
     def require(self, condition: bool) -> None:
         """The rest of the rule applies only if ``condition`` holds."""

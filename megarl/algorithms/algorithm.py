@@ -1,0 +1,116 @@
+"""Algorithms: what one is, what it is made of, and the roles that models play in it.
+
+An algorithm is one file: a class with its configuration sections, what it needs, and how a step goes. The built-in ones are listed in
+``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs one of a user's own. A configuration is checked by what the class
+says, and that loads neither torch nor Ray: such a file imports them where it uses them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.algorithms.refit import Refit
+    from megarl.algorithms.skipped_batches import SkippedBatches
+    from megarl.data.datasets import Dataset
+    from megarl.data.sampler import ResumableSampler
+    from megarl.models.policy.lm_policy import Policy
+    from megarl.observe.timing import PhaseTimer
+    from megarl.rollout.environment import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The part that a model plays in an algorithm.
+
+    Attributes:
+        name: of the role.
+        directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not trained.
+    """
+
+    name: str
+    directory: str | None
+
+
+ACTOR = Role("actor", "policy")
+"""The policy that is trained."""
+
+REFERENCE = Role("reference", None)
+"""The policy as it was before training. The actor's workers keep it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an algorithm is made of.
+
+    Attributes:
+        config: of the whole run.
+        models: by role; those of the roles that have workers of their own.
+        refit: engines beside the actor; None where it generates itself, or nothing is generated.
+        tokenizer: of the actor.
+        environment: rewards responses; None for an algorithm that generates none.
+        train_data, validation_data: the records; None for no validation.
+        sampler: the order of the training data.
+        timer: told the phases of a step.
+        skipped: trains, and keeps batches that could not be trained on.
+    """
+
+    config: Mapping[str, Any]
+    models: Mapping[Role, Policy]
+    refit: Refit | None
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment | None
+    train_data: Dataset
+    validation_data: Dataset | None
+    sampler: ResumableSampler
+    timer: PhaseTimer
+    skipped: SkippedBatches
+
+
+class Algorithm(ABC):
+    """One way to train.
+
+    Attributes:
+        SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name; its own comes first and has the keys of
+            ``ScheduleConfig``.
+        GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
+        PROMPTS: dotted key of the prompts of a step; None for ``policy.train_global_batch_size``.
+        GENERATIONS: dotted key of the responses to a prompt; None for one.
+        sampler: the order of the training data, whose state a checkpoint keeps.
+
+    Args:
+        parts: what it is made of.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    GENERATES: ClassVar[bool] = True
+    PROMPTS: ClassVar[str | None] = None
+    GENERATIONS: ClassVar[str | None] = None
+
+    def __init__(self, parts: Parts) -> None:
+        self.sampler = parts.sampler
+
+    @classmethod
+    def section(cls) -> str:
+        """Name of the algorithm's own section."""
+        return next(iter(cls.SECTIONS))
+
+    @classmethod
+    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+        """The models that a run needs."""
+        del config
+        return (ACTOR,)
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, float]:
+        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` among them."""
+
+    def validate(self) -> dict[str, float]:
+        """Metrics on the validation data; empty without any. Changes nothing."""
+        return {}
