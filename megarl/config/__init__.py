@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.defaults import complete_policy, complete_run, complete_vllm
+from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.load import OverridesError, load_config, load_config_with_inheritance, parse_hydra_overrides
 from megarl.config.model_facts import ModelFacts, published_config, read_model_facts
 from megarl.config.rules import check
@@ -14,7 +14,6 @@ __all__ = [
     "check",
     "complete_policy",
     "complete_run",
-    "complete_vllm",
     "load_config",
     "load_config_with_inheritance",
     "parse_hydra_overrides",

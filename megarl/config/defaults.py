@@ -9,6 +9,8 @@ from typing import Any
 
 from megarl.config.arithmetic import sequence_share
 from megarl.config.sections import Config
+from megarl.errors import ConfigError
+from megarl.models.generation.engines import engine_kind, is_engine
 
 ORDER = (
     "algorithm",
@@ -76,18 +78,6 @@ GENERATION = {
     "stop_token_ids": None,
     "stop_strings": None,
     "colocated": {"enabled": True},
-}
-VLLM: Config = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "expert_parallel_size": 1,
-    "async_engine": False,
-    "gpu_memory_utilization": 0.6,
-    "kv_cache_gb": None,
-    "enforce_eager": False,
-    "load_format": "dummy",
-    "refit_delta_share": 0.0,
-    "env_vars": {},
 }
 DATA = {"validation": None, "shuffle": True, "system_prompt": None, "prompt_template": None}
 MEGATRON: Config = {
@@ -180,19 +170,19 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     """
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
-    run["deadlines"] = _fill(_section(run, "deadlines"), DEADLINES)
+    run["deadlines"] = fill(_section(run, "deadlines"), DEADLINES)
     run["policy"] = complete_policy(_section(run, "policy"))
     for key, defaults in (("grpo", GRPO), ("loss_fn", LOSS), ("sft", SFT), ("env", ENV), ("data", DATA)):
         if isinstance(run.get(key), dict):
-            run[key] = _fill(run[key], defaults)
+            run[key] = fill(run[key], defaults)
     _fill_sizes_of_validation(run)
-    run["checkpointing"] = _fill(_section(run, "checkpointing"), CHECKPOINTING)
-    run["logger"] = _fill(_section(run, "logger"), LOGGER)
-    run["profiler"] = _fill(_section(run, "profiler"), PROFILER)
+    run["checkpointing"] = fill(_section(run, "checkpointing"), CHECKPOINTING)
+    run["logger"] = fill(_section(run, "logger"), LOGGER)
+    run["profiler"] = fill(_section(run, "profiler"), PROFILER)
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     if isinstance(run.get("cluster"), dict):
-        run["cluster"] = _fill(run["cluster"], {"device": "auto", "device_memory_gib": 80.0})
+        run["cluster"] = fill(run["cluster"], {"device": "auto", "device_memory_gib": 80.0})
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 
@@ -204,52 +194,47 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
     optimizer = _section(_section(filled, "megatron_cfg"), "optimizer")
     if "max_grad_norm" not in filled and "clip_grad" in optimizer:
         filled["max_grad_norm"] = optimizer["clip_grad"] or None
-    filled = _fill(filled, POLICY)
+    filled = fill(filled, POLICY)
     if "logprob_batch_size" not in filled and "train_micro_batch_size" in filled:
         filled["logprob_batch_size"] = filled["train_micro_batch_size"]
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
-        filled["generation"] = _fill(filled["generation"], {"backend": itself, **GENERATION})
-        if filled["generation"]["backend"] == "vllm":
-            of_policy = {"precision": filled.get("precision"), "max_model_len": filled.get("max_total_sequence_length")}
-            filled["generation"] = complete_vllm(_fill(filled["generation"], {"model_name": filled.get("model_name")}), of_policy)
+        filled["generation"] = fill(filled["generation"], {"backend": itself, **GENERATION})
+        if is_engine(filled["generation"]["backend"]):
+            filled["generation"] = _complete_engine(filled["generation"], filled)
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
         filled["megatron_cfg"] = _complete_megatron(filled["megatron_cfg"], filled)
     if isinstance(filled["optimizer"], dict):
-        filled["optimizer"] = _fill(filled["optimizer"], {"weight_decay_on_vectors": True})
+        filled["optimizer"] = fill(filled["optimizer"], {"weight_decay_on_vectors": True})
     if _section(filled, "dtensor_cfg").get("enabled") is True:
-        filled["dtensor_cfg"] = _fill(filled["dtensor_cfg"], DTENSOR)
+        filled["dtensor_cfg"] = fill(filled["dtensor_cfg"], DTENSOR)
     return filled
 
 
 def _complete_megatron(megatron: Config, policy: Config) -> Config:
-    filled = _fill(megatron, MEGATRON)
+    filled = fill(megatron, MEGATRON)
     precision = policy.get("precision")
     filled.setdefault("pipeline_dtype", precision)
     data_parallel = "distributed_data_parallel_config"
-    filled[data_parallel] = _fill(_section(filled, data_parallel), MEGATRON_DATA_PARALLEL)
+    filled[data_parallel] = fill(_section(filled, data_parallel), MEGATRON_DATA_PARALLEL)
     if isinstance(filled.get("optimizer"), dict):
         derived = {"bf16": precision == "bfloat16", "fp16": precision == "float16", "clip_grad": policy["max_grad_norm"] or 0.0}
-        filled["optimizer"] = _fill(filled["optimizer"], {**MEGATRON_OPTIMIZER, **derived})
+        filled["optimizer"] = fill(filled["optimizer"], {**MEGATRON_OPTIMIZER, **derived})
         decay = filled["optimizer"]["weight_decay"]
         decays = {"start_weight_decay": decay, "end_weight_decay": decay}
-        filled["scheduler"] = _fill(_section(filled, "scheduler"), {**MEGATRON_SCHEDULER, **decays})
+        filled["scheduler"] = fill(_section(filled, "scheduler"), {**MEGATRON_SCHEDULER, **decays})
     return filled
 
 
-def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
-    """A copy of a ``generation`` section for vLLM with every absent optional key filled in.
-
-    Args:
-        generation: the section.
-        engines: what the engines take of the policy unless ``vllm_cfg`` says otherwise.
-    """
-    filled = _fill(generation, {"backend": "vllm", **GENERATION, "vllm_cfg": {}, "vllm_kwargs": {}})
-    if isinstance(filled["vllm_cfg"], dict):
-        filled["vllm_cfg"] = _fill(filled["vllm_cfg"], {**(engines or {}), **VLLM})
-    return filled
+def _complete_engine(generation: Config, policy: Config) -> Config:
+    """The section with what its engine fills in; as it is where there is no such engine, which a rule says."""
+    filled = fill(generation, {"model_name": policy.get("model_name")})
+    try:
+        return engine_kind(filled["backend"]).complete(filled, policy)
+    except ConfigError:
+        return filled
 
 
 def _padding_of(policy: Config) -> int:
@@ -271,7 +256,7 @@ def _fill_sizes_of_validation(run: Config) -> None:
                 run["sft"].setdefault(f"val_{key}", run["policy"][f"train_{key}"])
 
 
-def _fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
+def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     """The section, followed by the defaults of the keys it lacks."""
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 

@@ -10,23 +10,26 @@ from megarl.config.algorithms import generates
 from megarl.config.backend import enabled_backend
 from megarl.config.memory import BYTES, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
 from megarl.config.model_facts import ModelFacts
+from megarl.models.generation.engines import is_engine
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory of a device of a vLLM engine.
+    """Memory of a device of a rollout engine.
 
     Attributes:
         weights: its part of the model.
         budget: what the engine may take of the device.
         token: keys and values of one token.
+        share: the budget in words.
     """
 
     weights: int
     budget: int
     token: int
+    share: str
 
     @property
     def cached_tokens(self) -> int:
@@ -41,28 +44,12 @@ def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
     return stage_parameters(facts, tensor, 0, layers) + experts
 
 
-def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], facts: ModelFacts) -> EngineMemory:
-    """Memory of a device of an engine.
-
-    Args:
-        generation: a filled-in ``policy.generation`` section on vLLM.
-        cluster: a filled-in ``cluster`` section.
-        facts: sizes of the model.
-    """
-    settings = generation["vllm_cfg"]
-    tensor, element = settings["tensor_parallel_size"], BYTES[settings["precision"]]
-    width = 2 * facts.head_dim if facts.latent is None else facts.latent.head + facts.latent.value
-    heads = -(-facts.num_key_value_heads // tensor)
-    budget = int(settings["gpu_memory_utilization"] * cluster["device_memory_gib"] * GIB)
-    return EngineMemory(model_parameters(facts, tensor) * element, budget, facts.num_layers * heads * width * element)
-
-
 def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory]) -> int:
     """Host memory of a node: of each of its ranks the reference policy, the optimizer state while answers are generated and scored, and the
     weights while an engine on the same device generates; where ranks run on a CPU, everything."""
     generation = config["policy"]["generation"]
     on_cpu, offloads = config["cluster"]["device"] == "cpu", generates(config)
-    colocated = generation is not None and generation["backend"] == "vllm" and generation["colocated"]["enabled"]
+    colocated = generation is not None and is_engine(generation["backend"]) and generation["colocated"]["enabled"]
 
     def of_rank(rank: RankMemory) -> int:
         if on_cpu:

@@ -14,10 +14,11 @@ from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
-from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, engine_memory, host_memory
+from megarl.config.memory_run import EngineMemory, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
+from megarl.models.generation.engines import engine_kind, is_engine
 
 WIDTH = 100
 RANKS_SHOWN = 32
@@ -146,12 +147,11 @@ def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list
     table = Table(title="beside the devices of training (estimated)", show_header=False)
     table.add_column("quantity")
     table.add_column("value", justify="right")
-    generation, checkpointing = config["policy"]["generation"], config["checkpointing"]
-    if generates(config) and generation["backend"] == "vllm" and config["cluster"]["device"] != "cpu":
-        engine = engine_memory(generation, config["cluster"], facts)
-        share = f"{generation['vllm_cfg']['gpu_memory_utilization']:g} of {config['cluster']['device_memory_gib']:g} GiB"
+    checkpointing = config["checkpointing"]
+    engine = _engine_memory(config, facts)
+    if engine is not None:
         table.add_row("engine's weights, a device", size_text(engine.weights))
-        table.add_row(f"engine's share of a device, {share}", size_text(engine.budget))
+        table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
         table.add_row("tokens whose keys and values have room beside the weights", f"{engine.cached_tokens:,}")
     table.add_row(f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks)))
     if checkpointing["enabled"]:
@@ -159,6 +159,15 @@ def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list
         kept = f"{checkpoints_kept(config)} checkpoints at once" + (", exported model" if checkpointing["export_hf"] else "")
         table.add_row(f"disk: {kept}", size_text(disk_bytes(config, facts)))
     return table
+
+
+def _engine_memory(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemory | None:
+    """Memory of a device of the run's engine; None where there is none, or none that is known."""
+    generation = config["policy"]["generation"]
+    if not generates(config) or not is_engine(generation["backend"]) or config["cluster"]["device"] == "cpu":
+        return None
+    memory = engine_kind(generation["backend"]).memory
+    return None if memory is None else memory(generation, config["cluster"], facts)
 
 
 def size_text(size: int) -> str:

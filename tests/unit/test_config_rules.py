@@ -13,6 +13,7 @@ from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules import RULES
 from megarl.config.rules.ranges import RANGES
 from megarl.config.rules.view import NotApplicableError, View
+from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
 from tests.unit.config_samples import FACTS, complete, raw_grpo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
@@ -250,6 +251,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("engine_has_the_policy_model", {"g.model_name": "owner/another-model"}, {}, {"g.model_name"}),
     ("engine_has_the_policy_model", {"g.model_name": "owner/another-model", **ON_VLLM}, {}, {"g.model_name"}),
+    ("engine_is_known", {"g.backend": "sglang"}, {}, {"g.backend"}),
+    ("engine_takes_its_section", {"g.vllm_cfg.max_model_len": 609, **ON_VLLM}, {}, {"g.vllm_cfg.max_model_len"}),
     ("engines_are_whole", {"g.vllm_cfg.tensor_parallel_size": 4, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
     (
         "engines_are_whole",
@@ -328,7 +331,7 @@ SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
         {"policy.generation.temperature", "policy.generation.top_p", "policy.generation.top_k"},
     ),
 ]
-BY_NAME = {rule.__name__: rule for rule in (*RULES, *NOT_YET_RULES)}
+BY_NAME = {rule.__name__: rule for rule in (*RULES, *NOT_YET_RULES, *VLLM_RULES)}
 
 
 def keys_named(rule: str, config: dict[str, Any], facts: Any = None) -> set[str]:
@@ -401,7 +404,7 @@ def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
 
 def test_no_rule_is_untested() -> None:
     assert set(BY_NAME) == {case[0] for case in CASES} | {case[0] for case in SFT_CASES}
-    assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES)
+    assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES) + len(VLLM_RULES)
 
 
 @pytest.mark.parametrize("key", sorted(RANGES))

@@ -13,7 +13,7 @@ from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.ranges import RANGE_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
-from megarl.config.rules.view import NotApplicableError, Rule, View
+from megarl.config.rules.view import Rule, View, apply_rules
 from megarl.errors import Violation
 
 RULES: tuple[Rule, ...] = (
@@ -37,17 +37,7 @@ def check(config: Mapping[str, Any], facts: ModelFacts | None = None, faulty: Co
         faulty: dotted paths of values of the wrong type, which count as absent.
     """
     view = View(config, faulty, facts)
-    refused = _apply(NOT_YET_RULES, view)
+    refused = list(apply_rules(NOT_YET_RULES, view))
     refused_keys = {violation.key for violation in refused}
-    broken = [violation for violation in _apply(RULES, view) if violation.key not in refused_keys]
+    broken = [violation for violation in apply_rules(RULES, view) if violation.key not in refused_keys]
     return refused + broken
-
-
-def _apply(rules: tuple[Rule, ...], view: View) -> list[Violation]:
-    found: list[Violation] = []
-    for rule in rules:
-        try:
-            found.extend(rule(view))
-        except NotApplicableError:
-            continue
-    return found

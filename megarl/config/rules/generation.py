@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.memory_run import GIB, engine_memory
 from megarl.config.rules.backends import backend_of
-from megarl.config.rules.parallel import FOR_TRAINING, GENERATION, generation_shape, training_shape
-from megarl.config.rules.view import Rule, View
-from megarl.errors import Violation
+from megarl.config.rules.parallel import FOR_TRAINING, GENERATION
+from megarl.config.rules.view import Rule, View, apply_rules
+from megarl.errors import ConfigError, Violation
+from megarl.models.generation.engines import engine_kind, is_engine
 
-VLLM = f"{GENERATION}.vllm_cfg"
 LONGEST = "policy.max_total_sequence_length"
-_REFIT = "the policy's weights come by it"
-FIXED_ARGUMENTS = {
-    "weight_transfer_config": _REFIT,
-    "worker_extension_cls": _REFIT,
-    "logprobs_mode": "training scores the tokens after the temperature, and what generates has to score them alike",
-    "enable_prefix_caching": "a prefix that was computed with older weights would be used after a refit",
-}
 BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
 
@@ -31,6 +23,25 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
     if wanted is not None and backend not in wanted:
         fix = "write megatron" if backend == "megatron" else "write hf"
         yield Violation(key, engine, f"it generates with a {' or '.join(sorted(wanted))} policy, and this policy runs on {backend}", fix)
+
+
+def engine_is_known(view: View) -> Iterator[Violation]:
+    """What generates is the policy itself, a built-in engine, or one at an import path."""
+    view.require(is_engine(view[f"{GENERATION}.backend"]))
+    try:
+        engine_kind(view[f"{GENERATION}.backend"])
+    except ConfigError as error:
+        yield from error.violations
+
+
+def engine_takes_its_section(view: View) -> Iterator[Violation]:
+    """The rules of the engine itself."""
+    view.require(is_engine(view[f"{GENERATION}.backend"]))
+    try:
+        kind = engine_kind(view[f"{GENERATION}.backend"])
+    except ConfigError:
+        return
+    yield from apply_rules(kind.rules, view)
 
 
 def megatron_generates_in_place(view: View) -> Iterator[Violation]:
@@ -64,32 +75,9 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
     """What generates has the policy's weights, so that it must be the same model."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
-        who = "the engine gets the policy's weights" if _on_vllm(view) else "the policy itself generates"
+        who = "the engine gets the policy's weights" if is_engine(view[f"{GENERATION}.backend"]) else "the policy itself generates"
         bound = f"{who}, so it must be policy.model_name = {model}"
         yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
-
-
-def engine_weights_fit(view: View) -> Iterator[Violation]:
-    """The engine's weights have room in its share of a device; without that, engines would fail after minutes of starting."""
-    view.require(_on_vllm(view) and view["cluster.device"] != "cpu")
-    facts, generation = view.facts, view[GENERATION]
-    cluster = {"device_memory_gib": view["cluster.device_memory_gib"]}
-    tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
-    needed = engine_memory(generation, cluster, facts)
-    if needed.weights < needed.budget:
-        return
-
-    def fits(size: int) -> bool:
-        divided = engine_memory({**generation, "vllm_cfg": {**generation["vllm_cfg"], "tensor_parallel_size": size}}, cluster, facts)
-        return facts.num_attention_heads % size == 0 and divided.weights < divided.budget
-
-    bound = (
-        f"{needed.weights / GIB:.1f} GiB of weights on each of the engine's devices have no room in gpu_memory_utilization = {share:g} of "
-        f"cluster.device_memory_gib = {cluster['device_memory_gib']:g} GiB"
-    )
-    enough = next((size for size in (1, 2, 4, 8, 16, 32, 64) if size > tensor and fits(size)), None)
-    fix = "give the engine more of larger devices" if enough is None else f"write {enough}, or give the engine more of larger devices"
-    yield Violation(f"{VLLM}.tensor_parallel_size", tensor, bound, fix)
 
 
 def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
@@ -110,54 +98,6 @@ def examples_are_scored_by_the_model_itself(view: View) -> Iterator[Violation]:
         if value != neutral:
             bound = "SFT trains the model's own probabilities, and log-probabilities follow how answers are drawn"
             yield Violation(f"{GENERATION}.{name}", value, bound, f"write {'null' if neutral is None else neutral}, or remove the section")
-
-
-def engines_are_whole(view: View) -> Iterator[Violation]:
-    """An engine's ranks are on one node, and the ranks of a node make whole engines."""
-    view.require(_on_vllm(view))
-    key, ranks = f"{VLLM}.tensor_parallel_size", (generation_shape(view) or training_shape(view))[1]
-    if view[key] >= 1 and ranks % view[key]:
-        fix = f"write a divisor of {ranks}, or give generation another number of ranks"
-        yield Violation(key, view[key], f"it must divide the {ranks} ranks that generate on a node", fix)
-
-
-def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
-    """Each rank of an engine has the same number of attention heads."""
-    view.require(_on_vllm(view))
-    key, heads = f"{VLLM}.tensor_parallel_size", view.facts.num_attention_heads
-    if view[key] >= 1 and heads % view[key]:
-        yield Violation(key, view[key], f"it must divide the {heads} attention heads", f"write a divisor of {heads}")
-
-
-def engine_reaches_length(view: View) -> Iterator[Violation]:
-    """The engine takes any sequence that the policy does, or answers would be cut short."""
-    view.require(_on_vllm(view))
-    key, longest = f"{VLLM}.max_model_len", view[LONGEST]
-    if view[key] < longest:
-        yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it")
-
-
-def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
-    """On the policy's devices the weights are handed over where they lie, whole."""
-    view.require(_on_vllm(view) and view[f"{GENERATION}.colocated.enabled"])
-    key = f"{VLLM}.refit_delta_share"
-    if view[key] > 0:
-        yield Violation(
-            key, view[key], "colocated.enabled is true, and only engines apart are sent changes", "remove the line, or write 0.0"
-        )
-
-
-def engines_stay_the_policy_s(view: View) -> Iterator[Violation]:
-    """Of vLLM's arguments some are what refits and log-probabilities rest on."""
-    view.require(_on_vllm(view))
-    key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
-    for name, why in FIXED_ARGUMENTS.items():
-        if name in given:
-            yield Violation(f"{key}.{name}", given[name], why, "remove it")
-
-
-def _on_vllm(view: View) -> bool:
-    return bool(view[f"{GENERATION}.backend"] == "vllm")
 
 
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
@@ -205,17 +145,13 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
 
 GENERATION_RULES: tuple[Rule, ...] = (
     generation_fits_backend,
+    engine_is_known,
+    engine_takes_its_section,
     megatron_generates_in_place,
     resources_of_generation,
     engine_has_the_policy_model,
-    engine_weights_fit,
     shared_devices_need_no_resources,
     examples_are_scored_by_the_model_itself,
-    engines_are_whole,
-    heads_divide_over_an_engine,
-    engine_reaches_length,
-    changes_go_to_engines_apart,
-    engines_stay_the_policy_s,
     prompt_and_answer_fit,
     example_fits,
     model_reaches_length,

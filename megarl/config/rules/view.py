@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.config.algorithms import algorithm_class
@@ -90,3 +90,12 @@ class View:
 
 
 Rule: TypeAlias = Callable[[View], Iterator[Violation]]
+
+
+def apply_rules(rules: Iterable[Rule], view: View) -> Iterator[Violation]:
+    """What breaks the rules that apply."""
+    for rule in rules:
+        try:
+            yield from list(rule(view))
+        except NotApplicableError:
+            continue

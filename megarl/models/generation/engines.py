@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
 
 if TYPE_CHECKING:
+    from megarl.config.memory_run import EngineMemory
+    from megarl.config.model_facts import ModelFacts
+    from megarl.config.rules.view import Rule
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.generation.interfaces import RolloutEngine
 
@@ -31,12 +34,18 @@ class EngineKind:
     Attributes:
         title: what people call it.
         start: starts the engines of a run on a cluster, called with the cluster and the whole configuration.
+        complete: fills the ``generation`` section in, called with it and the ``policy`` section.
+        rules: on the engine's part of the configuration.
+        memory: of a device, called with the ``generation`` and ``cluster`` sections and the model's sizes; None where it is not known.
         distributions: names of Python distributions, one of which has to be installed; empty for none.
         extra: megarl's extra that installs one, in words.
     """
 
     title: str
     start: Callable[[RayVirtualCluster, Mapping[str, Any]], RolloutEngine]
+    complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: dict(generation)
+    rules: tuple[Rule, ...] = ()
+    memory: Callable[[Mapping[str, Any], Mapping[str, Any], ModelFacts], EngineMemory] | None = None
     distributions: tuple[str, ...] = ()
     extra: str = ""
 
@@ -57,9 +66,9 @@ ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation
 """Import paths of the built-in kinds, by the name that the configuration has for them."""
 
 
-def is_engine(backend: str | None) -> bool:
+def is_engine(backend: object) -> bool:
     """Whether a backend is an engine beside the policy."""
-    return backend is not None and backend not in OF_THE_POLICY
+    return isinstance(backend, str) and backend not in OF_THE_POLICY
 
 
 def engine_kind(backend: str) -> EngineKind:
@@ -71,8 +80,8 @@ def engine_kind(backend: str) -> EngineKind:
     path = ENGINES.get(backend, backend)
     found = load_object(path, KEY) if is_import_path(path) else None
     if not isinstance(found, EngineKind):
-        known = ", ".join((*OF_THE_POLICY, *ENGINES))
-        raise ConfigError(f"{KEY} = {backend!r}: it must be {known} or the import path of an EngineKind. Fix: write one of those")
+        bound = f"it must be {', '.join((*OF_THE_POLICY, *ENGINES))} or the import path of an EngineKind"
+        raise ConfigError([Violation(KEY, backend, bound, "write one of those names, or path/to/file.py:KIND")])
     return found
 
 

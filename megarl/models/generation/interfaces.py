@@ -79,8 +79,8 @@ class GenerationConfig(TypedDict):
     """How answers are generated.
 
     Attributes:
-        backend: engine: the Megatron policy itself, vLLM, or the policy itself on transformers (DTensor and FSDP1); absent for the policy
-            itself, whatever it runs on.
+        backend: `megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or the import path of an engine,
+            `path/to/file.py:KIND`, see `megarl.models.generation.engines`.
         max_new_tokens: longest answer in tokens.
         temperature: logits are divided by it, in sampling and wherever log-probabilities are computed.
         top_p: smallest set of tokens with at least this probability is kept, in sampling and in log-probabilities; 1 keeps all.
@@ -95,7 +95,7 @@ class GenerationConfig(TypedDict):
             on.
     """
 
-    backend: NotRequired[Literal["megatron", "vllm", "hf"]]
+    backend: NotRequired[str]
     max_new_tokens: int
     temperature: NotRequired[float]
     top_p: NotRequired[float]

