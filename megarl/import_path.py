@@ -11,6 +11,13 @@ from typing import Any
 
 from megarl.errors import ConfigError, Violation
 
+_FROM_FILES: dict[str, ModuleType] = {}
+
+
+def modules_from_files() -> list[ModuleType]:
+    """The modules that were run from files. Other processes cannot import them by name, so that their objects travel by value."""
+    return list(_FROM_FILES.values())
+
 
 def is_import_path(text: str) -> bool:
     """Whether a value names an object and not one of the built-in names, none of which has a colon."""
@@ -58,6 +65,7 @@ def _load_file(path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    _FROM_FILES[name] = module
     return module
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
-_MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-
 
 class GRPO(Algorithm):
     """One step samples several responses to each of some prompts and trains on all of them."""
@@ -112,8 +110,9 @@ class GRPO(Algorithm):
     def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` with the log-probabilities of the policy before the update, and of the reference where needed."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.samples import MODEL_INPUTS
 
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in _MODEL_INPUTS})
+        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 **inputs,

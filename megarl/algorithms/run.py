@@ -205,11 +205,12 @@ def _warn_of_few_records(records: int, per_step: int) -> None:
 
 def _schedule(config: Config, num_records: int) -> Schedule:
     section = config[algorithm_class(config["algorithm"]).section()]
+    # an algorithm of a user's own may neither count epochs nor validate
     return Schedule(
-        total_steps(section["max_num_steps"], section["max_num_epochs"], num_records, step_size(config)[0]),
-        section["val_period"],
-        section["val_at_start"],
-        section["val_at_end"],
+        total_steps(section["max_num_steps"], section.get("max_num_epochs"), num_records, step_size(config)[0]),
+        section.get("val_period", 0),
+        section.get("val_at_start", False),
+        section.get("val_at_end", False),
     )
 
 

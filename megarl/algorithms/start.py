@@ -13,6 +13,7 @@ from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
+from megarl.import_path import modules_from_files
 from megarl.models.generation.engines import EngineKind, engine_kind, is_engine
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
     if not ray.is_initialized():
         init_ray()
         stack.callback(ray.shutdown)
+    for module in modules_from_files():
+        ray.cloudpickle.register_pickle_by_value(module)
     section = config["cluster"]
     device = section["device"]
     nodes, ranks = training_shape(View(config))

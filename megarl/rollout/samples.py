@@ -112,6 +112,9 @@ def _truncated(output: BatchedDataDict[Any], answers: Sequence[Sequence[int]], s
     return torch.tensor([not answer or answer[-1] not in stops for answer in answers])
 
 
+MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+"""Columns of samples that a model needs to score or train on them."""
+
 FAR = 0.05
 TOKEN_MULT_PROB_ERROR = "token_mult_prob_error"
 
