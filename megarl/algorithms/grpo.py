@@ -4,15 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
-from megarl.config.sections import ClippedPGLossConfig, EnvConfig, GRPOConfig
+from megarl.config.sections import ClippedPGLossConfig, EnvConfig
+from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+
+
+class GRPOConfig(TypedDict):
+    """Group-relative policy optimisation."""
+
+    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
+    num_generations_per_prompt: Annotated[
+        int, Key("answers a prompt.", Range(low=2), advice="write 2 or more: an answer is judged against the others of its prompt")
+    ]
+    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_num_epochs: NotRequired[
+        Annotated[
+            int | None,
+            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+        ]
+    ]
+    normalize_rewards: NotRequired[Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]]
+    std: NotRequired[
+        Annotated[
+            Literal["population", "sample"],
+            Key(
+                "`population` divides the squares by the number n of answers, `sample` by n - 1; advantages of the first "
+                "are sqrt(n / (n - 1)) times those of the second, which TRL has: 1.155 times for 4 answers.",
+                default="population",
+            ),
+        ]
+    ]
+    use_leave_one_out_baseline: NotRequired[
+        Annotated[bool, Key("the baseline of an answer is the mean of the group's other answers.", default=True)]
+    ]
+    val_period: NotRequired[
+        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0, advice="write 0 for no validation")]
+    ]
+    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
+    max_val_samples: NotRequired[Annotated[int | None, Key("prompts of a validation; null for all.", AT_LEAST_1, default=None)]]
+    val_batch_size: NotRequired[Annotated[int, Key("prompts of a validation that are generated together.", AT_LEAST_1)]]
+    max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
+    max_token_mult_prob_error: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "the run stops before it trains on answers whose ``token_mult_prob_error``, the mean over tokens of "
+                "exp(|log-probability where it was generated - log-probability of the policy|), is larger; 1 is no "
+                "difference, null never stops.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
 
 
 class GRPO(Algorithm):

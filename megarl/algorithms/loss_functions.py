@@ -20,9 +20,9 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
 from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
-from megarl.config.defaults import LOSS
 from megarl.config.sections import ClippedPGLossConfig, DPOLossConfig
 from megarl.errors import BatchError, ConfigError, Violation
+from megarl.key import defaults_of
 from megarl.observe.metrics import Reduction
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ClippedPGLossFn:
     )
 
     def __init__(self, cfg: ClippedPGLossConfig) -> None:
-        cfg = cast("ClippedPGLossConfig", {**LOSS, **cfg})
+        cfg = cast("ClippedPGLossConfig", {**defaults_of(ClippedPGLossConfig), **cfg})
         clip_c = cfg["ratio_clip_c"]
         if clip_c is not None and not clip_c > 1:
             fix = "write a number above 1, or null for no dual clip"

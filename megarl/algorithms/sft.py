@@ -5,10 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
+
+from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
-from megarl.config.sections import SFTConfig
+from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
+
+
+class SFTConfig(TypedDict):
+    """Supervised fine-tuning."""
+
+    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_num_epochs: NotRequired[
+        Annotated[
+            int | None,
+            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+        ]
+    ]
+    val_period: NotRequired[Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]]
+    val_batches: NotRequired[Annotated[int | None, Key("global batches of a validation; null for all.", AT_LEAST_1, default=None)]]
+    val_global_batch_size: NotRequired[Annotated[int, Key("samples of a global batch of a validation.", AT_LEAST_1)]]
+    val_micro_batch_size: NotRequired[Annotated[int, Key("samples of a forward pass on one data-parallel rank.", AT_LEAST_1)]]
+    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
 
 
 class SFT(Algorithm):

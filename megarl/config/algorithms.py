@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, get_type_hints
 
 from typing_extensions import TypedDict
 
 from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
+from megarl.key import Key
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Algorithm, Role
@@ -20,6 +21,24 @@ KEY = "algorithm"
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType({"grpo": "megarl.algorithms.grpo:GRPO", "sft": "megarl.algorithms.sft:SFT"})
 """Import paths of the built-in algorithms, by the name that the configuration has for them."""
+
+ORDER = (
+    "algorithm",
+    "seed",
+    "run_dir",
+    "cluster",
+    "policy",
+    "grpo",
+    "sft",
+    "loss_fn",
+    "env",
+    "data",
+    "checkpointing",
+    "logger",
+    "profiler",
+    "deadlines",
+)
+"""Sections of a run and its other keys, in the order in which a configuration is written."""
 
 _NEEDED = ("SECTIONS", "GENERATES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
 
@@ -60,22 +79,36 @@ def roles(config: Mapping[str, Any]) -> tuple[Role, ...]:
     return algorithm_class(config[KEY]).roles(config)
 
 
-def run_type(name: object) -> Any:
-    """The TypedDict of a whole run with that algorithm, whose sections come on top of the built-in ones."""
+def sections_of(name: object) -> Mapping[str, Any]:
+    """The sections of an algorithm, TypedDicts by name; none where there is no such algorithm."""
     try:
-        sections = algorithm_class(name).SECTIONS if isinstance(name, str) else {}
+        return algorithm_class(name).SECTIONS if isinstance(name, str) else {}
     except ConfigError:
-        sections = {}
-    return _run_type(tuple((key, section) for key, section in sections.items() if key not in RunConfig.__annotations__))
+        return {}
+
+
+@cache
+def built_in_sections() -> Mapping[str, Any]:
+    """The sections that the built-in algorithms have for themselves, TypedDicts by name."""
+    return {algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()] for name in ALGORITHMS}
+
+
+def run_type(name: object) -> Any:
+    """The TypedDict of a whole run: what all runs have, and the sections of the built-in algorithms and of the algorithm of that name."""
+    return _run_type(tuple(sections_of(name).items()))
 
 
 @cache
 def _run_type(sections: tuple[tuple[str, Any], ...]) -> Any:
-    if not sections:
-        return RunConfig
-    # made anew: the names of a user's sections are known only now
+    keys: dict[str, Any] = get_type_hints(RunConfig, include_extras=True)
+    for name, section in {**built_in_sections(), **dict(sections)}.items():
+        keys.setdefault(name, NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]])
+    ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}
+    # made by a call: which sections there are is known only now
     make: Any = TypedDict
-    return make("RunConfig", {**get_type_hints(RunConfig, include_extras=True), **dict(sections)})
+    made = make("RunConfig", ordered)
+    made.__doc__ = RunConfig.__doc__
+    return made
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

@@ -1,28 +1,28 @@
 """Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
 
 ``README.md`` has the table of recipes, which comes from their dry runs. ``KEYS.md`` has a table of keys for every section: keys from the
-TypedDicts that configurations are checked against, meanings from their docstrings, defaults from what fills absent keys in.
+TypedDicts that configurations are checked against, meanings and defaults from their fields.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NotRequired, get_args, get_origin
+from typing import Annotated, Any, Literal, NotRequired, get_args, get_origin
 
 from typing_extensions import is_typeddict
 
+from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.not_yet import NEVER_LEGAL
 from megarl.config.report import memory_of_run, size_text
 from megarl.config.schema import keys_of, section_types
-from megarl.config.sections import RunConfig
 from megarl.config.validate import validate_config
+from megarl.key import fields_of
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
 _BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"
@@ -89,7 +89,7 @@ def recipe_table(configs: Path) -> Iterator[str]:
 
 def key_tables() -> Iterator[str]:
     """A table for every section, in the order in which a configuration is written."""
-    for number, (path, section) in enumerate(_sections("", RunConfig)):
+    for number, (path, section) in enumerate(_sections("", run_type(None))):
         if number:
             yield ""
         yield f"## {f'`{path}`' if path else 'The top level'}"
@@ -98,12 +98,12 @@ def key_tables() -> Iterator[str]:
         yield ""
         yield "| key | value | default | meaning |"
         yield "|---|---|---|---|"
-        meanings = _meanings(section)
+        fields = fields_of(section)
         for key, annotation in keys_of(section).items():
             full = f"{path}.{key}" if path else key
             default = _default(annotation, *_absent_values(full))
             kind = _kind(annotation, NEVER_LEGAL.get(full, frozenset()))
-            yield f"| `{key}` | {kind} | {default} | {_in_markdown(meanings.get(key, ''))} |"
+            yield f"| `{key}` | {kind} | {default} | {_in_markdown(fields[key].meaning if key in fields else '')} |"
 
 
 def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
@@ -117,7 +117,7 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
 def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
     """What a value may be, in words, without those that are refused."""
     origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is NotRequired:
+    if origin in {NotRequired, Annotated}:
         return _kind(parts[0], refused)
     if origin is Literal:
         return ", ".join(f"`{part}`" for part in parts if part not in refused)
@@ -186,13 +186,6 @@ def _example(size: int) -> dict[str, Any]:
 
 def _summary(section: Any) -> str:
     return (inspect.getdoc(section) or "").split("\n\n")[0].replace("\n", " ")
-
-
-def _meanings(section: Any) -> dict[str, str]:
-    """Key to meaning, from the ``Attributes:`` of a docstring."""
-    _, _, text = (inspect.getdoc(section) or "").partition("Attributes:\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", text, flags=re.MULTILINE)
-    return {key: " ".join(meaning.split()) for key, meaning in found}
 
 
 def _in_markdown(text: str) -> str:

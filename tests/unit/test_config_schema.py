@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import complete_run, validate_config, validate_policy_config
+from megarl.config.algorithms import run_type
 from megarl.config.schema import check_policy, check_run, known_paths, nearest
-from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, Violation
 from tests.unit.config_samples import changed, raw_grpo, raw_sft
 
@@ -149,7 +149,7 @@ def test_a_broken_configuration_is_still_a_report(config: dict[Any, Any]) -> Non
 def test_every_single_wrong_value_is_a_report_and_no_crash() -> None:
     full = complete_run(raw_grpo())
     wrong: list[Any] = ["text", None, [3], {"a": 1}, -1, float("inf")]
-    for path in known_paths(RunConfig):
+    for path in known_paths(run_type(None)):
         for value in wrong:
             broken = changed(complete_run(raw_grpo()), {path: value}) if _reachable(full, path) else None
             if broken is not None:

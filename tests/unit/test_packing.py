@@ -258,8 +258,8 @@ def test_get_packer_by_name() -> None:
 
 
 def test_a_configuration_may_name_each_of_them_and_no_other() -> None:
-    [optional] = get_args(get_type_hints(SequencePackingConfig, include_extras=True)["algorithm"])
-    assert list(get_args(optional)) == [algorithm.value for algorithm in PackingAlgorithm]
+    names = get_type_hints(SequencePackingConfig)["algorithm"]
+    assert list(get_args(names)) == [algorithm.value for algorithm in PackingAlgorithm]
 
 
 @settings(max_examples=60)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from megarl.errors import BatchError
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, Key
 
 if TYPE_CHECKING:
     import ray
@@ -19,94 +20,134 @@ LENGTH_KEYS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence
 
 
 class ResourcesConfig(TypedDict):
-    """Where a generation engine of its own runs.
+    """Where a generation engine of its own runs."""
 
-    Attributes:
-        gpus_per_node: its worker ranks a node; null for all of a node.
-        num_nodes: its nodes; null for a part of the only node.
-    """
-
-    gpus_per_node: NotRequired[int | None]
-    num_nodes: NotRequired[int | None]
+    gpus_per_node: NotRequired[Annotated[int | None, Key("its worker ranks a node; null for all of a node.")]]
+    num_nodes: NotRequired[Annotated[int | None, Key("its nodes; null for a part of the only node.")]]
 
 
 class ColocationConfig(TypedDict):
-    """Whether generation shares its devices with training.
+    """Whether generation shares its devices with training."""
 
-    Attributes:
-        enabled: the same devices serve both, in turn.
-        resources: the engine's own devices when ``enabled`` is false.
-    """
-
-    enabled: bool
-    resources: NotRequired[ResourcesConfig]
+    enabled: Annotated[bool, Key("the same devices serve both, in turn.")]
+    resources: NotRequired[Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]]
 
 
 class VllmConfig(TypedDict):
-    """vLLM engines.
+    """vLLM engines."""
 
-    Attributes:
-        tensor_parallel_size: ranks of an engine; as many engines are started as its ranks' places allow.
-        pipeline_parallel_size: 1.
-        expert_parallel_size: 1.
-        async_engine: false: a batch of prompts is answered as a whole.
-        precision: type of the engine's weights; the policy's when absent.
-        max_model_len: most tokens of prompt and answer together; the policy's longest sequence when absent.
-        gpu_memory_utilization: share of a GPU's memory that an engine may take, weights and cache together.
-        kv_cache_gb: GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` leaves, and 1 on a CPU.
-        enforce_eager: run without compiling the model: starts sooner and generates more slowly.
-        load_format: ``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.
-        refit_delta_share: engines apart: send only the elements that changed, where they take at most this share of the bytes; exact all
-            the same, for twice the weights' memory on both sides. 0 sends everything at every refit.
-        env_vars: environment variables of the engines.
-    """
-
-    tensor_parallel_size: NotRequired[int]
-    pipeline_parallel_size: NotRequired[Literal[1]]
-    expert_parallel_size: NotRequired[Literal[1]]
-    async_engine: NotRequired[Literal[False]]
-    precision: NotRequired[Literal["float32", "bfloat16", "float16"]]
-    max_model_len: NotRequired[int]
-    gpu_memory_utilization: NotRequired[float]
-    kv_cache_gb: NotRequired[float | None]
-    enforce_eager: NotRequired[bool]
-    load_format: NotRequired[Literal["dummy", "auto"]]
-    refit_delta_share: NotRequired[float]
-    env_vars: NotRequired[dict[str, str] | None]
+    tensor_parallel_size: NotRequired[
+        Annotated[int, Key("ranks of an engine; as many engines are started as its ranks' places allow.", AT_LEAST_1, default=1)]
+    ]
+    pipeline_parallel_size: NotRequired[Annotated[Literal[1], Key("1.", default=1)]]
+    expert_parallel_size: NotRequired[Annotated[Literal[1], Key("1.", default=1)]]
+    async_engine: NotRequired[Annotated[Literal[False], Key("false: a batch of prompts is answered as a whole.", default=False)]]
+    precision: NotRequired[
+        Annotated[Literal["float32", "bfloat16", "float16"], Key("type of the engine's weights; the policy's when absent.")]
+    ]
+    max_model_len: NotRequired[
+        Annotated[int, Key("most tokens of prompt and answer together; the policy's longest sequence when absent.", AT_LEAST_1)]
+    ]
+    gpu_memory_utilization: NotRequired[
+        Annotated[float, Key("share of a GPU's memory that an engine may take, weights and cache together.", POSITIVE_SHARE, default=0.6)]
+    ]
+    kv_cache_gb: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` leaves, and 1 on a CPU.",
+                ABOVE_0,
+                default=None,
+            ),
+        ]
+    ]
+    enforce_eager: NotRequired[
+        Annotated[bool, Key("run without compiling the model: starts sooner and generates more slowly.", default=False)]
+    ]
+    load_format: NotRequired[
+        Annotated[
+            Literal["dummy", "auto"],
+            Key(
+                "``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.",
+                default="dummy",
+            ),
+        ]
+    ]
+    refit_delta_share: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "engines apart: send only the elements that changed, where they take at most this share of the bytes; "
+                "exact all the same, for twice the weights' memory on both sides. 0 sends everything at every refit.",
+                SHARE,
+                default=0.0,
+            ),
+        ]
+    ]
+    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]]
 
 
 class GenerationConfig(TypedDict):
-    """How answers are generated.
+    """How answers are generated."""
 
-    Attributes:
-        backend: `megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or the import path of an engine,
-            `path/to/file.py:KIND`, see `megarl.models.generation.engines`.
-        max_new_tokens: longest answer in tokens.
-        temperature: logits are divided by it, in sampling and wherever log-probabilities are computed.
-        top_p: smallest set of tokens with at least this probability is kept, in sampling and in log-probabilities; 1 keeps all.
-        top_k: only this many tokens are kept, in sampling and in log-probabilities; null keeps all.
-        model_name: model of the engine; the policy's, also when absent.
-        stop_token_ids: tokens that end an answer; null or absent for the tokenizer's end of sequence.
-        stop_strings: texts that end an answer.
-        pad_token_id: fills answers up; the tokenizer's when absent.
-        colocated: whether training and generation share devices.
-        vllm_cfg: vLLM engines; read where ``backend`` is vllm.
-        vllm_kwargs: further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it; not those that refits and log-probabilities rest
-            on.
-    """
-
-    backend: NotRequired[str]
-    max_new_tokens: int
-    temperature: NotRequired[float]
-    top_p: NotRequired[float]
-    top_k: NotRequired[int | None]
-    model_name: NotRequired[str]
-    stop_token_ids: NotRequired[list[int] | None]
-    stop_strings: NotRequired[list[str] | None]
-    pad_token_id: NotRequired[int]
-    colocated: NotRequired[ColocationConfig]
-    vllm_cfg: NotRequired[VllmConfig]
-    vllm_kwargs: NotRequired[dict[str, Any]]
+    backend: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "`megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or the import path "
+                "of an engine, `path/to/file.py:KIND`, see `megarl.models.generation.engines`."
+            ),
+        ]
+    ]
+    max_new_tokens: Annotated[int, Key("longest answer in tokens.", AT_LEAST_1)]
+    temperature: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "logits are divided by it, in sampling and wherever log-probabilities are computed.",
+                ABOVE_0,
+                default=1.0,
+                advice="sample at 1.0; greedy decoding is asked for call by call",
+            ),
+        ]
+    ]
+    top_p: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "smallest set of tokens with at least this probability is kept, in sampling and in log-probabilities; 1 keeps all.",
+                POSITIVE_SHARE,
+                default=1.0,
+            ),
+        ]
+    ]
+    top_k: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "only this many tokens are kept, in sampling and in log-probabilities; null keeps all.",
+                AT_LEAST_1,
+                default=None,
+                advice="write null to keep all tokens",
+            ),
+        ]
+    ]
+    model_name: NotRequired[Annotated[str, Key("model of the engine; the policy's, also when absent.")]]
+    stop_token_ids: NotRequired[
+        Annotated[list[int] | None, Key("tokens that end an answer; null or absent for the tokenizer's end of sequence.", default=None)]
+    ]
+    stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end an answer.", default=None)]]
+    pad_token_id: NotRequired[Annotated[int, Key("fills answers up; the tokenizer's when absent.", AT_LEAST_0)]]
+    colocated: NotRequired[Annotated[ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})]]
+    vllm_cfg: NotRequired[Annotated[VllmConfig, Key("vLLM engines; read where ``backend`` is vllm.")]]
+    vllm_kwargs: NotRequired[
+        Annotated[
+            dict[str, Any],
+            Key(
+                "further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it; not those that refits and log-probabilities rest on."
+            ),
+        ]
+    ]
 
 
 class GenerationDatumSpec(TypedDict):

@@ -6,262 +6,280 @@ Plain TypedDicts: importing this module imports neither torch nor ray. ``megarl.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, DECAY, Key, Range
 from megarl.models.generation.interfaces import GenerationConfig
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 class DTensorConfig(TypedDict):
-    """The DTensor/FSDP2 backend.
+    """The DTensor/FSDP2 backend."""
 
-    Attributes:
-        enabled: use this backend.
-        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
-        sequence_parallel: shard the activations between tensor-parallel regions over the sequence.
-        activation_checkpointing: recompute every layer in the backward pass.
-        tensor_parallel_size: ranks that share one layer.
-        context_parallel_size: ranks that share one sequence.
-        context_parallel_comm_type: how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of
-            them on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is all_gather.
-        custom_parallel_plan: import path of a plan or of a function that returns one; null takes the built-in plan of the model.
-        env_vars: environment variables of the workers.
-    """
-
-    enabled: bool
-    cpu_offload: NotRequired[bool]
-    sequence_parallel: NotRequired[bool]
-    activation_checkpointing: NotRequired[bool]
-    tensor_parallel_size: NotRequired[int]
-    context_parallel_size: NotRequired[int]
-    context_parallel_comm_type: NotRequired[Literal["all_gather", "p2p"] | None]
-    custom_parallel_plan: NotRequired[str | None]
-    env_vars: NotRequired[dict[str, str] | None]
+    enabled: Annotated[bool, Key("use this backend.")]
+    cpu_offload: NotRequired[
+        Annotated[bool, Key("keep parameters, gradients and optimizer state in host memory between uses.", default=False)]
+    ]
+    sequence_parallel: NotRequired[
+        Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
+    ]
+    activation_checkpointing: NotRequired[Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]]
+    tensor_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
+    context_parallel_size: NotRequired[Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]]
+    context_parallel_comm_type: NotRequired[
+        Annotated[
+            Literal["all_gather", "p2p"] | None,
+            Key(
+                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of them "
+                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is "
+                "all_gather.",
+                default=None,
+            ),
+        ]
+    ]
+    custom_parallel_plan: NotRequired[
+        Annotated[
+            str | None,
+            Key("import path of a plan or of a function that returns one; null takes the built-in plan of the model.", default=None),
+        ]
+    ]
+    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
 
 
 class SequencePackingConfig(TypedDict):
-    """Several sequences in one row, at most ``*_mb_tokens`` tokens a micro-batch.
+    """Several sequences in one row, at most ``*_mb_tokens`` tokens a micro-batch."""
 
-    Attributes:
-        enabled: pack sequences.
-        train_mb_tokens: tokens a micro-batch in training.
-        logprob_mb_tokens: tokens a micro-batch when log-probabilities are computed.
-        algorithm: how sequences are laid together; best_fit_decreasing when absent.
-    """
-
-    enabled: bool
-    train_mb_tokens: NotRequired[int]
-    logprob_mb_tokens: NotRequired[int]
+    enabled: Annotated[bool, Key("pack sequences.")]
+    train_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch in training.", AT_LEAST_1)]]
+    logprob_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch when log-probabilities are computed.", AT_LEAST_1)]]
     algorithm: NotRequired[
-        Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "best_fit_decreasing"]
+        Annotated[
+            Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "best_fit_decreasing"],
+            Key("how sequences are laid together; best_fit_decreasing when absent."),
+        ]
     ]
 
 
 class DynamicBatchingConfig(TypedDict):
-    """Micro-batches of sequences of like length, at most ``*_mb_tokens`` padded tokens each.
+    """Micro-batches of sequences of like length, at most ``*_mb_tokens`` padded tokens each."""
 
-    Attributes:
-        enabled: form micro-batches by length.
-        train_mb_tokens: tokens a micro-batch in training, padding included.
-        logprob_mb_tokens: the same when log-probabilities are computed.
-        sequence_length_round: sequence lengths are rounded up to a multiple of this.
-    """
-
-    enabled: bool
-    train_mb_tokens: NotRequired[int]
-    logprob_mb_tokens: NotRequired[int]
-    sequence_length_round: NotRequired[int]
+    enabled: Annotated[bool, Key("form micro-batches by length.")]
+    train_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch in training, padding included.", AT_LEAST_1)]]
+    logprob_mb_tokens: NotRequired[Annotated[int, Key("the same when log-probabilities are computed.", AT_LEAST_1)]]
+    sequence_length_round: NotRequired[Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]]
 
 
 class MegatronOptimizerConfig(TypedDict):
-    """Megatron-Core's optimizer.
+    """Megatron-Core's optimizer."""
 
-    Attributes:
-        optimizer: kind of optimizer.
-        lr: largest learning rate.
-        min_lr: learning rate at the end of the decay.
-        weight_decay: decoupled weight decay; ``scheduler`` may change it over time.
-        bf16: the model's weights are bfloat16, the optimizer keeps float32 copies; must follow ``policy.precision``.
-        fp16: the same for float16, with loss scaling.
-        params_dtype: type of the parameters that the optimizer updates.
-        adam_beta1: decay of the mean of the gradient.
-        adam_beta2: decay of the mean of its square.
-        adam_eps: added to the root of the mean square.
-        sgd_momentum: momentum of SGD.
-        use_distributed_optimizer: shard the optimizer state over the data-parallel ranks.
-        use_precision_aware_optimizer: optimizer state below float32; needs Transformer Engine.
-        clip_grad: largest norm of the gradient of the whole model; 0 turns clipping off.
-    """
-
-    lr: float
-    optimizer: NotRequired[Literal["adam", "sgd"]]
-    min_lr: NotRequired[float]
-    weight_decay: NotRequired[float]
-    bf16: NotRequired[bool]
-    fp16: NotRequired[bool]
-    params_dtype: NotRequired[Precision]
-    adam_beta1: NotRequired[float]
-    adam_beta2: NotRequired[float]
-    adam_eps: NotRequired[float]
-    sgd_momentum: NotRequired[float]
-    use_distributed_optimizer: NotRequired[bool]
-    use_precision_aware_optimizer: NotRequired[bool]
-    clip_grad: NotRequired[float]
+    lr: Annotated[float, Key("largest learning rate.", ABOVE_0)]
+    optimizer: NotRequired[Annotated[Literal["adam", "sgd"], Key("kind of optimizer.", default="adam")]]
+    min_lr: NotRequired[Annotated[float, Key("learning rate at the end of the decay.", AT_LEAST_0, default=0.0)]]
+    weight_decay: NotRequired[
+        Annotated[float, Key("decoupled weight decay; ``scheduler`` may change it over time.", AT_LEAST_0, default=0.01)]
+    ]
+    bf16: NotRequired[
+        Annotated[bool, Key("the model's weights are bfloat16, the optimizer keeps float32 copies; must follow ``policy.precision``.")]
+    ]
+    fp16: NotRequired[Annotated[bool, Key("the same for float16, with loss scaling.")]]
+    params_dtype: NotRequired[Annotated[Precision, Key("type of the parameters that the optimizer updates.", default="float32")]]
+    adam_beta1: NotRequired[Annotated[float, Key("decay of the mean of the gradient.", DECAY, default=0.9)]]
+    adam_beta2: NotRequired[Annotated[float, Key("decay of the mean of its square.", DECAY, default=0.999)]]
+    adam_eps: NotRequired[Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]]
+    sgd_momentum: NotRequired[Annotated[float, Key("momentum of SGD.", DECAY, default=0.9)]]
+    use_distributed_optimizer: NotRequired[Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]]
+    use_precision_aware_optimizer: NotRequired[
+        Annotated[bool, Key("optimizer state below float32; needs Transformer Engine.", default=False)]
+    ]
+    clip_grad: NotRequired[Annotated[float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)]]
 
 
 class MegatronSchedulerConfig(TypedDict):
-    """Learning rate and weight decay over time; the unit of ``*_iters`` is one call of ``train``.
+    """Learning rate and weight decay over time; the unit of ``*_iters`` is one call of ``train``."""
 
-    Attributes:
-        start_weight_decay: weight decay at the start.
-        end_weight_decay: weight decay at the end.
-        weight_decay_incr_style: how it goes from one to the other.
-        lr_decay_style: how the learning rate goes from ``lr`` to ``min_lr``.
-        lr_decay_iters: calls until ``min_lr`` is reached; null is allowed only with a constant learning rate.
-        lr_warmup_iters: calls of linear warm-up.
-        lr_warmup_init: learning rate at the start of the warm-up.
-    """
-
-    start_weight_decay: NotRequired[float]
-    end_weight_decay: NotRequired[float]
-    weight_decay_incr_style: NotRequired[Literal["constant", "linear", "cosine"]]
-    lr_decay_style: NotRequired[Literal["constant", "linear", "cosine", "inverse-square-root"]]
-    lr_decay_iters: NotRequired[int | None]
-    lr_warmup_iters: NotRequired[int]
-    lr_warmup_init: NotRequired[float]
+    start_weight_decay: NotRequired[Annotated[float, Key("weight decay at the start.", AT_LEAST_0)]]
+    end_weight_decay: NotRequired[Annotated[float, Key("weight decay at the end.", AT_LEAST_0)]]
+    weight_decay_incr_style: NotRequired[
+        Annotated[Literal["constant", "linear", "cosine"], Key("how it goes from one to the other.", default="constant")]
+    ]
+    lr_decay_style: NotRequired[
+        Annotated[
+            Literal["constant", "linear", "cosine", "inverse-square-root"],
+            Key("how the learning rate goes from ``lr`` to ``min_lr``.", default="constant"),
+        ]
+    ]
+    lr_decay_iters: NotRequired[
+        Annotated[
+            int | None,
+            Key("calls until ``min_lr`` is reached; null is allowed only with a constant learning rate.", AT_LEAST_1, default=None),
+        ]
+    ]
+    lr_warmup_iters: NotRequired[Annotated[int, Key("calls of linear warm-up.", AT_LEAST_0, default=0)]]
+    lr_warmup_init: NotRequired[Annotated[float, Key("learning rate at the start of the warm-up.", AT_LEAST_0, default=0.0)]]
 
 
 class MegatronDDPConfig(TypedDict):
-    """Megatron-Core's data parallelism.
+    """Megatron-Core's data parallelism."""
 
-    Attributes:
-        grad_reduce_in_fp32: accumulate and reduce gradients in float32.
-        overlap_grad_reduce: reduce gradients while the backward pass runs.
-        overlap_param_gather: gather parameters while the forward pass runs; needs the distributed optimizer.
-        average_in_collective: must be false: losses are normalised globally, so that gradients have to be summed.
-        bucket_size: parameters that are reduced or gathered in one collective, with overlap; null for Megatron's choice.
-        use_custom_fsdp: Megatron's own FSDP.
-        data_parallel_sharding_strategy: what Megatron's own FSDP shards; ``no_shard`` without it.
-    """
-
-    grad_reduce_in_fp32: NotRequired[bool]
-    overlap_grad_reduce: NotRequired[bool]
-    overlap_param_gather: NotRequired[bool]
-    average_in_collective: NotRequired[bool]
-    bucket_size: NotRequired[int | None]
-    use_custom_fsdp: NotRequired[bool]
-    data_parallel_sharding_strategy: NotRequired[Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]]
+    grad_reduce_in_fp32: NotRequired[Annotated[bool, Key("accumulate and reduce gradients in float32.", default=False)]]
+    overlap_grad_reduce: NotRequired[Annotated[bool, Key("reduce gradients while the backward pass runs.", default=False)]]
+    overlap_param_gather: NotRequired[
+        Annotated[bool, Key("gather parameters while the forward pass runs; needs the distributed optimizer.", default=False)]
+    ]
+    average_in_collective: NotRequired[
+        Annotated[bool, Key("must be false: losses are normalised globally, so that gradients have to be summed.", default=False)]
+    ]
+    bucket_size: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "parameters that are reduced or gathered in one collective, with overlap; null for Megatron's choice.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    use_custom_fsdp: NotRequired[Annotated[bool, Key("Megatron's own FSDP.", default=False)]]
+    data_parallel_sharding_strategy: NotRequired[
+        Annotated[
+            Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
+            Key("what Megatron's own FSDP shards; ``no_shard`` without it.", default="no_shard"),
+        ]
+    ]
 
 
 class MegatronConfig(TypedDict):
-    """The Megatron-Core backend.
+    """The Megatron-Core backend."""
 
-    Attributes:
-        enabled: use this backend.
-        empty_unused_memory_level: give cached device memory back: 0 never, 1 after forward and backward, 2 also after the optimizer step.
-        activation_checkpointing: recompute every layer in the backward pass.
-        converter_type: accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.
-        tensor_model_parallel_size: ranks that share one layer.
-        pipeline_model_parallel_size: stages the layers are divided into.
-        virtual_pipeline_model_parallel_size: model chunks a stage; null for one.
-        pipeline_model_parallel_layout: which layers each model chunk holds, in Megatron-Core's notation (``"Et*2|(tt|)*2tL"``); null for
-            what the other keys say.
-        num_layers_in_first_pipeline_stage: null divides evenly.
-        num_layers_in_last_pipeline_stage: null divides evenly.
-        context_parallel_size: ranks that share one sequence.
-        context_parallel_comm_type: how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of
-            them on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is all_gather, and
-            with Transformer Engine its own choice, p2p.
-        pipeline_dtype: type of the activations sent between stages; must be ``policy.precision``.
-        sequence_parallel: shard the activations between tensor-parallel regions over the sequence.
-        expert_tensor_parallel_size: tensor-parallel ranks of one expert.
-        expert_model_parallel_size: ranks the experts are divided over.
-        moe_token_dispatcher_type: how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts,
-            ``allgather`` gives every rank all of them.
-        freeze_moe_router: do not train the routers.
-        moe_router_dtype: type the routers compute in; null for the model's.
-        moe_router_load_balancing_type: load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward pass of
-            each micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.
-        moe_aux_loss_coeff: its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.
-        moe_z_loss_coeff: weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for none.
-        moe_router_bias_update_rate: step of the routers' bias update; 0 for the families here, whose routers have no such bias.
-        apply_rope_fusion: fused rotary embedding, where its kernel exists.
-        env_vars: environment variables of the workers.
-        optimizer: the optimizer; may be absent when the policy is never trained.
-        scheduler: learning rate and weight decay over time.
-        distributed_data_parallel_config: data parallelism.
-    """
-
-    enabled: bool
-    empty_unused_memory_level: NotRequired[Literal[0, 1, 2]]
-    activation_checkpointing: NotRequired[bool]
-    converter_type: NotRequired[str]
-    tensor_model_parallel_size: NotRequired[int]
-    pipeline_model_parallel_size: NotRequired[int]
-    virtual_pipeline_model_parallel_size: NotRequired[int | None]
-    pipeline_model_parallel_layout: NotRequired[str | None]
-    num_layers_in_first_pipeline_stage: NotRequired[int | None]
-    num_layers_in_last_pipeline_stage: NotRequired[int | None]
-    context_parallel_size: NotRequired[int]
-    context_parallel_comm_type: NotRequired[Literal["all_gather", "p2p"] | None]
-    pipeline_dtype: NotRequired[Precision]
-    sequence_parallel: NotRequired[bool]
-    expert_tensor_parallel_size: NotRequired[int]
-    expert_model_parallel_size: NotRequired[int]
-    moe_token_dispatcher_type: NotRequired[Literal["allgather", "alltoall"]]
-    freeze_moe_router: NotRequired[bool]
-    moe_router_dtype: NotRequired[Literal["fp32", "fp64"] | None]
-    moe_router_load_balancing_type: NotRequired[Literal["none", "aux_loss", "seq_aux_loss"]]
-    moe_aux_loss_coeff: NotRequired[float | None]
-    moe_z_loss_coeff: NotRequired[float | None]
-    moe_router_bias_update_rate: NotRequired[float]
-    apply_rope_fusion: NotRequired[bool]
-    env_vars: NotRequired[dict[str, str] | None]
-    optimizer: NotRequired[MegatronOptimizerConfig]
-    scheduler: NotRequired[MegatronSchedulerConfig]
-    distributed_data_parallel_config: NotRequired[MegatronDDPConfig]
+    enabled: Annotated[bool, Key("use this backend.")]
+    empty_unused_memory_level: NotRequired[
+        Annotated[
+            Literal[0, 1, 2],
+            Key("give cached device memory back: 0 never, 1 after forward and backward, 2 also after the optimizer step.", default=0),
+        ]
+    ]
+    activation_checkpointing: NotRequired[Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]]
+    converter_type: NotRequired[
+        Annotated[str, Key("accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.")]
+    ]
+    tensor_model_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
+    pipeline_model_parallel_size: NotRequired[Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]]
+    virtual_pipeline_model_parallel_size: NotRequired[
+        Annotated[int | None, Key("model chunks a stage; null for one.", AT_LEAST_1, default=None)]
+    ]
+    pipeline_model_parallel_layout: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                'which layers each model chunk holds, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); null for what '
+                "the other keys say.",
+                default=None,
+            ),
+        ]
+    ]
+    num_layers_in_first_pipeline_stage: NotRequired[Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]]
+    num_layers_in_last_pipeline_stage: NotRequired[Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]]
+    context_parallel_size: NotRequired[Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]]
+    context_parallel_comm_type: NotRequired[
+        Annotated[
+            Literal["all_gather", "p2p"] | None,
+            Key(
+                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of them "
+                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is "
+                "all_gather, and with Transformer Engine its own choice, p2p.",
+                default=None,
+            ),
+        ]
+    ]
+    pipeline_dtype: NotRequired[Annotated[Precision, Key("type of the activations sent between stages; must be ``policy.precision``.")]]
+    sequence_parallel: NotRequired[
+        Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
+    ]
+    expert_tensor_parallel_size: NotRequired[Annotated[int, Key("tensor-parallel ranks of one expert.", AT_LEAST_1, default=1)]]
+    expert_model_parallel_size: NotRequired[Annotated[int, Key("ranks the experts are divided over.", AT_LEAST_1, default=1)]]
+    moe_token_dispatcher_type: NotRequired[
+        Annotated[
+            Literal["allgather", "alltoall"],
+            Key(
+                "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts, "
+                "``allgather`` gives every rank all of them.",
+                default="alltoall",
+            ),
+        ]
+    ]
+    freeze_moe_router: NotRequired[Annotated[bool, Key("do not train the routers.", default=False)]]
+    moe_router_dtype: NotRequired[
+        Annotated[Literal["fp32", "fp64"] | None, Key("type the routers compute in; null for the model's.", default=None)]
+    ]
+    moe_router_load_balancing_type: NotRequired[
+        Annotated[
+            Literal["none", "aux_loss", "seq_aux_loss"],
+            Key(
+                "load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward pass of each "
+                "micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.",
+                default="none",
+            ),
+        ]
+    ]
+    moe_aux_loss_coeff: NotRequired[
+        Annotated[
+            float | None,
+            Key("its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.", AT_LEAST_0, default=None),
+        ]
+    ]
+    moe_z_loss_coeff: NotRequired[
+        Annotated[
+            float | None,
+            Key("weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for none.", AT_LEAST_0, default=None),
+        ]
+    ]
+    moe_router_bias_update_rate: NotRequired[
+        Annotated[
+            float,
+            Key("step of the routers' bias update; 0 for the families here, whose routers have no such bias.", AT_LEAST_0, default=0.0),
+        ]
+    ]
+    apply_rope_fusion: NotRequired[Annotated[bool, Key("fused rotary embedding, where its kernel exists.")]]
+    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
+    optimizer: NotRequired[Annotated[MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")]]
+    scheduler: NotRequired[Annotated[MegatronSchedulerConfig, Key("learning rate and weight decay over time.")]]
+    distributed_data_parallel_config: NotRequired[Annotated[MegatronDDPConfig, Key("data parallelism.")]]
 
 
 class TokenizerConfig(TypedDict):
-    """The tokenizer.
+    """The tokenizer."""
 
-    Attributes:
-        name: Hugging Face id or local directory.
-        chat_template: a Jinja template, "default" for the tokenizer's own, null to concatenate the messages' contents.
-    """
-
-    name: str
-    chat_template: NotRequired[str | None]
+    name: Annotated[str, Key("Hugging Face id or local directory.")]
+    chat_template: NotRequired[
+        Annotated[str | None, Key("a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' contents.")]
+    ]
 
 
 class PytorchOptimizerConfig(TypedDict):
-    """An optimizer of the torch backends.
+    """An optimizer of the torch backends."""
 
-    Attributes:
-        name: import path of the class, for example ``torch.optim.AdamW``.
-        kwargs: its keyword arguments.
-        weight_decay_on_vectors: biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as in torch; false
-            leaves them out, as Megatron does.
-    """
-
-    name: str
-    kwargs: dict[str, Any]
-    weight_decay_on_vectors: NotRequired[bool]
+    name: Annotated[str, Key("import path of the class, for example ``torch.optim.AdamW``.")]
+    kwargs: Annotated[dict[str, Any], Key("its keyword arguments.")]
+    weight_decay_on_vectors: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as in torch; false "
+                "leaves them out, as Megatron does.",
+                default=True,
+            ),
+        ]
+    ]
 
 
 class SinglePytorchSchedulerConfig(TypedDict):
-    """A learning-rate scheduler of the torch backends.
+    """A learning-rate scheduler of the torch backends."""
 
-    Attributes:
-        name: import path of the class, for example ``torch.optim.lr_scheduler.LinearLR``.
-        kwargs: its keyword arguments.
-    """
-
-    name: str
-    kwargs: dict[str, Any]
+    name: Annotated[str, Key("import path of the class, for example ``torch.optim.lr_scheduler.LinearLR``.")]
+    kwargs: Annotated[dict[str, Any], Key("its keyword arguments.")]
 
 
 SchedulerMilestones: TypeAlias = dict[str, list[int]]
@@ -269,64 +287,85 @@ SchedulerMilestones: TypeAlias = dict[str, list[int]]
 
 
 class PolicyConfig(TypedDict):
-    """A policy: its model, its batches and the backend it runs on. Exactly one backend may be enabled; with none, FSDP1 is meant.
+    """A policy: its model, its batches and the backend it runs on. Exactly one backend may be enabled; with none, FSDP1 is meant."""
 
-    Attributes:
-        model_name: Hugging Face id or local directory.
-        tokenizer: the tokenizer.
-        trust_remote_code: run Python code that comes with the model. Off unless set.
-        train_global_batch_size: samples an optimizer step, over all ranks.
-        train_micro_batch_size: samples a forward pass on one data-parallel rank.
-        learning_rate: read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it is; where it
-            is given, it must be the learning rate that the optimizer has.
-        logprob_batch_size: samples a forward pass when log-probabilities are computed.
-        generation: generation; null or absent for a policy that never generates.
-        generation_batch_size: samples a rank generates at a time.
-        precision: type of the weights and activations in the model.
-        dtensor_cfg: the DTensor/FSDP2 backend.
-        megatron_cfg: the Megatron-Core backend.
-        dynamic_batching: micro-batches by length.
-        sequence_packing: several sequences a row.
-        make_sequence_length_divisible_by: batches are padded to a multiple of this.
-        max_total_sequence_length: longest sequence, prompt and answer together, in tokens.
-        max_grad_norm: largest norm of the gradient of the whole model; null turns clipping off.
-        on_nonfinite: what follows a loss or a gradient that is not finite on any rank: ``skip`` takes no step after that global batch,
-            ``raise`` ends the run. Weights, optimizer and schedule are left as they are, and the batch is kept in the run's directory.
-        max_consecutive_skips: the run ends when this many steps in a row were skipped so.
-        refit_buffer_size_gb: GiB that a refit may take on a rank of the policy: the buffer in which weights are handed to an engine on the
-            same device, both halves together, or to engines elsewhere two buffers, as large on each of their ranks; what is gathered for
-            them; and on a CPU lists of them. A parameter that takes more than a sixteenth of it is gathered all the same, and FSDP1 gathers
-            a layer at a time, whatever it takes. null takes half a GiB for each half (on a GPU less, when less is free), as much more as
-            the largest weight needs, and 64 MiB for each of up to five buckets that are gathered.
-        refit_checksum: each group of weights carries a checksum, and an engine refuses one that arrives changed.
-        fsdp_offload_enabled: FSDP1 only: parameters in host memory between uses.
-        activation_checkpointing_enabled: FSDP1 only: recompute layers in the backward pass.
-        optimizer: optimizer of the torch backends; null with Megatron.
-        scheduler: learning-rate schedule of the torch backends; null keeps it constant.
-    """
-
-    model_name: str
-    tokenizer: TokenizerConfig
-    trust_remote_code: NotRequired[bool]
-    train_global_batch_size: int
-    train_micro_batch_size: int
-    learning_rate: NotRequired[float]
-    logprob_batch_size: NotRequired[int]
-    generation: NotRequired[GenerationConfig | None]
-    generation_batch_size: NotRequired[int]
-    precision: Precision
-    dtensor_cfg: NotRequired[DTensorConfig]
-    megatron_cfg: NotRequired[MegatronConfig]
-    dynamic_batching: NotRequired[DynamicBatchingConfig]
-    sequence_packing: NotRequired[SequencePackingConfig]
-    make_sequence_length_divisible_by: NotRequired[int]
-    max_total_sequence_length: int
-    max_grad_norm: NotRequired[float | None]
-    on_nonfinite: NotRequired[Literal["skip", "raise"]]
-    max_consecutive_skips: NotRequired[int]
-    refit_buffer_size_gb: NotRequired[float | None]
-    refit_checksum: NotRequired[bool]
-    fsdp_offload_enabled: NotRequired[bool]
-    activation_checkpointing_enabled: NotRequired[bool]
-    optimizer: NotRequired[PytorchOptimizerConfig | None]
-    scheduler: NotRequired[list[SinglePytorchSchedulerConfig | SchedulerMilestones] | SinglePytorchSchedulerConfig | None]
+    model_name: Annotated[str, Key("Hugging Face id or local directory.")]
+    tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]
+    trust_remote_code: NotRequired[Annotated[bool, Key("run Python code that comes with the model. Off unless set.", default=False)]]
+    train_global_batch_size: Annotated[int, Key("samples an optimizer step, over all ranks.", AT_LEAST_1)]
+    train_micro_batch_size: Annotated[int, Key("samples a forward pass on one data-parallel rank.", AT_LEAST_1)]
+    learning_rate: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it "
+                "is; where it is given, it must be the learning rate that the optimizer has."
+            ),
+        ]
+    ]
+    logprob_batch_size: NotRequired[Annotated[int, Key("samples a forward pass when log-probabilities are computed.", AT_LEAST_1)]]
+    generation: NotRequired[
+        Annotated[GenerationConfig | None, Key("generation; null or absent for a policy that never generates.", default=None)]
+    ]
+    generation_batch_size: NotRequired[Annotated[int, Key("samples a rank generates at a time.", AT_LEAST_1)]]
+    precision: Annotated[Precision, Key("type of the weights and activations in the model.")]
+    dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
+    megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
+    dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]
+    sequence_packing: NotRequired[Annotated[SequencePackingConfig, Key("several sequences a row.", default={"enabled": False})]]
+    make_sequence_length_divisible_by: NotRequired[Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]]
+    max_total_sequence_length: Annotated[int, Key("longest sequence, prompt and answer together, in tokens.", Range(low=2))]
+    max_grad_norm: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "largest norm of the gradient of the whole model; null turns clipping off.",
+                ABOVE_0,
+                default=1.0,
+                advice="write null to turn clipping off",
+            ),
+        ]
+    ]
+    on_nonfinite: NotRequired[
+        Annotated[
+            Literal["skip", "raise"],
+            Key(
+                "what follows a loss or a gradient that is not finite on any rank: ``skip`` takes no step after that "
+                "global batch, ``raise`` ends the run. Weights, optimizer and schedule are left as they are, and the batch "
+                "is kept in the run's directory.",
+                default="skip",
+            ),
+        ]
+    ]
+    max_consecutive_skips: NotRequired[
+        Annotated[int, Key("the run ends when this many steps in a row were skipped so.", AT_LEAST_1, default=3)]
+    ]
+    refit_buffer_size_gb: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "GiB that a refit may take on a rank of the policy: the buffer in which weights are handed to an engine on "
+                "the same device, both halves together, or to engines elsewhere two buffers, as large on each of their "
+                "ranks; what is gathered for them; and on a CPU lists of them. A parameter that takes more than a "
+                "sixteenth of it is gathered all the same, and FSDP1 gathers a layer at a time, whatever it takes. null "
+                "takes half a GiB for each half (on a GPU less, when less is free), as much more as the largest weight "
+                "needs, and 64 MiB for each of up to five buckets that are gathered.",
+                ABOVE_0,
+                default=None,
+            ),
+        ]
+    ]
+    refit_checksum: NotRequired[
+        Annotated[bool, Key("each group of weights carries a checksum, and an engine refuses one that arrives changed.", default=False)]
+    ]
+    fsdp_offload_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: parameters in host memory between uses.", default=False)]]
+    activation_checkpointing_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]]
+    optimizer: NotRequired[
+        Annotated[PytorchOptimizerConfig | None, Key("optimizer of the torch backends; null with Megatron.", default=None)]
+    ]
+    scheduler: NotRequired[
+        Annotated[
+            list[SinglePytorchSchedulerConfig | SchedulerMilestones] | SinglePytorchSchedulerConfig | None,
+            Key("learning-rate schedule of the torch backends; null keeps it constant.", default=None),
+        ]
+    ]

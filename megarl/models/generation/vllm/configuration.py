@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.defaults import GENERATION as GENERATION_DEFAULTS
 from megarl.config.defaults import fill
 from megarl.config.memory import BYTES
 from megarl.config.memory_run import GIB, EngineMemory, model_parameters
@@ -15,6 +14,8 @@ from megarl.config.rules.parallel import GENERATION, generation_shape, training_
 from megarl.config.rules.view import Rule, View
 from megarl.config.sections import Config
 from megarl.errors import Violation
+from megarl.key import defaults_of
+from megarl.models.generation.interfaces import GenerationConfig, VllmConfig
 
 VLLM = f"{GENERATION}.vllm_cfg"
 _REFIT = "the policy's weights come by it"
@@ -25,19 +26,6 @@ FIXED_ARGUMENTS = {
     "enable_prefix_caching": "a prefix that was computed with older weights would be used after a refit",
 }
 
-DEFAULTS: Config = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "expert_parallel_size": 1,
-    "async_engine": False,
-    "gpu_memory_utilization": 0.6,
-    "kv_cache_gb": None,
-    "enforce_eager": False,
-    "load_format": "dummy",
-    "refit_delta_share": 0.0,
-    "env_vars": {},
-}
-
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
     """A copy of a ``generation`` section for vLLM with every absent optional key filled in.
@@ -46,9 +34,9 @@ def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | No
         generation: the section.
         engines: what the engines take of the policy unless ``vllm_cfg`` says otherwise.
     """
-    filled = fill(generation, {"backend": "vllm", **GENERATION_DEFAULTS, "vllm_cfg": {}, "vllm_kwargs": {}})
+    filled = fill(generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}})
     if isinstance(filled["vllm_cfg"], dict):
-        filled["vllm_cfg"] = fill(filled["vllm_cfg"], {**(engines or {}), **DEFAULTS})
+        filled["vllm_cfg"] = fill(filled["vllm_cfg"], {**(engines or {}), **defaults_of(VllmConfig)})
     return filled
 
 

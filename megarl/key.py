@@ -1,0 +1,99 @@
+"""Keys of a configuration: meaning, bounds and default of a key stand at its field.
+
+A section is a TypedDict whose fields are annotated::
+
+    prompts: Annotated[int, Key("prompts a step", AT_LEAST_1)]
+    scale: NotRequired[Annotated[float, Key("of the rewards", ABOVE_0, default=1.0)]]
+
+Types are checked, bounds kept and defaults filled in by what the fields say (``megarl.config``); the table of keys is made of them too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval of numbers.
+
+    Attributes:
+        low: smallest value, None for no bound.
+        high: largest value, None for no bound.
+        low_open: ``low`` itself is outside.
+        high_open: ``high`` itself is outside.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` is inside."""
+        if self.low is not None and (value <= self.low if self.low_open else value < self.low):
+            return False
+        return self.high is None or not (value >= self.high if self.high_open else value > self.high)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'more than' if self.low_open else 'at least'} {self.low:g}"
+        high = "" if self.high is None else f"{'less than' if self.high_open else 'at most'} {self.high:g}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+AT_LEAST_1 = Range(low=1)
+AT_LEAST_0 = Range(low=0)
+ABOVE_0 = Range(low=0, low_open=True)
+SHARE = Range(low=0, high=1)
+POSITIVE_SHARE = Range(low=0, high=1, low_open=True)
+DECAY = Range(low=0, high=1, high_open=True)
+
+
+class _NoDefault:
+    """Marks a key that nothing fills in, or that follows from other keys."""
+
+    def __repr__(self) -> str:
+        return "NO_DEFAULT"
+
+
+NO_DEFAULT = _NoDefault()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a field says of its key.
+
+    Attributes:
+        meaning: in words, without a full stop.
+        bounds: of a number; null is left to the type.
+        default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from other keys.
+        advice: what to write instead of a number out of bounds, where that is not obvious.
+    """
+
+    meaning: str
+    bounds: Range | None = None
+    default: Any = NO_DEFAULT
+    advice: str | None = None
+
+
+@cache
+def fields_of(section: Any) -> Mapping[str, Key]:
+    """What the fields of a section say of its keys; those that say nothing are left out."""
+    found = {name: _key_in(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()}
+    return {name: key for name, key in found.items() if key is not None}
+
+
+def defaults_of(section: Any) -> dict[str, Any]:
+    """A copy of the defaults of a section's keys."""
+    return {name: copy.deepcopy(key.default) for name, key in fields_of(section).items() if key.default is not NO_DEFAULT}
+
+
+def _key_in(annotation: Any) -> Key | None:
+    """The ``Key`` inside an annotation, through NotRequired."""
+    if get_origin(annotation) is Annotated:
+        return next((part for part in get_args(annotation)[1:] if isinstance(part, Key)), None)
+    return next((key for part in get_args(annotation) if (key := _key_in(part)) is not None), None)
