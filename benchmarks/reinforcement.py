@@ -37,8 +37,7 @@ def _taught(work: Path) -> Path:
     from megarl.algorithms.run import run
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, VALIDATION_SEED
-    from megarl.quickstart.model import make_model
-    from megarl.quickstart.problems import write_problems
+    from megarl.quickstart.material import make_model, write_problems
 
     exported = work / "sft" / "hf" / "step_250"
     if not exported.exists():

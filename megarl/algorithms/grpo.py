@@ -111,7 +111,7 @@ class GRPO(Algorithm):
         batch = self._training_batch(samples, advantages)
         mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         mismatch = mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], mask)
-        check_mismatch(mismatch, self.config.get("max_token_mult_prob_error"), step)
+        check_mismatch(mismatch, self.config["max_token_mult_prob_error"], step)
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
@@ -127,7 +127,7 @@ class GRPO(Algorithm):
 
         if self.validation_data is None:
             return {}
-        examples = self.validation_data.examples[: self.config.get("max_val_samples")]
+        examples = self.validation_data.examples[: self.config["max_val_samples"]]
         size = self.config["val_batch_size"]
         collected = [
             # Whole batches only: a batch that the data-parallel ranks cannot share equally would be refused.
@@ -155,9 +155,9 @@ class GRPO(Algorithm):
             samples["prompt_ids"],
             samples["reward"],
             samples["sample_mask"],
-            leave_one_out_baseline=self.config.get("use_leave_one_out_baseline", True),
-            normalize_rewards=self.config.get("normalize_rewards", True),
-            std=self.config.get("std", "population"),
+            leave_one_out_baseline=self.config["use_leave_one_out_baseline"],
+            normalize_rewards=self.config["normalize_rewards"],
+            std=self.config["std"],
         )
 
     def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:

@@ -124,8 +124,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     from transformers.utils import logging as hugging_face_logging
 
     from megarl.observe.plots import plot_run
-    from megarl.quickstart.model import make_model
-    from megarl.quickstart.problems import evaluate_checkpoint, write_problems
+    from megarl.quickstart.material import evaluate_checkpoint, make_model, write_problems
 
     hugging_face_logging.disable_progress_bar()  # bars of a tiny model's files say nothing
     started = time.monotonic()

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl import env
 from megarl.data.datasets import Example
 from megarl.distributed.token_batches import supervised_batch
-from megarl.quickstart.model import make_model
-from megarl.quickstart.problems import generate_problems, write_problems
+from megarl.quickstart.material import generate_problems, make_model, write_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "quickstart"

@@ -8,8 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from megarl.config.algorithms import run_type
+from megarl.config.schema import keys_of, section_types
+from megarl.key import NO_DEFAULT, fields_of
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(path for package in ("megarl", "converters") for path in (ROOT / package).rglob("*.py"))
@@ -158,6 +163,94 @@ def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
 def test_the_rules_see_what_they_forbid(finder: object, source: str, lines: list[int]) -> None:
     assert callable(finder)
     assert sorted(finder(ast.parse(source))) == lines
+
+
+SHORT = 100
+"""Lines below which a module is a piece of another one, unless several others use it."""
+
+PLUG_INS = {
+    "families, faults and the modules that vLLM, a configuration or a program names": {
+        "converters.families.",
+        "megarl.parity.faults.",
+        "megarl.models.generation.vllm.executor",
+        "megarl.models.generation.vllm.worker_extension",
+        "megarl.parity.preload",
+    },
+    "the NeMo-RL policy API prescribes where these lie": {
+        "megarl.models.policy.megatron_policy_worker",
+        "megarl.models.policy.fsdp1_policy_worker",
+        "megarl.algorithms.utils",
+    },
+    "sub-commands, and what the command line hands to the converters": {"megarl.doctor.command", "megarl.parity.converted"},
+}
+
+
+def importers() -> dict[str, set[str]]:
+    """The modules of the library, each with those that import it."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for target in imported(parsed(path)):
+            module = target if target in found else target.rpartition(".")[0]
+            if module in found and module != name:
+                found[module].add(name)
+    return found
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_a_short_module_has_several_importers() -> None:
+    """A piece with one client lies with its client; length itself is no fault."""
+    exempt = tuple(name for names in PLUG_INS.values() for name in names)
+    short = {
+        name
+        for name, clients in importers().items()
+        if len(clients) == 1 and lines_of(name) < SHORT and not name.endswith("__main__") and not name.startswith(exempt)
+    }
+    assert not short, f"put them into the module that imports them, or name their kind in PLUG_INS: {sorted(short)}"
+
+
+def lines_of(name: str) -> int:
+    path = ROOT.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return SHORT if path.name == "__init__.py" else len(path.read_text(encoding="utf-8").splitlines())
+
+
+@functools.cache
+def keys_with_defaults() -> frozenset[str]:
+    """Names of all configuration keys that something fills in."""
+
+    def names(section: Any) -> Iterator[str]:
+        yield from (name for name, key in fields_of(section).items() if key.default is not NO_DEFAULT)
+        for annotation in keys_of(section).values():
+            for inner in section_types(annotation):
+                yield from names(inner)
+
+    return frozenset(names(run_type(None)))
+
+
+def repeated_defaults(tree: ast.AST) -> Iterator[int]:
+    """Lines that give a configuration key a default which stands at its field."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and len(node.args) == 2:
+            key, default = node.args
+            if isinstance(key, ast.Constant) and key.value in keys_with_defaults() and isinstance(default, ast.Constant):
+                yield node.lineno
+
+
+def test_no_worker_repeats_a_default() -> None:
+    assert list(repeated_defaults(ast.parse("a.get('temperature', 1.0)\na.get('temperature')\na.get('nobody', 1)\n"))) == [1]
+    # of a parameter group of torch, whose key has the same name
+    other_keys = {"megarl/models/huggingface/optimizer.py"}
+    found = {name_of(path) for path in MODULES if "models" in path.parts and list(repeated_defaults(parsed(path)))}
+    assert found == other_keys, "index the key: complete_policy has filled it in"
 
 
 def test_every_module_says_its_one_job() -> None:

@@ -11,8 +11,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megarl.errors import DataError, ModelError
-from megarl.quickstart.model import make_model
-from megarl.quickstart.problems import evaluate_checkpoint, main, read_problems, write_problems
+from megarl.quickstart.material import evaluate_checkpoint, main, make_model, read_problems, write_problems
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.quickstart.problems import Problem, generate_problems, read_problems, split_of, write_problems
+from megarl.quickstart.material import Problem, generate_problems, read_problems, split_of, write_problems
 
 
 def solve(prompt: str) -> int:
@@ -42,7 +42,7 @@ def test_every_answer_is_right(split: str) -> None:
 
 
 def test_same_arguments_give_the_same_problems_in_another_process() -> None:
-    code = "from megarl.quickstart.problems import generate_problems as g; print(g(57, 3, 'train', 0.5))"
+    code = "from megarl.quickstart.material import generate_problems as g; print(g(57, 3, 'train', 0.5))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})
     assert other.stdout.strip() == str(generate_problems(57, 3, "train", 0.5))
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.quickstart.model import VOCABULARY_SIZE, make_tokenizer
-from megarl.quickstart.problems import generate_problems
+from megarl.quickstart.material import VOCABULARY_SIZE, generate_problems, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PROBLEMS = generate_problems(1009, 42, "train") + generate_problems(503, 43, "validation")

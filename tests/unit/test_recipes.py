@@ -16,7 +16,7 @@ from megarl.config.layout import Layout
 from megarl.config.memory import expert_layer_parameters, stage_parameters
 from megarl.config.model_facts import KNOWN_MODELS
 from megarl.config.report import memory_of_run
-from megarl.quickstart.model import make_config
+from megarl.quickstart.material import make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))

@@ -74,7 +74,7 @@ class DTensorBackend:
         self._offloads = bool(self._settings.get("cpu_offload")) and runtime.is_cuda
         if self._settings.get("cpu_offload") and not self._offloads:
             logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
-        self._trusts = bool(policy.get("trust_remote_code", False))
+        self._trusts = policy["trust_remote_code"]
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
         context, tensor = self._settings.get("context_parallel_size") or 1, self._settings.get("tensor_parallel_size") or 1
         self._sequence_parallel = bool(self._settings.get("sequence_parallel")) and tensor > 1

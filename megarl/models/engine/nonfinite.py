@@ -86,7 +86,7 @@ class SkipLimit:
     @classmethod
     def of(cls, policy: Mapping[str, Any]) -> SkipLimit:
         """As a policy's configuration says."""
-        return cls(policy.get("on_nonfinite") == "raise", policy.get("max_consecutive_skips", 3))
+        return cls(policy["on_nonfinite"] == "raise", policy["max_consecutive_skips"])
 
     def stepped(self) -> None:
         """A step was taken."""

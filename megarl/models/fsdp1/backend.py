@@ -62,7 +62,7 @@ class FSDP1Backend:
         self.policy = policy
         self.runtime = runtime
         self._dtype = _dtype(policy["precision"])
-        self._trusts = bool(policy.get("trust_remote_code", False))
+        self._trusts = policy["trust_remote_code"]
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
         model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
         if policy.get("activation_checkpointing_enabled"):

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.key import defaults_of
+from megarl.models.generation.interfaces import GenerationConfig
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
@@ -35,9 +38,8 @@ class SamplingSettings:
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, *, greedy: bool = False) -> SamplingSettings:
         """Those of a generation configuration; without one, tokens are drawn from the model's own distribution."""
-        given = config or {}
-        top_p = given.get("top_p")
-        return cls(greedy, float(given.get("temperature", 1.0)), given.get("top_k"), 1.0 if top_p is None else float(top_p))
+        given = {**defaults_of(GenerationConfig), **(config or {})}
+        return cls(greedy, float(given["temperature"]), given["top_k"], 1.0 if given["top_p"] is None else float(given["top_p"]))
 
     def keeps_all(self, size: int) -> bool:
         """Whether every one of ``size`` tokens can be drawn."""

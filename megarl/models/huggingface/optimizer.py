@@ -52,7 +52,7 @@ def build_optimizer(
         if parameter.requires_grad:
             count = parameter.ndim if dimensions is None else dimensions[name]
             (matrices if count > 1 else vectors).append(parameter)
-    decays = chosen.get("weight_decay_on_vectors", True) or "weight_decay" not in accepted
+    decays = chosen["weight_decay_on_vectors"] or "weight_decay" not in accepted
     without_decay = {} if decays else {"weight_decay": 0.0}
     groups = [*([{"params": matrices}] if matrices else []), *([{"params": vectors, **without_decay}] if vectors else [])]
     return _construct(OPTIMIZER, kind, groups, kwargs)

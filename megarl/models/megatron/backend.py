@@ -126,7 +126,7 @@ class MegatronBackend:
         self.policy = policy
         self._model_directory = source.directory
         self.runtime = runtime
-        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=bool(policy.get("trust_remote_code", False)))
+        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=policy["trust_remote_code"])
         self._stored = as_stored(read_architecture(self.hf_config), source.names())
         # neither log-probabilities nor losses depend on layers that predict further tokens
         self.architecture: Architecture = replace(self._stored, prediction_layers=0)
@@ -152,8 +152,8 @@ class MegatronBackend:
             pipeline=megatron["pipeline_model_parallel_size"],
             context=megatron["context_parallel_size"],
             virtual=pipeline_chunks(megatron),
-            expert=megatron.get("expert_model_parallel_size", 1),
-            expert_tensor=megatron.get("expert_tensor_parallel_size", 1),
+            expert=megatron["expert_model_parallel_size"],
+            expert_tensor=megatron["expert_tensor_parallel_size"],
             ring=megatron.get("context_parallel_comm_type") == "p2p",
         )
         self.groups: ParallelGroups = parallel.initialize(sizes)
@@ -225,7 +225,7 @@ class MegatronBackend:
 
     def _empty_cache(self, level: int) -> None:
         """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a pass, from 2 also after a step."""
-        if self.policy["megatron_cfg"].get("empty_unused_memory_level", 0) >= level:
+        if self.policy["megatron_cfg"]["empty_unused_memory_level"] >= level:
             self.runtime.empty_cache()
 
     def lr_step(self) -> None:

@@ -73,16 +73,16 @@ def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> 
     decay = scheduler.get("lr_decay_iters") or NEVER
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=scheduler.get("lr_warmup_init", 0.0) if warmup else 0.0,
+        init_lr=scheduler["lr_warmup_init"] if warmup else 0.0,
         max_lr=chosen["lr"],
         min_lr=chosen["min_lr"] if scheduler else min(chosen["min_lr"], chosen["lr"]),
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
-        lr_decay_style=scheduler.get("lr_decay_style", "constant"),
-        start_wd=scheduler.get("start_weight_decay", chosen["weight_decay"]),
-        end_wd=scheduler.get("end_weight_decay", chosen["weight_decay"]),
-        wd_incr_steps=decay if scheduler.get("weight_decay_incr_style", "constant") != "constant" else 1,
-        wd_incr_style=scheduler.get("weight_decay_incr_style", "constant"),
+        lr_decay_style=scheduler["lr_decay_style"],
+        start_wd=scheduler["start_weight_decay"],
+        end_wd=scheduler["end_weight_decay"],
+        wd_incr_steps=decay if scheduler["weight_decay_incr_style"] != "constant" else 1,
+        wd_incr_style=scheduler["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=True,
     )
 

@@ -97,9 +97,9 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
 def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict[str, Any]:
     """How a mixture of experts is laid out. Its router is balanced by us (``balance_settings``), so Megatron's own losses stay off."""
     return {
-        "expert_model_parallel_size": megatron.get("expert_model_parallel_size", 1),
-        "expert_tensor_parallel_size": megatron.get("expert_tensor_parallel_size", 1),
-        "moe_token_dispatcher_type": megatron.get("moe_token_dispatcher_type", "alltoall"),
+        "expert_model_parallel_size": megatron["expert_model_parallel_size"],
+        "expert_tensor_parallel_size": megatron["expert_tensor_parallel_size"],
+        "moe_token_dispatcher_type": megatron["moe_token_dispatcher_type"],
         "moe_router_dtype": megatron.get("moe_router_dtype") or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -115,7 +115,7 @@ def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> B
         return None
     coefficient = megatron.get("moe_aux_loss_coeff")
     return BalanceSettings(
-        kind=megatron.get("moe_router_load_balancing_type", "none"),
+        kind=megatron["moe_router_load_balancing_type"],
         coefficient=mixture.auxiliary_loss_coefficient if coefficient is None else coefficient,
         z_coefficient=megatron.get("moe_z_loss_coeff") or 0.0,
         score=mixture.routing.score,

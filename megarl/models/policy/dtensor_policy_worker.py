@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from converters.checkpoint.source import open_source
+from megarl.config.defaults import complete_policy
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.distributed.named_sharding import NamedSharding
@@ -54,7 +55,7 @@ class DTensorPolicyWorker(EngineWorker):
     """One rank of a policy on DTensor and FSDP2.
 
     Args:
-        config: the validated policy configuration.
+        config: the checked policy configuration; absent optional keys are filled in.
         tokenizer: of the model; goes into exported checkpoints and finds stop strings.
         weights_path: checkpoint to start from instead of ``model_name``'s weights.
         optimizer_path: optimizer checkpoint to continue from.
@@ -86,6 +87,7 @@ class DTensorPolicyWorker(EngineWorker):
         seed: int = 0,
         **unused: Any,
     ) -> None:
+        config = cast(PolicyConfig, complete_policy(config))
         here = begin(seed)
         backend = DTensorBackend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
         super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)

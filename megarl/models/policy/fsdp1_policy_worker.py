@@ -3,11 +3,12 @@ as it is."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from converters.checkpoint.source import open_source
+from megarl.config.defaults import complete_policy
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.models.engine.worker import EngineWorker, begin
@@ -19,7 +20,7 @@ class FSDP1PolicyWorker(EngineWorker):
     """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of every layer.
 
     Args:
-        config: the validated policy configuration.
+        config: the checked policy configuration; absent optional keys are filled in.
         tokenizer: of the model; goes into exported checkpoints and finds stop strings.
         weights_path: checkpoint to start from instead of ``model_name``'s weights.
         optimizer_path: optimizer checkpoint to continue from.
@@ -51,6 +52,7 @@ class FSDP1PolicyWorker(EngineWorker):
         seed: int = 0,
         **unused: Any,
     ) -> None:
+        config = cast(PolicyConfig, complete_policy(config))
         here = begin(seed)
         backend = FSDP1Backend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
         super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)

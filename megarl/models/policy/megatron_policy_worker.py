@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from converters.checkpoint.source import open_source
+from megarl.config.defaults import complete_policy
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.models.engine.worker import EngineWorker, begin
@@ -17,7 +18,7 @@ class MegatronPolicyWorker(EngineWorker):
     """One rank of a policy on Megatron-Core.
 
     Args:
-        config: the validated policy configuration.
+        config: the checked policy configuration; absent optional keys are filled in.
         tokenizer: of the model; goes into exported checkpoints and finds stop strings.
         weights_path: checkpoint to start from instead of ``model_name``'s weights.
         optimizer_path: optimizer checkpoint to continue from.
@@ -48,6 +49,7 @@ class MegatronPolicyWorker(EngineWorker):
         seed: int = 0,
         **unused: Any,
     ) -> None:
+        config = cast(PolicyConfig, complete_policy(config))
         here = begin(seed)
         backend = MegatronBackend(config, open_source(config["model_name"]), here, seed=seed, with_optimizer=init_optimizer)
         super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)

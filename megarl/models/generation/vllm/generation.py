@@ -143,7 +143,7 @@ class VllmGeneration(RolloutEngine):
     @property
     def delta_share(self) -> float:
         """``vllm_cfg.refit_delta_share``."""
-        return float(self.cfg["vllm_cfg"].get("refit_delta_share", 0.0))
+        return float(self.cfg["vllm_cfg"]["refit_delta_share"])
 
     def disconnect(self) -> None:
         """Forget the policy's group."""
