@@ -60,7 +60,7 @@ digest = hashlib.sha256(repr((sys.version, *sys.argv[1:3])).encode())
 for path in sys.argv[3:]:
     with open(path, "rb") as file:
         digest.update(file.read())
-print(digest.hexdigest())' "$venv" "$ROOT" "$ROOT/setup.py" "$constraints" 2>/dev/null
+print(digest.hexdigest())' "$venv" "$ROOT" "$ROOT/setup.py" "$ROOT/pyproject.toml" "$constraints" 2>/dev/null
 }
 
 # Status 0 if everything of the level stands in the environment as asked for: run, test (the tools of the tests as well) or vllm (vLLM as well).

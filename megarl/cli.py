@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from converters.errors import ConversionError
 from megarl import __version__
 from megarl.config import load_config, published_config, read_model_facts, validate_config
 from megarl.config.load import with_environment
+from megarl.config.recipes import find, recipes
 from megarl.config.sections import Config
 from megarl.config.validate import unusual_values
 from megarl.errors import MegarlError
@@ -42,16 +44,22 @@ def build_parser() -> argparse.ArgumentParser:
         "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker or a node was lost, 75 stopped and saved (start "
         "it again), 1 any other failure, 130 interrupted.",
     )
-    train.add_argument("config", metavar="CONFIG", help="YAML file")
+    train.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     train.add_argument(
         "--with",
         dest="layers",
         action="append",
         default=[],
         metavar="FILE",
-        help="lay this YAML file over CONFIG, for example configs/base/dtensor.yaml; may be given several times",
+        help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given several times",
     )
     train.add_argument("--dry-run", action="store_true", help="check everything, show ranks, batches and memory, and start nothing")
+    listed = commands.add_parser(
+        "recipes",
+        help="list the configurations that ship with megarl",
+        description="Names that megarl train takes in place of a file, with what each is for.",
+    )
+    listed.add_argument("--json", action="store_true", help="as JSON, with paths")
     add_watch(commands)
     add_parity(commands)
     add_convert(commands)
@@ -131,7 +139,18 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = ()) -> Config:
     """The configuration of a run: read, overridden, checked and filled in."""
-    return validate_config(with_environment(load_config(path, overrides, layers)), name=Path(path).stem)
+    return validate_config(with_environment(load_config(find(path), overrides, [find(layer) for layer in layers])), name=Path(path).stem)
+
+
+def list_recipes(as_json: bool) -> int:
+    """Say which configurations ship with megarl."""
+    if as_json:
+        print(json.dumps([{"name": recipe.name, "path": str(recipe.path), "summary": recipe.summary} for recipe in recipes()], indent=1))
+        return 0
+    for recipe in recipes():
+        print(f"{recipe.name}\n    {recipe.summary}")
+    print("\nmegarl train NAME --dry-run shows what one would do; megarl train NAME key=value changes it.")
+    return 0
 
 
 def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool) -> int:
@@ -204,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "train":
             return train(arguments.config, overrides, arguments.layers, arguments.dry_run)
+        if arguments.command == "recipes":
+            return list_recipes(arguments.json)
         if arguments.command == "parity":
             return parity(arguments)
         if arguments.command == "convert":

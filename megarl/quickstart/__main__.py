@@ -24,10 +24,11 @@ from rich.table import Table
 
 from megarl.checkpoint.atomic import write_json_atomic
 from megarl.config import load_config
+from megarl.config.recipes import directory
 from megarl.config.sections import Config
 from megarl.errors import MegarlError
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+CONFIGS = directory() / "quickstart"
 SUMMARY = "summary.json"
 BACKENDS = {"megatron": "Megatron tensor parallel 2", "dtensor": "DTensor tensor parallel 2", "fsdp1": "FSDP1 on two ranks"}
 GENERATION: dict[str, list[str]] = {

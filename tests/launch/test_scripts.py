@@ -59,7 +59,7 @@ class Clone:
 def clone(tmp_path: Path) -> Clone:
     root = tmp_path / "a clone"
     shutil.copytree(ROOT / "launch", root / "launch")
-    for name in ("setup.py", "constraints-cpu.txt"):
+    for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt"):
         shutil.copy(ROOT / name, root / name)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "parts.py", root / "tests" / "parts.py")
@@ -111,7 +111,7 @@ def test_tests_add_their_tools_to_the_same_environment(clone: Clone) -> None:
 
 
 @sampled(1)
-@pytest.mark.parametrize("changed", ["setup.py", "constraints-cpu.txt"])
+@pytest.mark.parametrize("changed", ["setup.py", "pyproject.toml", "constraints-cpu.txt"])
 def test_other_requirements_are_installed_into_the_same_environment(clone: Clone, changed: str) -> None:
     clone.prepare()
     kept = clone.root / ".venv" / "kept"

@@ -1,29 +1,29 @@
-"""What setup.py promises: the command, the extras, and pins that satisfy every requirement."""
+"""What pyproject.toml and setup.py promise: the command, the extras, recipes, and pins that satisfy every requirement."""
 
 from __future__ import annotations
 
-import runpy
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megarl
+from megarl import env
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The arguments that setup.py gives to ``setup``."""
-    found: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", found.update)
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(str(ROOT / "setup.py"))
-    return found
+def project() -> dict[str, Any]:
+    """The ``project`` table of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def pins() -> dict[str, str]:
@@ -34,10 +34,10 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-def test_every_requirement_is_pinned_inside_its_bounds(settings: dict[str, Any]) -> None:
+def test_every_requirement_is_pinned_inside_its_bounds(project: dict[str, Any]) -> None:
     wanted = [
         Requirement(text)
-        for text in (*settings["install_requires"], *settings["extras_require"]["plot"], *settings["extras_require"]["test"])
+        for text in (*project["dependencies"], *project["optional-dependencies"]["plot"], *project["optional-dependencies"]["test"])
     ]
     for requirement in wanted:
         version = pins().get(canonicalize_name(requirement.name))
@@ -45,26 +45,72 @@ def test_every_requirement_is_pinned_inside_its_bounds(settings: dict[str, Any])
         assert requirement.specifier.contains(version), f"{requirement} does not allow the pinned {version}"
 
 
-def test_bounds_that_other_versions_break(settings: dict[str, Any]) -> None:
-    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, settings["install_requires"])}
+def test_bounds_that_other_versions_break(project: dict[str, Any]) -> None:
+    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, project["dependencies"])}
     assert not bounds["transformers"].contains("5.20.0")
     assert not bounds["megatron-core"].contains("0.20.0")
     assert bounds["megatron-core"].contains("0.19.2")
 
 
-def test_command_extras_and_packages(settings: dict[str, Any]) -> None:
-    assert settings["entry_points"] == {
-        "console_scripts": ["megarl = megarl.cli:main"],
-        "vllm.general_plugins": ["megarl = megarl.models.generation.vllm.plugin:register"],
-    }
-    assert set(settings["extras_require"]) == {"te", "vllm", "vllm-cpu", "wandb", "tensorboard", "plot", "test"}
-    assert settings["version"] == megarl.__version__
-    packages = set(settings["packages"])
-    assert {"megarl", "megarl.models.megatron", "converters", "converters.families"} <= packages
-    assert not [name for name in packages if name.startswith(("tests", "benchmarks"))]
+def test_command_and_extras(project: dict[str, Any]) -> None:
+    assert project["scripts"] == {"megarl": "megarl.cli:main"}
+    assert project["entry-points"] == {"vllm.general_plugins": {"megarl": "megarl.models.generation.vllm.plugin:register"}}
+    assert set(project["optional-dependencies"]) == {"te", "vllm", "vllm-cpu", "wandb", "tensorboard", "plot", "test"}
 
 
-def test_every_package_directory_is_installed(settings: dict[str, Any]) -> None:
-    for top in ("megarl", "converters"):
-        holders = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in (ROOT / top).rglob("*.py")}
-        assert holders <= set(settings["packages"]), "a directory with modules lacks its __init__.py"
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the tracked files, installed into a directory of its own."""
+    work = tmp_path_factory.mktemp("wheel")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, tracked):
+        if name.split("/")[0] in {"megarl", "converters", "configs"} or name in {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
+            (work / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, work / "source" / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*pip, "wheel", *options, "--no-build-isolation", "--wheel-dir", str(work), str(work / "source")], check=True)
+    [wheel] = work.glob("*.whl")
+    assert wheel.name.startswith(f"megarl-{megarl.__version__}-")
+    subprocess.run([*pip, "install", *options, "--target", str(work / "installed"), str(wheel)], check=True)
+    shutil.rmtree(work / "source")
+    return work / "installed"
+
+
+def run_installed(installed: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a module of the installed package from an empty directory."""
+    directory.mkdir()
+    variables = env.snapshot() | {"PYTHONPATH": str(installed)}
+    return subprocess.run([sys.executable, "-m", *words], cwd=directory, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_every_package_directory_is_installed(installed: Path) -> None:
+    tracked = {path.relative_to(ROOT) for top in ("megarl", "converters") for path in (ROOT / top).rglob("*.py")}
+    there = {path.relative_to(installed) for top in ("megarl", "converters") for path in (installed / top).rglob("*.py")}
+    assert tracked == there, "a directory with modules lacks its __init__.py"
+    recipes = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    assert recipes == {path.relative_to(installed / "megarl" / "recipes") for path in (installed / "megarl" / "recipes").rglob("*.yaml")}
+    assert not (installed / "tests").exists() and not (installed / "configs").exists()
+
+
+def test_an_installed_package_knows_its_recipes(installed: Path, tmp_path: Path) -> None:
+    listed = run_installed(installed, tmp_path / "a", "megarl", "recipes", "--json")
+    assert listed.returncode == 0, listed.stderr
+    found = json.loads(listed.stdout)
+    assert {recipe["name"] for recipe in found} == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert all(Path(recipe["path"]).is_relative_to(installed) and len(recipe["summary"]) > 20 for recipe in found)
+    name = "grpo-qwen2.5-7b-8gpu-megatron"
+    dry = run_installed(installed, tmp_path / "b", "megarl", "train", name, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "tensor_model_parallel_size: 2" in dry.stdout and "memory" in dry.stdout
+    unknown = run_installed(installed, tmp_path / "c", "megarl", "train", "grpo-qwen2.5-7b", "--dry-run")
+    assert unknown.returncode == 2 and f"did you mean {name}" in unknown.stderr
+
+
+def test_the_quickstart_runs_from_an_installed_package(installed: Path, tmp_path: Path) -> None:
+    """The first steps of both of its parts; nothing of the clone is at hand."""
+    words = ("megarl.quickstart", "--steps", "2", "1", "--out", "out", "grpo.val_period=0", "grpo.val_at_start=false")
+    run = run_installed(installed, tmp_path / "empty", *words)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    assert str(ROOT) not in (tmp_path / "empty" / "out" / "seed-1" / "grpo" / "config.yaml").read_text()
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == {"out"}

@@ -1,0 +1,62 @@
+"""Recipes: the configurations that ship with megarl, found by name in a clone and in an installed package."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import megarl
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A configuration of a whole run.
+
+    Attributes:
+        name: that ``megarl train`` takes.
+        path: of its file.
+        summary: its first comment.
+    """
+
+    name: str
+    path: Path
+    summary: str
+
+
+def directory() -> Path:
+    """The directory of the recipes: ``megarl/recipes`` of an installed package, ``configs`` of a clone."""
+    package = Path(megarl.__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def recipes() -> Iterator[Recipe]:
+    """All recipes, by name."""
+    for path in sorted(directory().glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        yield Recipe(path.stem, path, first.removeprefix("#").strip())
+
+
+def find(text: str) -> Path:
+    """The file that a command line names: a path, or the name of a recipe or of a file below ``base`` and ``quickstart``.
+
+    Raises:
+        ConfigError: it looks like a name, and there is no such recipe.
+    """
+    path = Path(text)
+    if path.exists() or (path.suffix in {".yaml", ".yml"} and path.parent != Path()):
+        return path
+    name = path.with_suffix("") if path.suffix in {".yaml", ".yml"} else path
+    shipped = directory() / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    if len(path.parts) > 1 or name != path:
+        # the reader says that there is no such file
+        return path
+    names = [recipe.name for recipe in recipes()]
+    near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
+    advice = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them")

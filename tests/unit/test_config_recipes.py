@@ -1,0 +1,37 @@
+"""Recipes by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config.recipes import directory, find, recipes
+from megarl.errors import ConfigError
+
+NAME = "grpo-qwen2.5-7b-8gpu-megatron"
+
+
+def test_a_name_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = directory() / f"{NAME}.yaml"
+    assert find(NAME) == find(f"{NAME}.yaml") == find(str(shipped)) == shipped
+    assert find("base/dtensor") == directory() / "base" / "dtensor.yaml"
+    Path(NAME).write_text("seed: 1")
+    assert find(NAME) == Path(NAME), "what lies here comes first"
+    assert find("mine/other.yaml") == Path("mine/other.yaml"), "the reader says that it is not there"
+    assert find("other.yaml") == Path("other.yaml")
+
+
+def test_an_unknown_name_lists_its_neighbours() -> None:
+    with pytest.raises(ConfigError, match=rf"grpo-qwen2\.5-7b: there is neither .*did you mean {NAME}\?"):
+        find("grpo-qwen2.5-7b")
+    with pytest.raises(ConfigError, match=r"nor such a recipe\. Fix: megarl recipes lists them"):
+        find("nothing-like-it")
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{recipe.name}\n    {recipe.summary}" in said for recipe in recipes())
