@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from benchmarks.point import Metric
-from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, Whole, in_buckets
+from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, UnshardPlan, in_buckets
 from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.manifest import BUCKET_BYTES
 
@@ -40,18 +40,18 @@ class RandomWeights:
         shards = memory.split([elements * len(bucket) for bucket in buckets])
         self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
 
-    def delivery(self) -> Delivery:
+    def delivery(self) -> GatherStream:
         """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight lies. Here none of them has to
         be put together from shards first; ``refit.export`` measures that."""
-        return Delivery(Arrival(assembly, shards, None) for assembly, shards in self._buckets)
+        return GatherStream(InFlightBucket(assembly, shards, None) for assembly, shards in self._buckets)
 
     def singly(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights as FSDP1 gives them."""
         return iter(self.named.items())
 
 
-def _lying_together(names: Sequence[str], elements: int) -> Assembly:
-    return Assembly(Whole(name, (elements,), (Copy.run_of(elements, index * elements, 0),)) for index, name in enumerate(names))
+def _lying_together(names: Sequence[str], elements: int) -> UnshardPlan:
+    return UnshardPlan(FullTensor(name, (elements,), (Copy.run_of(elements, index * elements, 0),)) for index, name in enumerate(names))
 
 
 def metrics_of(nbytes: int, seconds: Mapping[str, Sequence[float]], memory: float) -> dict[str, Metric]:

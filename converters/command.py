@@ -347,7 +347,7 @@ def describe(opened: Opened) -> dict[str, Any]:
 
 
 def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
-    """What an import would write."""
+    """Return what an import would write."""
     tensors = [
         {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": _size(tensor.shape, tensor.dtype)}
         for tensor in plan.tensors
@@ -356,7 +356,7 @@ def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
 
 
 def describe_export(plan: ExportPlan, workers: int) -> dict[str, Any]:
-    """What an export would write."""
+    """Return what an export would write."""
     tensors = [
         {"key": tensor.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size}
         for tensor in plan.written

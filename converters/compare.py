@@ -14,7 +14,7 @@ from converters.check import is_excused
 from converters.checkpoint.artifacts import file_hashes, speaks
 from converters.checkpoint.exact import cast, unequal
 from converters.checkpoint.files import read_json_object
-from converters.checkpoint.manifest import Manifest, TensorHashes, dtype_called, dtype_name
+from converters.checkpoint.manifest import ConversionManifest, TensorHashes, dtype_called, dtype_name
 from converters.checkpoint.restricted import load_plain
 from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
@@ -104,7 +104,7 @@ class Recorded:
     """A stored model, and what a conversion recorded of it, if one made it."""
 
     model: LogicalModel
-    manifest: Manifest | None = None
+    manifest: ConversionManifest | None = None
 
     @property
     def tensors(self) -> dict[str, HuggingFaceTensor]:
@@ -112,7 +112,7 @@ class Recorded:
         return {tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)}
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Of a tensor; before an import widened it, if one did."""
+        """Dtype of a tensor; before an import widened it, if one did."""
         stored = self.model.dtype(tensor)
         # what an export wrote in another dtype than its manifest says is a difference, and no widening
         widened = self.manifest is not None and isinstance(self.model, MegatronModel)
@@ -159,7 +159,7 @@ def _content_differences(one: Recorded, other: Recorded, left: HuggingFaceTensor
 
 
 def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
-    """What is no tensor in a checkpoint that a conversion made: an import leaves empty states of modules alone."""
+    """Return what is no tensor in a checkpoint that a conversion made: an import leaves empty states of modules alone."""
     for key in stored.objects:
         if load_plain(io.BytesIO(stored.read_object(key)), f"{key} in {stored.directory}") != [None]:
             yield Difference("object", key, "it holds a state, and a conversion leaves none")
@@ -194,7 +194,7 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
             yield Difference("padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero")
 
 
-def hash_differences(model: LogicalModel, manifest: Manifest, excused: Sequence[str] = ()) -> Iterator[Difference]:
+def hash_differences(model: LogicalModel, manifest: ConversionManifest, excused: Sequence[str] = ()) -> Iterator[Difference]:
     """Tensors that are not what the manifest says; one that is excused may be missing."""
     tensors = Recorded(model).tensors
     for name in [*tensors, *(name for name in manifest.tensors if name not in tensors)]:

@@ -35,4 +35,4 @@ class ConversionError(ValueError):
 
 
 class ChangedSourceError(ConversionError):
-    """What was read is not what it was when it was planned, or not what it says of itself: no second run can go on with this work."""
+    """A source is not what it was when it was planned, or not what it says of itself: no second run can go on with this work."""

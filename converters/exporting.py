@@ -36,8 +36,8 @@ from converters.checkpoint.manifest import (
     RULES,
     THE_REST,
     WEIGHTS,
+    ConversionManifest,
     HeldAgainst,
-    Manifest,
     TensorHashes,
     TensorRecord,
     dtype_name,
@@ -50,7 +50,7 @@ from converters.checkpoint.safetensors_file import NAMES, OpenFiles, read_box, w
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
     READ_BYTES,
-    Outcome,
+    ConversionResult,
     Piece,
     Progress,
     RunOptions,
@@ -63,12 +63,12 @@ from converters.checkpoint.work import (
 from converters.errors import ConversionError
 from converters.mapping.logical import MegatronModel
 from converters.mapping.places import rows_in
-from converters.mapping.rule import HuggingFaceTensor, Place, Rule
+from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.opening import MegatronCheckpoint
 
-Parts = tuple[tuple[HuggingFaceTensor, Place], ...]
+Parts = tuple[tuple[HuggingFaceTensor, TensorLocation], ...]
 """The Hugging Face tensors in a stored tensor, each with its place there."""
 
 
@@ -91,12 +91,12 @@ class WrittenTensor:
     offset: int
 
     @property
-    def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, Place]]]:
+    def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]]:
         """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind the other; else empty.
 
         Such a block is put together as a whole.
         """
-        blocks: dict[int, list[tuple[HuggingFaceTensor, Place]]] = {}
+        blocks: dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
         if any(not place.is_consecutive for _, place in self.parts):
             for part, place in self.parts:
                 assert place.index is not None, place
@@ -169,7 +169,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will do.
+    """Export plan: what an export will do.
 
     Attributes:
         checkpoint: the source.
@@ -191,7 +191,7 @@ class ExportPlan:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the conversion will say of itself that follows from the plan."""
+        """Return what the conversion will say of itself that follows from the plan."""
         return {} if self.adapter is None else self.adapter.notes()
 
     @property
@@ -201,7 +201,7 @@ class ExportPlan:
 
     @property
     def architecture(self) -> Architecture:
-        """Of the model."""
+        """Architecture of the model."""
         return self.model.architecture
 
     @property
@@ -315,9 +315,9 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
         )
 
 
-def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, Parts]]:
-    """What is stored: every tensor alone under its name, or where the source of the import had it."""
-    together: dict[str, list[tuple[HuggingFaceTensor, Place]]] = {}
+def _stored(rules: list[Rule], manifest: ConversionManifest | None) -> list[tuple[TensorLocation, Parts]]:
+    """Return what is stored: every tensor alone under its name, or where the source of the import had it."""
+    together: dict[str, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
     for rule in rules:
         for part in rule.parts:
             place = part.places[0]
@@ -326,22 +326,22 @@ def _stored(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, P
                 if other.written and described is not None and other.name == described["name"]:
                     place = other
             together.setdefault(place.name, []).append((part, place))
-    return [(Place(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
+    return [(TensorLocation(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
 
 
-def _repeated(rules: list[Rule], manifest: Manifest | None) -> list[tuple[Place, Parts]]:
+def _repeated(rules: list[Rule], manifest: ConversionManifest | None) -> list[tuple[TensorLocation, Parts]]:
     """Tensors that the source stored a second time under another name."""
     parts = {part.name: part for rule in rules for part in rule.parts}
-    again: list[tuple[Place, Parts]] = []
+    again: list[tuple[TensorLocation, Parts]] = []
     for name, original in (manifest.also_stored if manifest is not None else {}).items():
         if original in parts and name not in parts:
-            place = Place(name, parts[original].shape)
+            place = TensorLocation(name, parts[original].shape)
             again.append((place, ((parts[original], place),)))
     return again
 
 
-def _dtype(model: MegatronModel, manifest: Manifest | None, part: HuggingFaceTensor) -> torch.dtype:
-    """What a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
+def _dtype(model: MegatronModel, manifest: ConversionManifest | None, part: HuggingFaceTensor) -> torch.dtype:
+    """Return what a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
     stored = model.dtype(part)
     return stored if manifest is None else manifest.dtype_before(part.name, stored)
 
@@ -350,7 +350,7 @@ def export_model(
     plan: ExportPlan,
     target: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> Outcome:
+) -> ConversionResult:
     """Write the Hugging Face directory that a plan describes. A run that was killed goes on where it ended.
 
     Args:
@@ -388,7 +388,7 @@ def export_model(
         _write_rest(plan, staging.directory, digests, notes)
         staging.finish()
     notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
-    return Outcome(target, len(plan.written), plan.size, resumed, workers, peak_memory(), notes)
+    return ConversionResult(target, len(plan.written), plan.size, resumed, workers, peak_memory(), notes)
 
 
 class _Writer:
@@ -472,7 +472,7 @@ class _Writer:
         return hashes.digests()
 
     def _read(self, tensor: WrittenTensor, position: int, shape: tuple[int, ...]) -> Tensor:
-        """What was written, from a byte of a stored tensor on."""
+        """Return what was written, from a byte of a stored tensor on."""
         with self._files.use(self._staging.directory / tensor.file) as descriptor:
             return read_box(descriptor, self._begin(tensor) + position, tensor.dtype, shape, whole(shape), tensor.name)
 
@@ -483,7 +483,7 @@ class _Rows(NamedTuple):
     part: HuggingFaceTensor
     start: int
     stop: int
-    place: Place | None
+    place: TensorLocation | None
 
 
 def _layout(tensor: WrittenTensor) -> Iterator[tuple[int, tuple[int, ...], list[_Rows]]]:
@@ -498,7 +498,7 @@ def _layout(tensor: WrittenTensor) -> Iterator[tuple[int, tuple[int, ...], list[
             yield (_row_of(place) + start) * row_bytes, (stop - start, *part.shape[1:]), [_Rows(part, start, stop, None)]
 
 
-def _row_of(place: Place) -> int:
+def _row_of(place: TensorLocation) -> int:
     """The first row of a part in its stored tensor, counted over the axis of experts too."""
     return place.start if place.index is None else place.index * place.shape[1] + place.start
 
@@ -522,4 +522,4 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, str], note
     places = dict(manifest.places) if manifest is not None else {}
     source, family = plan.checkpoint.directory.name, plan.architecture.family
     files = file_hashes(directory)
-    Manifest(source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files).write(directory)
+    ConversionManifest(source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files).write(directory)

@@ -32,8 +32,8 @@ from converters.checkpoint.manifest import (
     RULES,
     THE_REST,
     WEIGHTS,
+    ConversionManifest,
     HeldAgainst,
-    Manifest,
     TensorHashes,
     TensorRecord,
     dtype_name,
@@ -48,7 +48,7 @@ from converters.checkpoint.source import HuggingFaceSource
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
     READ_BYTES,
-    Outcome,
+    ConversionResult,
     Piece,
     Progress,
     RunOptions,
@@ -79,7 +79,7 @@ _FILES, _SMALLEST_FILE, _LARGEST_FILE = 32, 16 * 2**20, 512 * 2**20
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """What an import will do.
+    """Import plan: what an import will do.
 
     Attributes:
         model: the source.
@@ -109,26 +109,26 @@ class ImportPlan:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the conversion will say of itself that follows from the plan."""
+        """Return what the conversion will say of itself that follows from the plan."""
         source = self.model.source
         dequantized = source.notes() if isinstance(source, DequantizedSource) else {}
         return {**dequantized, **({} if self.adapter is None else self.adapter.notes())}
 
     @property
     def architecture(self) -> Architecture:
-        """Of the model."""
+        """Architecture of the model."""
         return self.model.architecture
 
     def place(self, rule: Rule) -> StoredPlace:
-        """Of a parameter in the checkpoint."""
+        """Place of a parameter in the checkpoint."""
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
     def shape(self, rule: Rule) -> tuple[int, ...]:
-        """Of a whole parameter."""
+        """Shape of a whole parameter."""
         return shape_of_parameter(rule, self.padded_vocab)
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        """Of a parameter in the checkpoint."""
+        """Dtype of a parameter in the checkpoint."""
         return self._stored[self.place(rule).key].dtype
 
     def size(self, rule: Rule) -> int:
@@ -137,12 +137,12 @@ class ImportPlan:
 
     @property
     def tensors(self) -> list[StoredTensor]:
-        """Of the checkpoint."""
+        """Tensors of the checkpoint."""
         return list(self._stored.values())
 
     @property
     def object_names(self) -> list[str]:
-        """Of the modules' states in the checkpoint."""
+        """Object names of the modules' states in the checkpoint."""
         return [name for rule in self.rules for name in extra_state_keys(self.place(rule))]
 
     @functools.cached_property
@@ -282,7 +282,7 @@ def import_model(
     target: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
     common_state: Mapping[str, Any] | None = None,
-) -> Outcome:
+) -> ConversionResult:
     """Write the checkpoint that a plan describes. A run that was killed goes on where it ended.
 
     Args:
@@ -329,7 +329,7 @@ def import_model(
         _manifest(plan, digests, notes, file_hashes(beside)).write(staging.directory)
         staging.finish()
     notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
-    return Outcome(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes)
+    return ConversionResult(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes)
 
 
 @dataclass(frozen=True)
@@ -357,8 +357,8 @@ def _not_finite(finished: Iterable[_FinishedFile]) -> dict[str, Any]:
     return {"not_finite": f"NaN or infinity in {shown}"} if names else {}
 
 
-def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], files: dict[str, str]) -> Manifest:
-    """What the checkpoint will say of itself."""
+def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], files: dict[str, str]) -> ConversionManifest:
+    """Return what the checkpoint will say of itself."""
     tensors, places = {}, {}
     for rule in plan.rules:
         for part in rule.parts:
@@ -367,7 +367,7 @@ def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], 
             if place.name != part.name:
                 places[part.name] = dataclasses.asdict(place)
     source = plan.model.source
-    return Manifest(
+    return ConversionManifest(
         source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes, plan.missing, plan.left_out, files
     )
 
@@ -449,7 +449,7 @@ def _chunks(plan: ImportPlan, rule: Rule, read: Callable[[HuggingFaceTensor, int
 def _finished_files(
     plan: ImportPlan, staging: Staging, narrowing: Narrowing, workers: int, progress: TextIO | None
 ) -> dict[str, _FinishedFile]:
-    """What an earlier run wrote and what still is as it was written."""
+    """Return what an earlier run wrote and what still is as it was written."""
     rules_of = dict(plan.files)
     finished: dict[str, _FinishedFile] = {}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.check import check_plausible
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
-from converters.checkpoint.manifest import Manifest, read_manifest
+from converters.checkpoint.manifest import ConversionManifest, read_manifest
 from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
@@ -49,7 +49,7 @@ class MegatronCheckpoint:
     model: MegatronModel
     hf_directory: Path | None
     config: dict[str, Any]
-    manifest: Manifest | None
+    manifest: ConversionManifest | None
     stored: TorchDistCheckpoint
     config_is_made: bool = False
     unanswered: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ def open_huggingface(source: HuggingFaceSource) -> HuggingFaceModel:
 
 
 def kind_of(path: Path) -> str:
-    """Which format a directory has: ``megatron`` or ``huggingface``.
+    """Return which format a directory has: ``megatron`` or ``huggingface``.
 
     Raises:
         ConversionError: neither.

@@ -137,7 +137,7 @@ _TOKENS = (3, 17)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How a check of a variant went.
+    """Finding: how a check of a variant went.
 
     Attributes:
         variant: what is different in its config.

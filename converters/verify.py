@@ -11,7 +11,7 @@ from typing import Any
 from converters.adapters.lora_model import merge_opened
 from converters.check import account, check_source
 from converters.checkpoint.artifacts import changed_files, file_hashes, read_config, speaks
-from converters.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, read_manifest
 from converters.checkpoint.quantized import DequantizedSource, open_dequantized
 from converters.compare import (
     Difference,
@@ -41,7 +41,7 @@ class Opened:
     path: Path
     kind: str
     model: HuggingFaceModel | MegatronModel
-    manifest: Manifest | None
+    manifest: ConversionManifest | None
     megatron: MegatronCheckpoint | None = None
 
     @property
@@ -82,7 +82,7 @@ def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
 
 
 def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """What is wrong with one checkpoint by itself: its keys and shapes against its config, ties, padding, its manifest."""
+    """Return what is wrong with one checkpoint by itself: its keys and shapes against its config, ties, padding, its manifest."""
     try:
         if isinstance(opened.model, MegatronModel):
             account(opened.model, tuple(excused))
@@ -104,7 +104,7 @@ def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Differe
 
 
 def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """In what two models differ: config, files beside the weights, tensors.
+    """Return the differences of two models: config, files beside the weights, tensors.
 
     Args:
         one, other: the checkpoints.
@@ -163,7 +163,7 @@ def recorded_excuses(one: Opened, other: Opened | None = None) -> tuple[str, ...
 
 
 def scope(one: Opened, other: Opened | None, found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """What ``verify`` checked, and what it did not, in words."""
+    """Return what ``verify`` checked, and what it did not, in words."""
     checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], [*_unchecked_files(one, other)]
     for opened in (one, other):
         if opened is not None and opened.megatron is not None and opened.megatron.stored.objects and opened.manifest is None:
@@ -188,7 +188,7 @@ def scope(one: Opened, other: Opened | None, found: Sequence[Difference], excuse
 
 
 def _unchecked_files(one: Opened, other: Opened | None) -> Iterator[str]:
-    """Of the files beside the weights, which were compared with nothing."""
+    """Unchecked files of the files beside the weights, which were compared with nothing."""
     if other is None:
         later = sorted(file_hashes(one.files).keys() - one.recorded_files.keys()) if one.files is not None else []
         if not one.recorded_files:

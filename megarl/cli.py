@@ -196,7 +196,7 @@ def parity(arguments: argparse.Namespace) -> int:
 
 
 def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[Any]:
-    """For ``convert selftest``; see ``megatron_logprobs``."""
+    """Give ``convert selftest`` log-probabilities of Megatron-Core; see ``megatron_logprobs``."""
     from megarl.parity.converted import megatron_logprobs
 
     return megatron_logprobs(family_files)

@@ -65,7 +65,7 @@ NO_DEFAULT = _NoDefault()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a field says of its key.
+    """Key: what a field says of its key.
 
     Attributes:
         meaning: in words, without a full stop.
@@ -82,7 +82,7 @@ class Key:
 
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
-    """What the fields of a section say of its keys; those that say nothing are left out."""
+    """Return what the fields of a section say of its keys; those that say nothing are left out."""
     found = {name: _key_in(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()}
     return {name: key for name, key in found.items() if key is not None}
 

@@ -21,7 +21,7 @@ from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError
-from converters.mapping.rule import HuggingFaceTensor, Place
+from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.index import find_checkpoint
@@ -90,7 +90,7 @@ _FIX = "use the base model that the adapter was trained on, and an adapter of pl
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-Member = tuple[HuggingFaceTensor, Place]
+Member = tuple[HuggingFaceTensor, TensorLocation]
 """A tensor of one expert, and where it is in a stack of all."""
 
 
@@ -105,7 +105,7 @@ class Factors:
     scaling: float
     rank: int
     is_embedding: bool = False
-    place: Place | None = None
+    place: TensorLocation | None = None
 
 
 class LoraAdapter:
@@ -139,7 +139,7 @@ class LoraAdapter:
         return len(self.factors)
 
     def notes(self) -> dict[str, str | int]:
-        """What a conversion says of it."""
+        """Return what a conversion says of it."""
         return {"lora": self.directory.resolve().name, "lora_tensors": len(self)}
 
     def identity(self) -> list[list[str | int]]:
@@ -170,7 +170,7 @@ class LoraAdapter:
             merged[block] = rows[block].to(wide) + _product(up[block], down).mul_(factors.scaling)
         return merged
 
-    def _of_expert(self, factors: Factors, place: Place, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _of_expert(self, factors: Factors, place: TensorLocation, start: int, stop: int) -> tuple[Tensor, Tensor]:
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))

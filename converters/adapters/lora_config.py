@@ -1,4 +1,4 @@
-"""What the ``adapter_config.json`` of a PEFT adapter says about merging it; whatever else it asks for is refused by name."""
+"""The ``adapter_config.json`` of a PEFT adapter: what it says about merging; whatever else it asks for is refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIX = "merge it with peft, or save it in a plain LoRA form"
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """How adapters change weights.
+    """Lora config: how adapters change weights.
 
     Attributes:
         rank, alpha: of every module, unless a pattern says otherwise.

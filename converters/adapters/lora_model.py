@@ -42,7 +42,7 @@ def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | N
 
 
 def merge_export(checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.dtype | None) -> tuple[MegatronCheckpoint, LoraAdapter]:
-    """The same for a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what it was in before."""
+    """Merge an adapter into a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what it was in before."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if dtype is not None:
@@ -90,7 +90,7 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
 
 
 class _Merging:
-    """What both kinds of models have in common."""
+    """Merging: what both kinds of models have in common."""
 
     adapter: LoraAdapter
     choose_dtype: ChooseDtype

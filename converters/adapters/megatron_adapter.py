@@ -19,7 +19,7 @@ from torch import Tensor
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.artifacts import HF_DIRECTORY
 from converters.checkpoint.files import read_json_object
-from converters.checkpoint.manifest import MANIFEST_FILE, Manifest, TensorHashes, read_manifest
+from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorHashes, read_manifest
 from converters.checkpoint.safetensors_file import Box, whole
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
@@ -53,12 +53,12 @@ def _is_linear(rule: Rule) -> bool:
 
 
 def peft_name(part: HuggingFaceTensor, factor: str) -> str:
-    """What PEFT calls a factor, ``lora_A`` or ``lora_B``, of the adapter of a tensor."""
+    """Return what PEFT calls a factor, ``lora_A`` or ``lora_B``, of the adapter of a tensor."""
     return f"{PEFT_PREFIX}{part.name.removesuffix('.weight')}.{factor}.weight"
 
 
 def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int | None = None, *, stacked: bool) -> StoredPlace:
-    """Where a checkpoint keeps a factor of an adapter.
+    """Return where a checkpoint keeps a factor of an adapter.
 
     Args:
         rule: of the weight of the linear layer.
@@ -93,7 +93,7 @@ def block(part: int, rank: int, form: str) -> Block:
     return (0, rank) if form == SHARED else (part * rank, (part + 1) * rank)
 
 
-def blocks_of(manifest: Manifest, rules: Iterable[Rule], stored_rank: int) -> dict[str, Block]:
+def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: int) -> dict[str, Block]:
     """The ranks of each part that has an adapter, by the name of its Hugging Face tensor.
 
     Raises:
@@ -115,7 +115,7 @@ def blocks_of(manifest: Manifest, rules: Iterable[Rule], stored_rank: int) -> di
     return found
 
 
-def require_as_written(adapter: MegatronAdapter, manifest: Manifest, path: Path, between: Iterable[tuple[str, Tensor]]) -> None:
+def require_as_written(adapter: MegatronAdapter, manifest: ConversionManifest, path: Path, between: Iterable[tuple[str, Tensor]]) -> None:
     """Check that a checkpoint of adapters still is what its manifest says.
 
     Args:
@@ -141,8 +141,8 @@ _KNOWN = ("LoRA", "CanonicalLoRA")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What is said.
+class AdapterMetadata:
+    """Metadata of a checkpoint of adapters.
 
     Attributes:
         origin: the file that says it.
@@ -155,7 +155,7 @@ class Said:
     tensor_parallel: Any
 
 
-def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture) -> Said:
+def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture) -> AdapterMetadata:
     """Look for it.
 
     Args:
@@ -170,7 +170,7 @@ def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str],
     """
     if kept is not None:
         try:
-            return Said(kept, read_json_object(kept), 1)
+            return AdapterMetadata(kept, read_json_object(kept), 1)
         except FileNotFoundError as error:
             raise ConversionError(f"{kept} does not exist", "import the adapter again") from error
     path = find_run_config(directory)
@@ -184,7 +184,7 @@ def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str],
         raise ConversionError(f"{path}: peft = {kind or section}, known are {' and '.join(_KNOWN)}", "let the trainer merge the adapters")
     if section.get("dim") != rank:
         raise ConversionError(f"{path}: dim = {section.get('dim')!r}, the stored adapters have rank {rank}", "use the file of this run")
-    return Said(path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1)
+    return AdapterMetadata(path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1)
 
 
 def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture) -> dict[str, Any]:
@@ -323,7 +323,7 @@ class MegatronAdapter:
         return self._tensors.read(place.key, box).reshape(rows[1] - rows[0], columns[1] - columns[0])
 
     def _places(self, rule: Rule) -> Iterator[StoredPlace]:
-        """Where factors of a layer may be, of the whole and of its parts."""
+        """Return where factors of a layer may be, of the whole and of its parts."""
         for part in (None, *parts_of(rule)):
             for side in ("linear_in", "linear_out"):
                 yield self._place(rule, side, part)
@@ -428,7 +428,7 @@ class MegatronAdapter:
         return tuple(others)
 
     def _between(self, rules: list[Rule], blocks: dict[str, Block]) -> Iterator[tuple[str, Tensor]]:
-        """What has to be zero in a checkpoint of blocks: rows of a part in the ranks of others."""
+        """Return what has to be zero in a checkpoint of blocks: rows of a part in the ranks of others."""
         for rule in rules:
             up = self._place(rule, "linear_out")
             if not self._has(up):

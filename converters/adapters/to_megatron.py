@@ -20,7 +20,7 @@ from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.manifest import (
     RULES,
     WEIGHTS,
-    Manifest,
+    ConversionManifest,
     TensorHashes,
     TensorRecord,
     dtype_name,
@@ -44,7 +44,7 @@ _FIX = "merge it instead (import --lora), or train adapters of linear layers alo
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What will be written.
+    """Adapter plan: what will be written.
 
     Attributes:
         adapter: the source.
@@ -67,12 +67,12 @@ class AdapterPlan:
 
     @property
     def stored_rank(self) -> int:
-        """Of every adapter in the checkpoint."""
+        """Stored rank of every adapter in the checkpoint."""
         return self.rank * (1 if self.form == SHARED else max(len(rule.parts) for rule in self.rules))
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the conversion says of itself."""
+        """Return what the conversion says of itself."""
         layers = "stacked" if self.stacked else "apart"
         alpha = self.scaling * self.stored_rank
         return {FORM_NOTE: self.form, "rank": self.stored_rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "layers": layers}
@@ -82,7 +82,7 @@ class AdapterPlan:
         return block(part, self.rank, self.form)
 
     def place(self, rule: Rule, side: str) -> StoredPlace:
-        """Where a factor will stand."""
+        """Return where a factor will stand."""
         return stored_factor(rule, self.architecture, side, stacked=self.stacked)
 
 
@@ -148,7 +148,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
 
 
 def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
-    """What has no exact form in Megatron, where adapters are of linear layers, one for all experts, and of one rank and scale."""
+    """Return what has no exact form in Megatron, where adapters are of linear layers, one for all experts, and of one rank and scale."""
     for name, factors in adapter.factors.items():
         if factors.place is not None or (name not in known and ".experts." in name):
             yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"
@@ -207,8 +207,8 @@ def _read(source: Any, hashes: TensorHashes, name: str) -> Tensor:
     return tensor
 
 
-def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> Manifest:
-    """What the checkpoint will say of itself."""
+def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> ConversionManifest:
+    """Return what the checkpoint will say of itself."""
     source = plan.adapter.source
     tensors = {}
     for rule in plan.rules:
@@ -216,4 +216,4 @@ def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> Manifest:
             factors: Factors | None = plan.adapter.factors.get(part.name)
             for factor, name in () if factors is None else (("lora_A", factors.down), ("lora_B", factors.up)):
                 tensors[peft_name(part, factor)] = TensorRecord(dtype_name(source.dtype(name)), source.shape(name), digests[name])
-    return Manifest(plan.adapter.directory.resolve().name, plan.architecture.family, tensors, notes=plan.notes)
+    return ConversionManifest(plan.adapter.directory.resolve().name, plan.architecture.family, tensors, notes=plan.notes)

@@ -83,7 +83,7 @@ def file_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str]:
-    """What became of files of a directory since their hashes were recorded: name to what happened to it."""
+    """Return what became of files of a directory since their hashes were recorded: name to what happened to it."""
     found = file_hashes(directory)
     return {name: "was changed" if name in found else "is gone" for name, digest in recorded.items() if found.get(name) != digest}
 

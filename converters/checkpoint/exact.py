@@ -32,7 +32,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Where the bits of two tensors of one dtype differ; also the sign of zero and the payload of a NaN."""
+    """Return where the bits of two tensors of one dtype differ; also the sign of zero and the payload of a NaN."""
     integers = _INTEGERS[one.element_size()]
     return one.view(integers) != other.view(integers)
 

@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def special_kind(path: Path) -> str | None:
-    """What a path leads to, where that is neither a file nor a directory; None for these and where there is nothing."""
+    """Return what a path leads to, where that is neither a file nor a directory; None for these and where there is nothing."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:

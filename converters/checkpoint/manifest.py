@@ -40,8 +40,8 @@ class TensorRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a conversion did.
+class ConversionManifest:
+    """Conversion manifest: what a conversion did.
 
     Attributes:
         source: directory or hub id that was read, with its revision where there is one.
@@ -100,7 +100,7 @@ class Manifest:
 
 
 def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, list[str]]:
-    """What a conversion says of the names that it was excused from; empty when there were none."""
+    """Return what a conversion says of the names that it was excused from; empty when there were none."""
     return {key: list(names) for key, names in (("missing", missing), ("left_out", left_out)) if names}
 
 
@@ -114,7 +114,7 @@ def tool_version() -> str:
         return "unknown"
 
 
-def read_manifest(directory: Path) -> Manifest | None:
+def read_manifest(directory: Path) -> ConversionManifest | None:
     """The manifest of a directory; None where there is none.
 
     Raises:
@@ -134,7 +134,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         missing, left_out = (tuple(map(str, content.get("excused", {}).get(key, ()))) for key in ("missing", "left_out"))
         files = {str(name): _hash(digest) for name, digest in content.get("files", {}).items()}
         also_stored = {str(name): str(original) for name, original in content["also_stored"].items()}
-        return Manifest(
+        return ConversionManifest(
             str(content["source"]), str(content["family"]), tensors, also_stored, places, dict(content["notes"]), missing, left_out, files
         )
     except FileNotFoundError:
@@ -210,7 +210,9 @@ class HeldAgainst:
         other: names of tensors that are not written as they are read, such as those that an adapter is merged into.
     """
 
-    def __init__(self, manifest: Manifest | None, directory: Path, dtypes: Mapping[str, torch.dtype], other: Container[str] = ()) -> None:
+    def __init__(
+        self, manifest: ConversionManifest | None, directory: Path, dtypes: Mapping[str, torch.dtype], other: Container[str] = ()
+    ) -> None:
         known = manifest.tensors if manifest is not None else {}
         self._directory = directory
         self._records = {name: known[name] for name in dtypes if name in known and name not in other}

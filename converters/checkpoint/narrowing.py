@@ -17,7 +17,8 @@ _SLICE = 2**20
 
 
 def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """What a tensor is written in: the dtype that was asked for, but at least float32 where it has to stay so; else what it was stored in,
+    """Return what a tensor is written in: the dtype that was asked for, but at least float32 where it has to stay so; else what it was
+    stored in,
     if none was asked for."""
     if asked is None:
         return stored
@@ -79,7 +80,7 @@ class Narrowing:
             self._errors.update(errors)
 
     def summary(self) -> dict[str, float | int | str]:
-        """How many tensors were narrowed, and the largest absolute error with the tensor it is of; empty when none was."""
+        """Return how many tensors were narrowed, and the largest absolute error with the tensor it is of; empty when none was."""
         if not self._errors:
             return {}
         worst = max(sorted(self._errors), key=lambda name: self._errors[name])

@@ -184,7 +184,7 @@ class DequantizedSource(HuggingFaceSource):
         return name in self._formats
 
     def notes(self) -> dict[str, str | int]:
-        """What a conversion says of it."""
+        """Return what a conversion says of it."""
         return {"dequantized_from": self.method, "dequantized_tensors": len(self._formats)}
 
     def identity(self) -> list[list[str | int]]:
@@ -214,7 +214,7 @@ class DequantizedSource(HuggingFaceSource):
         return self._formats[name].read(self.box(name, slices), self.dequantized_dtype)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The same without what ``config.json`` says of quantisation."""
+        """Read a JSON file of the checkpoint, without what ``config.json`` says of quantisation."""
         content = super().read_json(name)
         return without_quantization(content) if content is not None and name == "config.json" else content
 

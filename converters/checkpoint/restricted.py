@@ -126,7 +126,7 @@ def unpickle(file: IO[bytes], known: Callable[[str, str], Any], what: str, persi
 
 
 def index_name(module: str, name: str) -> Any:
-    """What a name in an index of ``torch.distributed.checkpoint`` stands for; None for what no index needs."""
+    """Return what a name in an index of ``torch.distributed.checkpoint`` stands for; None for what no index needs."""
     dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
     if not dtype and (module, name) not in _INDEX_CLASSES:
         return None
@@ -160,7 +160,7 @@ _INDEX_CLASSES = frozenset(
 
 
 def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
-    """What ``torch.save`` wrote: tensors, plain values and memory files of bytes.
+    """Return what ``torch.save`` wrote: tensors, plain values and memory files of bytes.
 
     Args:
         source: the file, or its content.

@@ -42,7 +42,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None when nothing."""
+    """Return what two boxes of one tensor have in common; None when nothing."""
     common = tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -266,7 +266,7 @@ class SafetensorsFile:
         return self._entries[name].shape
 
     def stored_dtype(self, name: str) -> str:
-        """What the file calls the dtype of a tensor."""
+        """Return what the file calls the dtype of a tensor."""
         return self._entries[name].stored
 
     def dtype(self, name: str) -> torch.dtype:

@@ -81,7 +81,7 @@ class HuggingFaceSource:
 
     @property
     def name(self) -> str:
-        """What to call the checkpoint: of a hub repository its id and commit, otherwise the directory."""
+        """Return what to call the checkpoint: of a hub repository its id and commit, otherwise the directory."""
         snapshot = re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", self.directory.as_posix())
         return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
 
@@ -146,7 +146,7 @@ class HuggingFaceSource:
         return self._file(name).read(name, self.box(name, slices))
 
     def box(self, name: str, slices: tuple[slice, ...] | None) -> Box:
-        """What ``read`` is asked for, on every dimension of the tensor. Arguments and errors as there."""
+        """Return what ``read`` is asked for, on every dimension of the tensor. Arguments and errors as there."""
         shape, slices = self.shape(name), slices or ()
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):

@@ -75,7 +75,7 @@ class Staging:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """What an earlier run finished, as it was given to ``record``."""
+        """Return what an earlier run finished, as it was given to ``record``."""
         return self._records[1:]
 
     def record(self, finished: dict[str, Any], file: Path) -> None:

@@ -29,7 +29,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a conversion is to be done; what it makes does not depend on it.
+    """Run options: how a conversion is to be done; what it makes does not depend on it.
 
     Attributes:
         workers: threads.
@@ -54,8 +54,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a conversion did.
+class ConversionResult:
+    """Conversion result: what a conversion did.
 
     Attributes:
         target: the directory that was made.
@@ -100,7 +100,7 @@ def give_memory_back() -> None:
 
 
 def workers_within(wanted: int, max_memory: int | None) -> int:
-    """How many workers fit into ``max_memory`` bytes, at most ``wanted``.
+    """Return how many workers fit into ``max_memory`` bytes, at most ``wanted``.
 
     Raises:
         ConversionError: not one fits.

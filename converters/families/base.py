@@ -1,4 +1,4 @@
-"""What a model family has to say about itself."""
+"""The interface of a model family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Which optional tensors the layers of a model have."""
+    """Optional tensors of the layers of a model."""
 
     qkv_bias: bool
     attention_output_bias: bool

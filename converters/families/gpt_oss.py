@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from converters.families import dense
 from converters.families.base import Family, Features
 from converters.families.sparse import MixtureNames, router_rules
-from converters.mapping.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
 from converters.model_config.mixture import MixtureOfExperts, Routing, read_mixture
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ class _ExpertTensors:
         """A matrix [rows, columns] whose rows are every ``step``-th column of the stored one, from ``start`` on."""
         rows, columns = shape[0] * step, shape[1]
         places = (
-            Place(f"{self._block}.{stored}", (self._experts, columns, rows), self._expert, start, step, transposed=True),
-            Place(f"{self._block}.{stored}_blocks", (self._experts, rows, columns), self._expert, start, step, written=False),
+            TensorLocation(f"{self._block}.{stored}", (self._experts, columns, rows), self._expert, start, step, transposed=True),
+            TensorLocation(f"{self._block}.{stored}_blocks", (self._experts, rows, columns), self._expert, start, step, written=False),
         )
         return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.weight", shape, places, alone=False)
 
     def bias(self, name: str, stored: str, length: int, start: int, step: int) -> HuggingFaceTensor:
         """A bias of every ``step``-th element of the stored one, from ``start`` on."""
-        place = Place(f"{self._block}.{stored}_bias", (self._experts, length * step), self._expert, start, step)
+        place = TensorLocation(f"{self._block}.{stored}_bias", (self._experts, length * step), self._expert, start, step)
         return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.bias", (length,), (place,), alone=False)
 
 

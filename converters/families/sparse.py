@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.families import dense
-from converters.mapping.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MixtureNames:
-    """What a family calls the tensors of its mixture.
+    """Mixture names: what a family calls the tensors of its mixture.
 
     Attributes:
         blocks: names that the block below a layer may have; it is written under the first.
@@ -52,7 +52,7 @@ def read_qwen_mixture(
 
 
 def _read_sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """For each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to ``problems``.
+    """Return for each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to ``problems``.
 
     Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero) names it.
     """
@@ -81,7 +81,7 @@ def layer_rules(architecture: Architecture, layer: int, names: MixtureNames) -> 
 
 
 def router_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
-    """Of the weights of a router and its biases."""
+    """Return the rules of the weights of a router and its biases."""
     experts = mixture.num_experts
     tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, architecture.hidden_size))]
     if mixture.routing.has_bias:
@@ -90,7 +90,7 @@ def router_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: i
         tensors.append(("expert_bias", "e_score_correction_bias", (experts,)))
     for megatron, name, shape in tensors:
         first, *others = [f"model.layers.{layer}.{block}.{names.router}.{name}" for block in names.blocks]
-        places = tuple(Place(other, shape) for other in others)
+        places = tuple(TensorLocation(other, shape) for other in others)
         tensor = HuggingFaceTensor(first, shape, places, stays_float32=megatron == "expert_bias")
         yield Rule(f"decoder.layers.{layer}.mlp.router.{megatron}", Kind.REPLICATED, (tensor,))
 
@@ -102,16 +102,16 @@ def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: 
     for expert in range(experts):
         megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
         parts = (
-            _expert_tensor(blocks, names.gate, (width, hidden), Place("gate_up_proj", gate_up, expert)),
-            _expert_tensor(blocks, names.up, (width, hidden), Place("gate_up_proj", gate_up, expert, width)),
+            _expert_tensor(blocks, names.gate, (width, hidden), TensorLocation("gate_up_proj", gate_up, expert)),
+            _expert_tensor(blocks, names.up, (width, hidden), TensorLocation("gate_up_proj", gate_up, expert, width)),
         )
         yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, parts)
-        part = _expert_tensor(blocks, names.down, (hidden, width), Place("down_proj", down, expert))
+        part = _expert_tensor(blocks, names.down, (hidden, width), TensorLocation("down_proj", down, expert))
         yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (part,))
 
 
 def _shared_expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
-    """Of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense MLP, not as it cuts routed experts."""
+    """Return the rules of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense MLP, not as routed experts."""
     hidden, width = architecture.hidden_size, mixture.shared_ffn_hidden_size
     megatron, prefix = f"decoder.layers.{layer}.mlp.shared_experts.", f"model.layers.{layer}.{names.blocks[0]}.{names.shared}"
     gated = tuple(HuggingFaceTensor(f"{prefix}.{name}.weight", (width, hidden)) for name in (names.gate, names.up))
@@ -121,9 +121,9 @@ def _shared_expert_rules(architecture: Architecture, mixture: MixtureOfExperts, 
         yield Rule(f"{megatron}gate_weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),))
 
 
-def _expert_tensor(blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: Place) -> HuggingFaceTensor:
+def _expert_tensor(blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: TensorLocation) -> HuggingFaceTensor:
     """A matrix of one expert, stored alone or where ``stacked`` says (named without the block)."""
     first, *others = [f"{block}.{stacked.index}.{name}.weight" for block in blocks]
-    alone = [Place(other, shape) for other in others]
+    alone = [TensorLocation(other, shape) for other in others]
     together = [replace(stacked, name=f"{block}.{stacked.name}") for block in blocks]
     return HuggingFaceTensor(first, shape, (*alone, *together))

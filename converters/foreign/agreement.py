@@ -100,7 +100,7 @@ def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
 
 
 def _pattern(value: Any, layers: int) -> list[int] | None:
-    """For each layer whether it has experts; None for what is no pattern."""
+    """Return for each layer whether it has experts; None for what is no pattern."""
     if isinstance(value, list | tuple):
         return [int(bool(one)) for one in value]
     if isinstance(value, int) and value > 0:
@@ -109,7 +109,7 @@ def _pattern(value: Any, layers: int) -> list[int] | None:
 
 
 def sparse_layers(settings: ForeignSettings) -> list[bool]:
-    """For each layer whether it has experts.
+    """Return for each layer whether it has experts.
 
     Raises:
         ConversionError: the settings do not say it in a form that is known.

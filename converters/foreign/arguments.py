@@ -1,4 +1,4 @@
-"""What Megatron-LM wants to find beside the tensors to take a checkpoint with ``--load``: its arguments, and the file that names it."""
+"""Arguments that Megatron-LM wants to find beside the tensors to take a checkpoint with ``--load``, and the file that names it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from converters.checkpoint.work import Outcome, RunOptions
+from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.foreign.arguments import RELEASE, further_flags, megatron_lm_state, write_tracker
 from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOptions
 from converters.importing import ImportPlan, import_model
@@ -85,7 +85,7 @@ def import_for_megatron_lm(
     plan: ImportPlan,
     target: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> Outcome:
+) -> ConversionResult:
     """Write the checkpoint that a plan describes to ``target/release``, with the arguments of Megatron-LM.
 
     The notes of the outcome say which flags a run needs beside ``--load`` and ``--use-checkpoint-args``.

@@ -1,4 +1,4 @@
-"""What the settings of Megatron-Core mean to the function that a model computes: which decide on it, and with which value they do not.
+"""Known settings of Megatron-Core: which decide on the function that a model computes, and with which value they do not.
 
 Settings of initialisation, dropout, learning, parallelism, kernels and precision are not here: weights trained with them are weights of the
 same function. ``TransformerConfig`` of Megatron-Core 0.16.1 and 0.19.2 was gone through field by field, and so were the arguments of

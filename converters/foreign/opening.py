@@ -17,6 +17,7 @@ from converters.checkpoint.restricted import DAMAGED, unpickle
 from converters.errors import ConversionError
 from converters.foreign.master_weights import with_master_weights
 from converters.foreign.options import MASTER_WEIGHTS, OpeningOptions
+from converters.foreign.placeholders import Arguments, Placeholder, placeholder
 from converters.foreign.settings import (
     ForeignSettings,
     find_run_config,
@@ -25,7 +26,6 @@ from converters.foreign.settings import (
     settings_from_provider,
     with_rope_factor,
 )
-from converters.foreign.stand_ins import Arguments, StandIn, stand_in
 from converters.foreign.view import CanonicalTensors, refuse_adapters, without_prefix
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rules import all_rules
@@ -39,7 +39,7 @@ _LARGEST = 2**28
 
 
 def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
-    """What a trainer saved beside the tensors: plain values as they are, everything else as ``StandIn``.
+    """Return what a trainer saved beside the tensors: plain values as they are, everything else as ``Placeholder``.
 
     Returns:
         Empty where nothing was saved.
@@ -83,7 +83,7 @@ def _read(file: BinaryIO, what: str) -> Any:
             (entry,) = (entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl")
             if entry.file_size > _LARGEST or entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"a description of {entry.file_size} bytes")
-            return unpickle(io.BytesIO(archive.read(entry)), stand_in, what, StandIn)
+            return unpickle(io.BytesIO(archive.read(entry)), placeholder, what, Placeholder)
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, RecursionError, *DAMAGED) as error:
@@ -91,7 +91,7 @@ def _read(file: BinaryIO, what: str) -> Any:
 
 
 def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> ForeignSettings | None:
-    """What the trainer of a checkpoint says of its model; None where it left nothing.
+    """Return what the trainer of a checkpoint says of its model; None where it left nothing.
 
     Raises:
         ConversionError: what it left is damaged, or is not what the user says.

@@ -1,4 +1,4 @@
-"""What a user can say of a checkpoint that does not say it itself."""
+"""Options by which a user says of a checkpoint what it does not say itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a foreign checkpoint says of its model, under the names that Megatron-Core's own configuration has for it.
+"""Settings of a foreign checkpoint's model, under the names that Megatron-Core's own configuration has for them.
 
 The names are those of ``TransformerConfig`` and of ``GPTModel``, as ``model_config.megatron_settings`` uses them; ``activation``, the name
 of the function, stands for ``activation_func``. Megatron-Bridge's ``run_config.yaml`` is plain YAML: nothing in it is called.
@@ -15,7 +15,7 @@ import yaml
 
 from converters.checkpoint.files import require_regular
 from converters.errors import ConversionError
-from converters.foreign.stand_ins import StandIn
+from converters.foreign.placeholders import Placeholder
 
 _SILU = ("silu", "swish")
 ROPE_FACTOR = 8.0
@@ -149,7 +149,7 @@ _ARGUMENTS_OF_THEIR_OWN = frozenset(
 
 
 def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
-    """With the values that Megatron-Core works out from others."""
+    """Return the settings with the values that Megatron-Core works out from others."""
     missing = [name for name, most in _SIZES.items() if not _is_size(values.get(name), most)]
     if missing:
         raise ConversionError(f"{origin} does not say {', '.join(missing)} of the model", "pass --hf-config DIRECTORY of the model")
@@ -181,7 +181,7 @@ def _function_name(value: Any) -> str:
     """``silu`` for torch.nn.functional.silu, however it is written down; what cannot be read comes back as text."""
     if isinstance(value, Mapping):
         value = value.get("_target_", value)
-    if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
+    if isinstance(value, Placeholder) or (isinstance(value, type) and issubclass(value, Placeholder)):
         value = value.what
     name = str(value).rpartition(".")[2]
     return "silu" if name in _SILU else name

@@ -185,7 +185,7 @@ def without_prefix(tensors: StoredTensors) -> StoredTensors:
 
 
 def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
-    """What a key of a model is made of; None where nothing of it is stored."""
+    """Return what a key of a model is made of; None where nothing of it is stored."""
     names = [key, *_other_norms(key)]
     found = [name for name in names if name in tensors]
     entries = [_Entry(tensors, tensors.shape(name), (_Piece(name, whole(tensors.shape(name))),)) for name in found]

@@ -38,7 +38,7 @@ def formula_of(name: str, shape: Sequence[int], architecture: Architecture) -> s
 
 
 def formula_of_parameter(rule: Rule, architecture: Architecture) -> str:
-    """The same of a whole parameter of Megatron-Core, whose rows are those of its tensors together."""
+    """Return the formula of a whole parameter of Megatron-Core, whose rows are those of its tensors together."""
     parts = [_expressions(part.name, part.shape, architecture) for part in rule.parts]
     return f"[{', '.join([' + '.join(part[0] for part in parts), *parts[0][1:]])}]"
 
@@ -55,7 +55,7 @@ def _expressions(name: str, shape: Sequence[int], architecture: Architecture) ->
 
 
 def _values(name: str, architecture: Architecture) -> dict[str, int]:
-    """What the expressions come to, those first that a tensor of this name may be made of."""
+    """Return what the expressions come to, those first that a tensor of this name may be made of."""
     mixture, latent, head = architecture.mixture, architecture.latent_attention, architecture.head
     values: dict[str, int] = {}
     if mixture is not None:

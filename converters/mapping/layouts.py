@@ -1,4 +1,4 @@
-"""Where every row of a tensor-parallel shard comes from: pure arithmetic, used for reading and for writing alike.
+"""Layouts of tensor-parallel shards: where every row comes from, in pure arithmetic, for reading and for writing alike.
 
 A shard is described as a list of spans, each a run of rows (or columns) of one full Hugging Face tensor, in the order in which they lie in
 the shard. Reading copies the spans into the shard; writing copies them out of it. One description for both directions makes them inverse by
@@ -50,7 +50,7 @@ class ShardLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Rows ``start`` to ``stop`` of part number ``part`` of a rule, which lie from row ``position`` on in the whole parameter."""
 
     part: int
@@ -60,8 +60,8 @@ class Run:
 
 
 @lru_cache(maxsize=4096)
-def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Run, ...]:
-    """Where every row of the whole parameter, not cut over any ranks, comes from, in the order of its rows.
+def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[RowRun, ...]:
+    """Return where every row of the whole parameter, not cut over any ranks, comes from, in the order of its rows.
 
     Args:
         rule: of the parameter.
@@ -69,10 +69,10 @@ def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Run, ...]:
         padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the end is padding.
     """
     if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
-        return (Run(0, 0, rule.parts[0].shape[0], 0),)
+        return (RowRun(0, 0, rule.parts[0].shape[0], 0),)
     runs, position = [], 0
     for span in shard_layout(rule, head_dim, 0, 1, padded_vocab).spans:
-        runs.append(Run(span.part, span.start, span.stop, position))
+        runs.append(RowRun(span.part, span.start, span.stop, position))
         position += span.length
     return tuple(runs)
 

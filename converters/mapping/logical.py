@@ -16,7 +16,7 @@ from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of_parameter
 from converters.mapping.layouts import runs_of
 from converters.mapping.places import locate, read_part
-from converters.mapping.rule import HuggingFaceTensor, Kind, Place, Rule
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
 from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.keys import StoredPlace, stored_place
@@ -51,7 +51,7 @@ class HuggingFaceModel:
     def __init__(self, source: HuggingFaceSource, architecture: Architecture) -> None:
         self.source = source
         self.architecture = architecture
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TensorLocation] = {}
 
     def holds(self, tensor: HuggingFaceTensor) -> bool:
         """See ``LogicalModel``."""
@@ -65,7 +65,7 @@ class HuggingFaceModel:
         """See ``LogicalModel``."""
         return read_part(tensor, self._place(tensor), self.source, (slice(start, stop),))
 
-    def _place(self, tensor: HuggingFaceTensor) -> Place:
+    def _place(self, tensor: HuggingFaceTensor) -> TensorLocation:
         if tensor.name not in self._places:
             self._places[tensor.name] = locate(tensor, self.source)
         return self._places[tensor.name]
@@ -148,7 +148,7 @@ class MegatronModel:
         return self.parameter_shape(rule)[0] if rule.kind is Kind.VOCAB else 0
 
     def place(self, rule: Rule) -> StoredPlace:
-        """Where a parameter stands."""
+        """Return where a parameter stands."""
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from converters.errors import ConversionError
-from converters.mapping.rule import HuggingFaceTensor, Place
+from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 
 
 class TensorSource(Protocol):
-    """What is needed of a source to read shards from it."""
+    """Tensor source: what is needed of a source to read shards from it."""
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -32,7 +32,7 @@ class TensorSource(Protocol):
         ...
 
 
-def locate(tensor: HuggingFaceTensor, source: TensorSource) -> Place:
+def locate(tensor: HuggingFaceTensor, source: TensorSource) -> TensorLocation:
     """The place where ``source`` keeps a tensor; its own name if it is nowhere.
 
     Raises:
@@ -54,7 +54,7 @@ def locate(tensor: HuggingFaceTensor, source: TensorSource) -> Place:
     return place
 
 
-def read_part(tensor: HuggingFaceTensor, place: Place, source: TensorSource, slices: Sequence[slice] = ()) -> Tensor:
+def read_part(tensor: HuggingFaceTensor, place: TensorLocation, source: TensorSource, slices: Sequence[slice] = ()) -> Tensor:
     """A tensor or a part of it, touching only the bytes of that part.
 
     Args:
@@ -78,8 +78,8 @@ def read_part(tensor: HuggingFaceTensor, place: Place, source: TensorSource, sli
     return source.read(place.name, (slice(place.index, place.index + 1), *stored)).squeeze(0)
 
 
-def _read_apart(place: Place, source: TensorSource, wanted: Sequence[slice]) -> Tensor:
-    """The same where the rows of the tensor do not lie one behind the other; what lies between them is read along."""
+def _read_apart(place: TensorLocation, source: TensorSource, wanted: Sequence[slice]) -> Tensor:
+    """Read rows of a tensor that do not lie one behind the other; what lies between them is read along."""
     rows, others = wanted[0], wanted[1:]
     first = place.start + rows.start * place.step
     span = slice(first, max(first, first + (rows.stop - rows.start - 1) * place.step + 1))
@@ -89,7 +89,7 @@ def _read_apart(place: Place, source: TensorSource, wanted: Sequence[slice]) -> 
     return _rows_of(found if place.index is None else found.squeeze(0), place.transposed, 0, place.step).contiguous()
 
 
-def rows_in(block: Tensor, place: Place) -> Tensor:
+def rows_in(block: Tensor, place: TensorLocation) -> Tensor:
     """The view of a stored tensor, without the dimension that ``place.index`` counts along, that is the tensor of a place; the tensors that
     lie between its rows are taken to end with it."""
     return _rows_of(block, place.transposed, place.start, place.step)

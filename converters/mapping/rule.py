@@ -17,7 +17,7 @@ from converters.errors import ConversionError
 
 
 class Kind(StrEnum):
-    """How the full parameter is laid out and cut over the tensor-parallel ranks."""
+    """Kind of a parameter: how the full one is laid out and cut over the tensor-parallel ranks."""
 
     REPLICATED = "replicated"
     """Every rank holds all of it."""
@@ -34,8 +34,8 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint may keep a tensor: as a stored tensor of its own, or as consecutive rows of a larger one.
+class TensorLocation:
+    """Tensor location: where a checkpoint may keep a tensor: as a stored tensor of its own, or as consecutive rows of a larger one.
 
     Attributes:
         name: of the stored tensor.
@@ -78,19 +78,19 @@ class HuggingFaceTensor:
 
     name: str
     shape: tuple[int, ...]
-    alternatives: tuple[Place, ...] = ()
+    alternatives: tuple[TensorLocation, ...] = ()
     stays_float32: bool = False
     alone: bool = True
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[TensorLocation, ...]:
         """Every place where it may be stored; the first is where it is written."""
-        return (Place(self.name, self.shape), *self.alternatives) if self.alone else self.alternatives
+        return (TensorLocation(self.name, self.shape), *self.alternatives) if self.alone else self.alternatives
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one Megatron-Core parameter is made of Hugging Face tensors.
+    """Rule by which one Megatron-Core parameter is made of Hugging Face tensors.
 
     Attributes:
         megatron_name: parameter name with the global layer and expert index; for a parameter inside a layer, the name of the portable layer
@@ -151,7 +151,7 @@ def sequential_name(megatron_name: str) -> str:
 
 
 def _split(megatron_name: str) -> tuple[str, str, str]:
-    """What stands before the number of the expert, the number, and what stands behind it."""
+    """Return what stands before the number of the expert, the number, and what stands behind it."""
     sequential = _SEQUENTIAL.fullmatch(megatron_name)
     if sequential is not None:
         return sequential.group(1), sequential.group(2), sequential.group(3)

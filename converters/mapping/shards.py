@@ -11,7 +11,7 @@ from torch import Tensor
 from converters.errors import ConversionError
 from converters.mapping.layouts import ShardLayout, Span, padded_vocab_size, shard_layout
 from converters.mapping.places import TensorSource, locate, read_part, rows_in
-from converters.mapping.rule import Kind, Place, Rule
+from converters.mapping.rule import Kind, Rule, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 
@@ -107,7 +107,7 @@ def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> 
         position += span.length
 
 
-def _read_span(rule: Rule, places: Sequence[Place], source: TensorSource, axis: int, span: Span) -> Tensor:
+def _read_span(rule: Rule, places: Sequence[TensorLocation], source: TensorSource, axis: int, span: Span) -> Tensor:
     part, place = rule.parts[span.part], places[span.part]
     if span.length == part.shape[axis]:
         return read_part(part, place, source)
@@ -115,7 +115,7 @@ def _read_span(rule: Rule, places: Sequence[Place], source: TensorSource, axis: 
     return read_part(part, place, source, (*before, slice(span.start, span.stop)))
 
 
-def _common_dtype(rule: Rule, places: Sequence[Place], source: TensorSource) -> torch.dtype:
+def _common_dtype(rule: Rule, places: Sequence[TensorLocation], source: TensorSource) -> torch.dtype:
     dtypes = {place.name: source.dtype(place.name) for place in places}
     if len(set(dtypes.values())) > 1:
         raise ConversionError(

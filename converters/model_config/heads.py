@@ -1,4 +1,4 @@
-"""What a model has in place of the output layer over its vocabulary: a linear layer that scores, as value and reward models have.
+"""Heads in place of the output layer over the vocabulary: a linear layer that scores, as value and reward models have.
 
 transformers calls it ``score``: without a bias in ``...ForSequenceClassification``, which answers with the last token's scores, and with
 one in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain linear layer into the last pipeline stage in the place, and

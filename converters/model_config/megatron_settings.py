@@ -91,7 +91,7 @@ _OTHER_BACKEND = "use a backend that runs the transformers model itself"
 
 @dataclass(frozen=True, slots=True)
 class MegatronSettings:
-    """What has to be handed to Megatron-Core.
+    """Megatron settings: what has to be handed to Megatron-Core.
 
     Attributes:
         transformer: keyword arguments of ``TransformerConfig``, with latent attention of ``MLATransformerConfig``. Left to the caller are

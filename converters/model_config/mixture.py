@@ -207,7 +207,7 @@ def read_deepseek_mixture(
 
 
 def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """For each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
+    """Return for each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
     dense = config.get("first_k_dense_replace")
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         problems.append(f"first_k_dense_replace = {dense!r}: a whole number of at least 0 is needed")

@@ -28,7 +28,7 @@ _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
 
 
 def read_prediction_layers(config: Mapping[str, object], problems: list[str]) -> int:
-    """How many a config counts; what is wrong is appended to ``problems``."""
+    """Return how many a config counts; what is wrong is appended to ``problems``."""
     value = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     if value is None:
         return 0

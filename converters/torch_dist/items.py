@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie that ``torch.save`` wrote into the middle of a file.
+"""Items of a distributed checkpoint: where the bytes of a tensor lie that ``torch.save`` wrote into the middle of a file.
 
 Each tensor of a ``*.distcp`` file is a zip archive of its own: a small pickle that says dtype, shape and strides, and the raw bytes, not
 compressed. Reading them in place touches only the rows that are asked for, and runs no code.
@@ -137,7 +137,7 @@ def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Ten
 
 
 def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
-    """Where the content of an entry begins: behind its own header, whose padding the archive's directory does not know."""
+    """Return where the content of an entry begins: behind its own header, whose padding the archive's directory does not know."""
     window.seek(entry.header_offset)
     header = window.read(_LOCAL_HEADER)
     name, extra = struct.unpack("<HH", header[26:30])
@@ -146,7 +146,7 @@ def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What the pickle says of the tensor."""
+    """Described: what the pickle says of the tensor."""
 
     key: str
     dtype: torch.dtype
@@ -169,7 +169,7 @@ def _describe_typed(
 
 
 def _known(module: str, name: str) -> Any:
-    """What a name in the description of a plain tensor stands for; None for what no plain tensor needs."""
+    """Return what a name in the description of a plain tensor stands for; None for what no plain tensor needs."""
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
         ("torch._utils", "_rebuild_tensor_v3"): _describe_typed,

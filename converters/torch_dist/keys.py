@@ -22,7 +22,7 @@ _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.")
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """Where a parameter stands.
+    """Stored place: where a parameter stands.
 
     Attributes:
         key: of the stored tensor.

@@ -97,6 +97,6 @@ def _groups(prompts: Tensor) -> Tensor:
 
 
 def _group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """For each row the sum of its group's values, [B]."""
+    """Return for each row the sum of its group's values, [B]."""
     sums = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=values.dtype, device=values.device)
     return sums.index_add(0, group, values)[group]

@@ -47,7 +47,7 @@ REFERENCE = Role("reference", None)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an algorithm is made of.
+    """Parts: what an algorithm is made of.
 
     Attributes:
         config: of the whole run.

@@ -1,4 +1,4 @@
-"""What a loss is: the protocol between an algorithm and the engine that runs its micro-batches."""
+"""Losses: the protocol between an algorithm and the engine that runs its micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LossType(Enum):
 
 
 class LossInputType(Enum):
-    """What the engine hands to a loss."""
+    """Loss input type: what the engine hands to a loss."""
 
     LOGPROB = "logprob"
 

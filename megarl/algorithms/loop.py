@@ -47,7 +47,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Where a run reports to.
+    """Destinations of a run's reports.
 
     Attributes:
         sinks: the log.

@@ -41,7 +41,7 @@ __all__ = [
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """What ``ClippedPGLossFn`` reads. All [B, S] but ``sample_mask`` [B]."""
+    """Clipped p g loss data dict: what ``ClippedPGLossFn`` reads. All [B, S] but ``sample_mask`` [B]."""
 
     input_ids: Tensor
     advantages: Tensor
@@ -53,7 +53,8 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(TypedDict):
-    """What ``DPOLossFn`` reads. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B, S] is rolled left by one position."""
+    """D p o loss data dict: what ``DPOLossFn`` reads. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B, S] is rolled left
+    by one position."""
 
     input_ids: Tensor
     reference_policy_logprobs: Tensor

@@ -1,4 +1,5 @@
-"""What a driver checks of a model before any worker starts: that its weights can be carried over, and that it knows the data's tokens."""
+"""Model check: what a driver checks of a model before any worker starts: that its weights can be carried over, and that it knows the data's
+tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def _check(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | N
 
 
 def _check_for_torch(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> None:
-    """What the workers of the torch backends will refuse, on a model without memory."""
+    """Return what the workers of the torch backends will refuse, on a model without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, how it is written, and where a resumed run goes on."""
+"""Resume: what a checkpoint of a run holds, how it is written, and where a resumed run goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS, OPTIMIZER, TOKENIZER = "weights", "optimizer", "tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run starts.
+    """Starting point of a run.
 
     Attributes:
         step: finished steps, 0 for a fresh run.

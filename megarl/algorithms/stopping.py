@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by signal or by file. It finishes its step, saves, and leaves with an exit code that says "start me again".
+"""Requests to stop a run, by signal or by file: it finishes its step, saves, and leaves with an exit code that says "start me again".
 
 A launcher that has more to say than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there stops the run too, and the run
 writes there the step of the last checkpoint it committed. A signal to a whole job would end Ray's processes; a file reaches the driver
@@ -34,7 +34,7 @@ _SAFE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a launcher says of this start of the run.
+    """Attempt: what a launcher says of this start of the run.
 
     Attributes:
         directory: where launcher and run leave files for one another; None without a launcher.
@@ -57,7 +57,7 @@ class Attempt:
 
 
 def this_attempt() -> Attempt:
-    """What the launcher has put into the environment: ``MEGARL_ATTEMPT_DIR`` and ``MEGARL_STOP_NOTICE_S``."""
+    """Return what the launcher has put into the environment: ``MEGARL_ATTEMPT_DIR`` and ``MEGARL_STOP_NOTICE_S``."""
     directory = env.text("MEGARL_ATTEMPT_DIR")
     return Attempt(None if directory is None else Path(directory), env.integer("MEGARL_STOP_NOTICE_S", 0) or None)
 
@@ -77,7 +77,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Who asked, for example ``"SIGUSR1"`` or the path of a file; None as long as nobody did."""
+        """Return who asked, for example ``"SIGUSR1"`` or the path of a file; None as long as nobody did."""
         if self._signal is not None:
             return self._signal.name
         return next((str(path) for path in self._files if path.exists()), None)

@@ -28,7 +28,7 @@ _NO_KERNEL_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a lock.
+    """Owner: who holds a lock.
 
     Attributes:
         pid: process id on ``host``.
@@ -51,7 +51,7 @@ class Owner:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock, so it never hinders a run.
+    """Return who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock, so it never hinders a run.
 
     Raises:
         OSError: the lock is there and cannot be read, so nothing is known of a run.

@@ -23,7 +23,7 @@ __all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "read_plain_index"
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """What is no tensor of an optimizer checkpoint: hyperparameters, counters, the schedule.
+    """Return what is no tensor of an optimizer checkpoint: hyperparameters, counters, the schedule.
 
     Raises:
         UnusableCheckpointError: the file is missing, damaged, or holds more than plain values.

@@ -1,4 +1,4 @@
-"""How samples become global batches and micro-batches."""
+"""Arithmetic of batches: how samples become global batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def sequence_share(tensor: int, context: int, sequence_parallel: bool) -> int:
-    """What a sequence's length must be a multiple of, so that every rank that shares it gets an equal part.
+    """Return what a sequence's length must be a multiple of, so that every rank that shares it gets an equal part.
 
     Context-parallel ranks hold two chunks each; sequence-parallel ranks divide what is left.
     """

@@ -1,4 +1,4 @@
-"""Which backend a policy runs on."""
+"""The backend that a policy runs on."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
 
 
 def _padding_of(policy: Config) -> int:
-    """What lets all ranks of a sequence have equal parts, with sequence parallelism or without."""
+    """Return what lets all ranks of a sequence have equal parts, with sequence parallelism or without."""
     for section, tensor in (("megatron_cfg", "tensor_model_parallel_size"), ("dtensor_cfg", "tensor_parallel_size")):
         chosen = _section(policy, section)
         sizes = [chosen.get(key, 1) for key in (tensor, "context_parallel_size")]

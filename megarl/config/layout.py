@@ -1,4 +1,4 @@
-"""Which rank stands where: the order of ranks over the parallel axes and nodes, and the layers of each pipeline stage."""
+"""Layout of ranks: their order over the parallel axes and nodes, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands: its index along each parallel axis, its node, its place on the node."""
+    """Coordinates: where a rank stands: its index along each parallel axis, its node, its place on the node."""
 
     rank: int
     pipeline: int
@@ -37,7 +37,7 @@ class Layout:
         return self.pipeline * self.data * self.context * self.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` stands.
+        """Return the coordinates of ``rank``.
 
         Raises:
             IndexError: there is no such rank.

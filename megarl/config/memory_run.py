@@ -1,4 +1,4 @@
-"""What a run needs besides the devices of training: the generation engine, host memory of a node, disk. All sizes are bytes."""
+"""Memory run: what a run needs besides the devices of training: the generation engine, host memory of a node, disk. All sizes are bytes."""
 
 from __future__ import annotations
 

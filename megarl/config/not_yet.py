@@ -1,4 +1,4 @@
-"""What configurations may say but this version does not do yet. A rule goes when its feature comes."""
+"""Values that configurations may hold but this version does not support yet. A rule goes when its feature comes."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
-    """What a value may be, in words, without those that are refused."""
+    """Return what a value may be, in words, without those that are refused."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in {NotRequired, Annotated}:
         return _kind(parts[0], refused)
@@ -146,7 +146,7 @@ def _default(annotation: Any, first: Any, second: Any) -> str:
 
 
 def _absent_values(path: str) -> Iterator[Any]:
-    """What an absent key is filled with in two examples that differ in all their sizes."""
+    """Return what an absent key is filled with in two examples that differ in all their sizes."""
     for size in (8, 24):
         example = _example(size)
         *parents, key = path.split(".")

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` shows: the resolved configuration, the ranks, the batches and the memory of a rank."""
+"""Report: what ``--dry-run`` shows: the resolved configuration, the ranks, the batches and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def memory_table(rows: list[RankMemory]) -> Table:
 
 
 def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> Table:
-    """What the run needs besides the devices of training: engine, host memory of a node, disk."""
+    """Return what the run needs besides the devices of training: engine, host memory of a node, disk."""
     table = Table(title="beside the devices of training (estimated)", show_header=False)
     table.add_column("quantity")
     table.add_column("value", justify="right")

@@ -1,4 +1,4 @@
-"""What another configuration means for a run that goes on from a checkpoint. Pure Python."""
+"""Changed configurations: what they mean for a run that goes on from a checkpoint. Pure Python."""
 
 from __future__ import annotations
 

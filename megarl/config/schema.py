@@ -161,7 +161,7 @@ def _steps(config: Any, fault: Any) -> Steps:
 
 
 def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
-    """Of the members of a union, keeps the faults of the one most likely meant: that fits deepest, then has fewest faults."""
+    """Keep, of the members of a union, the faults of the one most likely meant: that fits deepest, then has fewest faults."""
     kept = located
     for level in range(max((len(steps) for steps, _ in located), default=0)):
         members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}

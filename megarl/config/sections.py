@@ -59,7 +59,7 @@ class DPOLossConfig(TypedDict):
 
 
 class DataSource(TypedDict):
-    """Where records come from: exactly one of ``path`` and ``name``."""
+    """Data source: where records come from: exactly one of ``path`` and ``name``."""
 
     path: NotRequired[Annotated[str, Key("a file of one JSON object a line.")]]
     name: NotRequired[Annotated[str, Key("a data set of the ``datasets`` library, by id or local directory.")]]
@@ -184,7 +184,7 @@ class TensorboardConfig(TypedDict):
 
 
 class LoggerConfig(TypedDict):
-    """Where metrics go besides ``metrics.jsonl``, which is always written."""
+    """Logger config: where metrics go besides ``metrics.jsonl``, which is always written."""
 
     log_dir: NotRequired[
         Annotated[str, Key("where TensorBoard and Weights & Biases put their files; ``logs`` in the run's directory when absent.")]
@@ -211,7 +211,7 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """How long a phase may take, in seconds; a phase that takes longer ends the run with an error."""
+    """Deadlines config: how long a phase may take, in seconds; a phase that takes longer ends the run with an error."""
 
     init_s: NotRequired[Annotated[float, Key("building all workers.", ABOVE_0, default=1800.0)]]
     step_s: NotRequired[Annotated[float, Key("one phase of a step.", ABOVE_0, default=3600.0)]]

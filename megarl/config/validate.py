@@ -27,7 +27,7 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
 
 
 def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is allowed in a checked configuration, and hardly ever meant."""
+    """Yield warnings of values that are allowed in a checked configuration, and hardly ever meant."""
     policy = config["policy"]
     rates = {
         "policy.megatron_cfg.optimizer.lr": (policy["megatron_cfg"].get("optimizer") or {}).get("lr"),

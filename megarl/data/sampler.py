@@ -71,7 +71,7 @@ class ResumableSampler:
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What says that a state is of other data or another order: name to (value here, value there); empty where it is of these."""
+        """Return what differs in a state of other data or another order: name to (value here, value there); empty where it is of these."""
         return {key: (value, state.get(key)) for key, value in self._identity.items() if state.get(key) != value}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -133,7 +133,7 @@ class DeviceRuntime:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def identity(self) -> str:
-        """What tells this device from every other one: the UUID of a GPU as NVML has it, the process of a CPU worker."""
+        """Return what tells this device from every other one: the UUID of a GPU as NVML has it, the process of a CPU worker."""
         if self.is_cuda:
             with contextlib.suppress(RuntimeError):
                 return nvml.get_device_uuid(self.device.index)

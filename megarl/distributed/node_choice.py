@@ -1,4 +1,4 @@
-"""Which node takes which part of a virtual cluster. Pure: no Ray here."""
+"""Choice of the node that takes each part of a virtual cluster. Pure: no Ray here."""
 
 from __future__ import annotations
 

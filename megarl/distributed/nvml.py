@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of the GPUs of this process: identity, free memory, power and use.
+"""NVIDIA's management library: identity, free memory, power and use of the GPUs of this process.
 
 It counts the memory of every process on a GPU, which torch's allocator does not, and names a GPU alike in every process. A GPU is given by
 its index among those that this process can see, as torch counts them.
@@ -66,7 +66,7 @@ def device_id_to_physical_device_id(device_id: int) -> int:
 
 
 def get_device_uuid(device_idx: int) -> str:
-    """What names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments and errors as above."""
+    """Return what names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments and errors as above."""
     with nvml_context() as nvml:
         found = _asked(nvml, lambda: nvml.nvmlDeviceGetUUID(_handle(nvml, device_idx)))
         return found.decode() if isinstance(found, bytes) else str(found)

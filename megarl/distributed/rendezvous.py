@@ -1,4 +1,4 @@
-"""How the ranks of one worker group find each other, without ever giving up a port that was promised.
+"""Rendezvous of the ranks of one worker group, without ever giving up a port that was promised.
 
 Rank 0 binds a listening socket on port 0 in its own process and keeps it; only then are address and port published. The socket itself
 becomes the server socket of ``torch.distributed.TCPStore``, so no other process can take the port in between. Under ``torchrun`` nothing
@@ -29,7 +29,7 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a group meets. ``run_id`` is a random word of the group: a process of another group that comes by is told so."""
+    """Endpoint: where a group meets. ``run_id`` is a random word of the group: a process of another group that comes by is told so."""
 
     address: str
     port: int
@@ -37,7 +37,8 @@ class Endpoint:
 
 
 class _Rendezvous:
-    """What one process knows of its meeting point. ``generation`` counts process groups, so that keys of one never meet the next."""
+    """Rendezvous: what one process knows of its meeting point. ``generation`` counts process groups, so that keys of one never meet the
+    next."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None

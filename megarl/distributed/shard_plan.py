@@ -14,7 +14,7 @@ from megarl.errors import BatchError
 
 
 class DynamicBatchingArgs(TypedDict):
-    """How to form micro-batches of rows of similar length.
+    """Dynamic batching args: how to form micro-batches of rows of similar length.
 
     Keys:
         max_tokens_per_microbatch: rows times padded length never exceeds this.
@@ -34,7 +34,7 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """How to form micro-batches that are packed into one row each.
+    """Sequence packing args: how to form micro-batches that are packed into one row each.
 
     Keys:
         max_tokens_per_microbatch: the padded lengths of a micro-batch never sum to more than this.

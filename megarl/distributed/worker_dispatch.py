@@ -1,4 +1,4 @@
-"""Which worker is called with what: the routing rules of a worker group as plain functions, without Ray."""
+"""Dispatch of calls: which worker is called with what, by the routing rules of a worker group, as plain functions without Ray."""
 
 from __future__ import annotations
 

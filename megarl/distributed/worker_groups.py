@@ -30,7 +30,7 @@ from megarl.distributed.worker_dispatch import (
 from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches, recursive_merge_options
 from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBuilder, WorkerSpec, kill_actor, start_workers
 from megarl.distributed.worker_places import WorkerPlace, place_workers
-from megarl.distributed.worker_results import Deadline, Roster, await_results
+from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
 from megarl.distributed.worker_shell import WorkerHandle
 from megarl.errors import BatchError, ConfigError, MegarlError, StateError
 
@@ -63,7 +63,7 @@ class MultiWorkerFuture:
         return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
 
     def selected(self, values: Sequence[Any]) -> list[Any]:
-        """Of one value for each future, those that belong to the result, in the order of ``return_from_workers``."""
+        """Selected of one value for each future, those that belong to the result, in the order of ``return_from_workers``."""
         if self.return_from_workers is None:
             return list(values)
         called = self.called_workers if self.called_workers is not None else range(len(values))
@@ -109,14 +109,14 @@ class RayWorkerGroup:
         self.name_prefix = name_prefix
         self.sharding_annotations = sharding_annotations
         self._call_timeout_s = call_timeout_s
-        self._roster = Roster()
+        self._registry = WorkerRegistry()
         bundle_counts = [group.bundle_count for group in cluster.get_placement_groups()]
         places = place_workers(bundle_counts, workers_per_node, bundle_indices_list, name_prefix)
         _check_axes_fit(sharding_annotations, len(places))
         self._metadata = [place.metadata() for place in places]
         self._dp_leaders = _dp_leaders(places, sharding_annotations)
         specs = self._specs(places, dict(env_vars or {}))
-        pending = start_workers(remote_worker_builder, specs, self._roster)
+        pending = start_workers(remote_worker_builder, specs, self._registry)
         self._workers = pending.wait(init_timeout_s)
         self._endpoint = pending.endpoint
 
@@ -160,7 +160,7 @@ class RayWorkerGroup:
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
-        """For each worker: node_idx, local_rank, global_rank, name, bundle_indices, dp_shard_idx."""
+        """Return for each worker: node_idx, local_rank, global_rank, name, bundle_indices, dp_shard_idx."""
         return self._metadata
 
     @property
@@ -274,13 +274,13 @@ class RayWorkerGroup:
         what = f"call of {self.name_prefix or 'workers'}"
         has_generator = any(isinstance(future, ObjectRefGenerator) for future in bundle.futures)
         if not has_generator:
-            return bundle.selected(await_results(bundle.futures, self._roster, what, deadline))
+            return bundle.selected(await_results(bundle.futures, self._registry, what, deadline))
         if return_generators_as_proxies:
             return bundle.selected(bundle.futures)
         ends = [future.completed() if isinstance(future, ObjectRefGenerator) else future for future in bundle.futures]
-        await_results(ends, self._roster, what, deadline)
+        await_results(ends, self._registry, what, deadline)
         items = [list(future) if isinstance(future, ObjectRefGenerator) else [future] for future in bundle.selected(bundle.futures)]
-        return await_results([item for worker_items in items for item in worker_items], self._roster, what, deadline)
+        return await_results([item for worker_items in items for item in worker_items], self._registry, what, deadline)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
         """End all workers. May be called more than once.
@@ -297,7 +297,7 @@ class RayWorkerGroup:
             return True
         clean = True
         if cleanup_method is not None and not force:
-            clean = not self._roster.has_unfinished() and self._clean_up(workers, cleanup_method, timeout)
+            clean = not self._registry.has_unfinished() and self._clean_up(workers, cleanup_method, timeout)
         for worker in workers:
             kill_actor(worker.actor)
         # Ray answers a call to a dead actor with an error: that is how its end is seen.
@@ -309,7 +309,7 @@ class RayWorkerGroup:
 
     def _clean_up(self, workers: Sequence[WorkerHandle], method: str, timeout: float) -> bool:
         try:
-            await_results([getattr(worker, method).remote() for worker in workers], self._roster, method, Deadline(timeout))
+            await_results([getattr(worker, method).remote() for worker in workers], self._registry, method, Deadline(timeout))
         except (MegarlError, AttributeError) as error:
             logger.warning("clean-up of %r failed, its workers are killed: %s", self.name_prefix, error)
             return False
@@ -327,7 +327,7 @@ class RayWorkerGroup:
 
     def _submit(self, method: str, calls: Sequence[WorkerCall]) -> list[Any]:
         self._require_workers(method)
-        self._roster.check_free(method)
+        self._registry.check_free(method)
         shared = _share(calls)
         return [
             getattr(self._workers[call.worker], method).remote(**{key: shared.get(id(value), value) for key, value in call.kwargs.items()})

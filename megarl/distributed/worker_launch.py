@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.distributed.rendezvous import Endpoint
 from megarl.distributed.worker_group_utils import recursive_merge_options
-from megarl.distributed.worker_results import Deadline, Roster, await_results
+from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
 from megarl.distributed.worker_shell import ClassRequirements, WorkerHandle, WorkerProcess, WorkerShell
 
 DEFAULT_INIT_TIMEOUT_S = 600.0
@@ -56,7 +56,7 @@ class WorkerSpec:
 
 
 class RayWorkerBuilder:
-    """What to build: the full name of a worker class, and its constructor's arguments.
+    """Ray worker builder: what to build: the full name of a worker class, and its constructor's arguments.
 
     Args:
         ray_actor_class_fqn: ``package.module.Class``. A plain class, or one decorated with ``ray.remote``, whose options then count as
@@ -89,7 +89,7 @@ class RayWorkerBuilder:
             environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             options=extra_options,
         )
-        return start_workers(self, [spec], Roster())
+        return start_workers(self, [spec], WorkerRegistry())
 
     def __call__(
         self,
@@ -110,10 +110,12 @@ class PendingWorkers:
         endpoint: where they meet; None until ``wait`` has returned.
     """
 
-    def __init__(self, builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], roster: Roster, shells: list[ActorHandle[Any]]) -> None:
+    def __init__(
+        self, builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], registry: WorkerRegistry, shells: list[ActorHandle[Any]]
+    ) -> None:
         self._builder = builder
         self._specs = specs
-        self._roster = roster
+        self._registry = registry
         self._shells = shells
         self.endpoint: Endpoint | None = None
         self._options = [_ray_options(spec, ClassRequirements()) for spec in specs]
@@ -135,7 +137,7 @@ class PendingWorkers:
                 shell.construct.remote(name, endpoint, arguments, requirement.init_kwargs)
                 for shell, requirement in zip(self._shells, requirements, strict=True)
             ]
-            methods = await_results(references, self._roster, f"constructor of {name}", deadline)
+            methods = await_results(references, self._registry, f"constructor of {name}", deadline)
         except BaseException:
             self.kill()
             raise
@@ -156,7 +158,7 @@ class PendingWorkers:
                 unfit.append(index)
                 kill_actor(self._shells[index])
                 self._options[index] = options
-                self._shells[index] = _start_shell(self._specs[index], options, self._roster)
+                self._shells[index] = _start_shell(self._specs[index], options, self._registry)
         for index, answer in zip(unfit, self._ask(unfit, deadline), strict=True):
             answers[index] = answer
         return [process for process, _ in answers], [requirement for _, requirement in answers]
@@ -167,20 +169,20 @@ class PendingWorkers:
             self._shells[index].inspect_class.remote(name, self._specs[index].num_gpus, self._specs[index].bundle_indices)
             for index in indices
         ]
-        answers = await_results(references, self._roster, f"start of {name}", deadline)
+        answers = await_results(references, self._registry, f"start of {name}", deadline)
         for index, (process, _) in zip(indices, answers, strict=True):
-            self._roster.set_process(self._shells[index], process)
+            self._registry.set_process(self._shells[index], process)
         return answers
 
     def _meet(self, deadline: Deadline) -> Endpoint:
-        [(address, port)] = await_results([self._shells[0].open_rendezvous.remote()], self._roster, "rendezvous of rank 0", deadline)
+        [(address, port)] = await_results([self._shells[0].open_rendezvous.remote()], self._registry, "rendezvous of rank 0", deadline)
         return Endpoint(address, port, uuid.uuid4().hex)
 
 
-def start_workers(builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], roster: Roster) -> PendingWorkers:
+def start_workers(builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], registry: WorkerRegistry) -> PendingWorkers:
     """Begin phase 1 for all workers of a group."""
-    shells = [_start_shell(spec, _ray_options(spec, ClassRequirements()), roster) for spec in specs]
-    return PendingWorkers(builder, specs, roster, shells)
+    shells = [_start_shell(spec, _ray_options(spec, ClassRequirements()), registry) for spec in specs]
+    return PendingWorkers(builder, specs, registry, shells)
 
 
 def kill_actor(actor: ActorHandle[Any]) -> None:
@@ -197,7 +199,7 @@ def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, 
     return recursive_merge_options(options, asked)
 
 
-def _start_shell(spec: WorkerSpec, options: dict[str, Any], roster: Roster) -> ActorHandle[Any]:
+def _start_shell(spec: WorkerSpec, options: dict[str, Any], registry: WorkerRegistry) -> ActorHandle[Any]:
     place = PlacementGroupSchedulingStrategy(
         placement_group=spec.placement_group,
         placement_group_bundle_index=spec.bundle_index,
@@ -206,5 +208,5 @@ def _start_shell(spec: WorkerSpec, options: dict[str, Any], roster: Roster) -> A
     shell: ActorHandle[Any] | Any = (
         ray.remote(WorkerShell).options(**options, scheduling_strategy=place).remote(spec.name, spec.environment)
     )
-    roster.add(shell, spec.rank, spec.coordinates)
+    registry.add(shell, spec.rank, spec.coordinates)
     return shell

@@ -1,4 +1,4 @@
-"""Where each worker of a group sits: rank, name, bundle and the variables that tell it so. No Ray here."""
+"""Bundles of the workers of a group: rank, name, and the variables that tell a worker so. No Ray here."""
 
 from __future__ import annotations
 

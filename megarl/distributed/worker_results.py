@@ -46,8 +46,9 @@ class Deadline:
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
 
-class Roster:
-    """Who is behind an actor: rank, coordinates and process of every worker of one group, and the calls that never came back."""
+class WorkerRegistry:
+    """Worker registry: who is behind an actor: rank, coordinates and process of every worker of one group, and the calls that never came
+    back."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, tuple[int, Mapping[str, int] | None]] = {}
@@ -96,12 +97,12 @@ class Roster:
             )
 
 
-def await_results(references: Sequence[ray.ObjectRef[Any]], roster: Roster, what: str, deadline: Deadline) -> list[Any]:
+def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline) -> list[Any]:
     """Values of ``references``, in order. Watches all of them, so that a worker that fails is seen while its peers hang.
 
     Args:
         references: results of worker calls; one may stand there twice.
-        roster: names the workers.
+        registry: names the workers.
         what: the call, for messages.
         deadline: bound of the wait.
 
@@ -116,16 +117,16 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], roster: Roster, what
     while pending:
         ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.left())
         if not ready:
-            roster.set_unfinished(pending)
-            raise _deadline_error(pending, len(set(references)), roster, what, deadline)
+            registry.set_unfinished(pending)
+            raise _deadline_error(pending, len(set(references)), registry, what, deadline)
         more, pending = _drain(pending, 0.0)
         failures = _take(ready + more, values)
         if failures:
             more, pending = _drain(pending, _ECHO_WAIT_S)
             failures += _take(more, values)
             pending = _await_cause(failures, pending, values)
-            roster.set_unfinished(pending)
-            _raise_failure(failures, roster, what)
+            registry.set_unfinished(pending)
+            _raise_failure(failures, registry, what)
     return [values[reference] for reference in references]
 
 
@@ -154,13 +155,13 @@ def _take(ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], 
     return failures
 
 
-def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], roster: Roster, what: str) -> None:
+def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], registry: WorkerRegistry, what: str) -> None:
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
-    others = [roster.label(other) for other, _ in failures if other != reference]
+    others = [registry.label(other) for other, _ in failures if other != reference]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
     if isinstance(error, ActorUnavailableError):
         _await_death(_actor_of(reference))
-    label = roster.label(reference) + _lost_node(roster.process(reference))
+    label = registry.label(reference) + _lost_node(registry.process(reference))
     raise _translate(label, error, what, also) from getattr(error, "cause", None) or error
 
 
@@ -206,9 +207,11 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     return WorkerError(f"{label} {what}: {type(cause).__name__}: {cause}{also}{trace}")
 
 
-def _deadline_error(pending: Sequence[ray.ObjectRef[Any]], total: int, roster: Roster, what: str, deadline: Deadline) -> DeadlineError:
-    labels = [roster.label(reference) for reference in pending]
-    processes = [roster.process(reference) for reference in pending]
+def _deadline_error(
+    pending: Sequence[ray.ObjectRef[Any]], total: int, registry: WorkerRegistry, what: str, deadline: Deadline
+) -> DeadlineError:
+    labels = [registry.label(reference) for reference in pending]
+    processes = [registry.process(reference) for reference in pending]
     stacks = collect_stacks([(process.node_id, process.stack_file) if process else ("", None) for process in processes])
     details = "".join(f"\n--- {label} ---\n{stack}" for label, stack in zip(labels, stacks, strict=True) if stack)
     never_started = any(process is None for process in processes)

@@ -25,7 +25,7 @@ from megarl.errors import ClusterError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Where a worker runs. ``stack_file`` is None where Python stacks cannot be taken from outside."""
+    """Worker process: where a worker runs. ``stack_file`` is None where Python stacks cannot be taken from outside."""
 
     host: str
     node_id: str
@@ -35,7 +35,7 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class ClassRequirements:
-    """What a worker class asks for: Ray options of its decorator, and the three answers of its ``configure_worker``."""
+    """Class requirements: what a worker class asks for: Ray options of its decorator, and the three answers of its ``configure_worker``."""
 
     decorator_options: dict[str, Any] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)

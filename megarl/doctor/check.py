@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """How it is: only what FAILED keeps megarl from working."""
+    """Verdict: how it is: only what FAILED keeps megarl from working."""
 
     OK = "ok"
     ABSENT = "absent"

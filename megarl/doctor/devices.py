@@ -39,7 +39,7 @@ class DriverFault:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """What torch was built for (``"12.8"``; None for CPUs), and how many GPUs it can use."""
+    """Torch build: what torch was built for (``"12.8"``; None for CPUs), and how many GPUs it can use."""
 
     cuda: str | None
     gpus: int
@@ -58,7 +58,7 @@ def check_devices() -> list[Check]:
 
 
 def read_driver() -> Driver | DriverFault | None:
-    """What the driver says, through NVML; None without one."""
+    """Return what the driver says, through NVML; None without one."""
     import pynvml
 
     try:
@@ -94,7 +94,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Check]:
-    """What driver and torch mean for a run."""
+    """Return what driver and torch mean for a run."""
     built = f"torch is built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
     if isinstance(driver, DriverFault):
         fix = "nvidia-smi   (says the same); after an update of the driver: reboot, or load its kernel module anew"

@@ -77,7 +77,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
             process.kill()
 
     def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
-        """What a process wrote; one that fails ends the others, which would wait for it."""
+        """Return what a process wrote; one that fails ends the others, which would wait for it."""
         answer = process.communicate()
         if process.returncode:
             stop()

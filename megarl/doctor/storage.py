@@ -118,7 +118,7 @@ def judge_space(free: int) -> Check:
 
 
 def check_file_system(place: Path) -> Check:
-    """Which file system it is; ``place`` without links. That other nodes see it too can only be seen from there."""
+    """Return which file system it is; ``place`` without links. That other nodes see it too can only be seen from there."""
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
     # Of several on one directory the last one counts: an automounter's own lies below what it has mounted.
     mount = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)

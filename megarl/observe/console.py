@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run trains: one line a step, and a progress bar where the terminal can show one."""
+"""The console of a run: one line a step, and a progress bar where the terminal can show one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pictures and the report share: colours, axes, and how a curve is drawn."""
+"""Drawing: colours, axes and curves that the pictures and the report share."""
 
 from __future__ import annotations
 

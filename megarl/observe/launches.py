@@ -56,14 +56,14 @@ _LAUNCH = TypeAdapter(Launch)
 
 
 @dataclass
-class Outcome:
-    """How a launch will be said to have ended, unless an error ends it."""
+class LaunchOutcome:
+    """Launch outcome: how a launch will be said to have ended, unless an error ends it."""
 
     text: str = "stopped before its last step"
 
 
 @contextmanager
-def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[Outcome]:
+def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[LaunchOutcome]:
     """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the record, not the run.
 
     Yields:
@@ -72,7 +72,7 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
     path = run_dir / FILE_NAME
     start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
     recorded = _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
-    outcome = Outcome()
+    outcome = LaunchOutcome()
     try:
         yield outcome
     except BaseException as error:

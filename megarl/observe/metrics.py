@@ -1,4 +1,4 @@
-"""How the values of one metric, one per micro-batch and rank, become the one number of a step. Pure Python."""
+"""Reduction of metrics: how the values of one, one per micro-batch and rank, become the number of a step. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 
 class Reduction(Enum):
-    """What turns the micro-batch values of a metric into its value for the step."""
+    """Reduction of the micro-batch values of a metric to its value for the step."""
 
     SUM = "sum"
     MEAN = "mean"

@@ -24,7 +24,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What the rows of a run say.
+    """Log: what the rows of a run say.
 
     Attributes:
         series: every numeric metric as a curve.
@@ -46,7 +46,7 @@ def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
-    """The same curves, and what no curve shows. The rows are read once, one by one; of each only its numbers are kept."""
+    """Collect curves, and what no curve shows. The rows are read once, one by one; of each only its numbers are kept."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     not_finite: dict[str, int] = {}
     last_time: float | None = None

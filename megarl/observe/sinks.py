@@ -93,7 +93,7 @@ class MetricSinks:
             self._guard(sink, "write", row)
 
     def truncate_after(self, step: int) -> None:
-        """On resume from the checkpoint of ``step``: forget what an earlier launch logged for later steps."""
+        """Forget, on resume from the checkpoint of ``step``, what an earlier launch logged for later steps."""
         for sink in self._sinks:
             self._guard(sink, "truncate_after", step)
 

@@ -1,4 +1,4 @@
-"""What one comparison consists of, and the line of text that stands for it.
+"""A case: one comparison, and the line of text that stands for it.
 
 A case is flat: every field is a number, a name or a yes-or-no, and its default is the simplest value there is. Sizes that have to divide
 others are stored as factors (heads = ``kv`` x ``group``), so that most fields can be changed one at a time.
@@ -179,7 +179,7 @@ class Case:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """How the tokens count as drawn."""
+        """Distribution that the tokens count as sampled from."""
         return SamplingSettings(temperature=self.temperature, top_k=self.keep or None, top_p=self.nucleus)
 
     @property
@@ -224,7 +224,7 @@ class Case:
 
     @property
     def share(self) -> int:
-        """What the layout needs sequence lengths to be a multiple of."""
+        """Number that sequence lengths have to be a multiple of in this layout."""
         return sequence_share(self.tp, self.cp, self.sp)
 
     @property
@@ -245,7 +245,7 @@ class Case:
 
     @property
     def loss_options(self) -> frozenset[str]:
-        """What stands behind the kind of loss."""
+        """Return what stands behind the kind of loss."""
         return frozenset(self.loss.split("+")[1:])
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from megarl.parity.models import ModelShelf
 from megarl.parity.pool import WorkerPool
 from megarl.parity.progress import CaseProgress
 from megarl.parity.prove import prove
-from megarl.parity.runner import CaseRunner, Outcome
+from megarl.parity.runner import CaseOutcome, CaseRunner
 from megarl.parity.shrink import shrink
 
 JOB_SECONDS = 120
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass
 class Results:
-    """What a run found.
+    """Results: what a run found.
 
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
@@ -74,7 +74,7 @@ class Results:
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: CaseOutcome) -> None:
         """Count a case that passed."""
         self.passed += 1
         self.coverage.add(outcome.case)
@@ -145,7 +145,7 @@ def _many(runner: CaseRunner, drawer: Drawer, options: Options, console: Console
     return 1 if results.failures or results.late else 0
 
 
-def _failure(runner: CaseRunner, outcome: Outcome, mutate: str | None, progress: CaseProgress) -> dict[str, Any]:
+def _failure(runner: CaseRunner, outcome: CaseOutcome, mutate: str | None, progress: CaseProgress) -> dict[str, Any]:
     """Say what failed, find the smallest case that fails as well, and say how to see it."""
     progress.say(f"FAILED {outcome.case}", "bold red")
     for line in outcome.summary():

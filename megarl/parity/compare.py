@@ -29,7 +29,7 @@ from megarl.parity.reference import Expected
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one quantity is from what it should be.
+    """Difference: how far one quantity is from what it should be.
 
     Attributes:
         what: the quantity, for example ``step 1 grad_norm``.
@@ -106,7 +106,7 @@ def _repeated(rank: int, share: Share) -> Difference:
 
 
 def _restored(what: str, dealt: ShardedBatch, parts: Sequence[torch.Tensor], expected: torch.Tensor, bounds: Bounds) -> list[Difference]:
-    """What the data-parallel ranks gave for their rows, in the order of the batch: the worst token, and all of them."""
+    """Return what the data-parallel ranks gave for their rows, in the order of the batch: the worst token, and all of them."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
         return [Difference(what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}")]

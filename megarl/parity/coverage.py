@@ -1,4 +1,4 @@
-"""What the cases of a run had: the features of a case, and how often each passed on each backend."""
+"""Coverage: the features of a run's cases, and how often each passed on each backend."""
 
 from __future__ import annotations
 

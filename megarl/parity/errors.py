@@ -1,4 +1,4 @@
-"""What an error is relative to: a log-probability to itself or 1, a number to itself or the size of its terms, a weight to its tensor."""
+"""Relative errors: a log-probability's to itself or 1, a number's to itself or the size of its terms, a weight's to its tensor."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def tensor_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def root_mean_square(errors: torch.Tensor) -> float:
-    """Of all numbers; 0 where there are none."""
+    """Root mean square of all numbers; 0 where there are none."""
     return float(errors.double().square().mean().sqrt()) if errors.numel() else 0.0

@@ -1,4 +1,4 @@
-"""What a worker process does for a case: the calls that a driver would make, in their order, on a real worker."""
+"""Jobs of worker processes: the calls that a driver would make for a case, in their order, on a real worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKERS = {
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank measured.
+    """Share: what one rank measured.
 
     Attributes:
         data_rank: its data-parallel rank.

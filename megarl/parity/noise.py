@@ -1,4 +1,4 @@
-"""How far rounding may lead from the reference where no one number bounds it: measured, case by case, on plain transformers.
+"""Rounding noise where no one number bounds it: measured, case by case, on plain transformers.
 
 Nobody can say beforehand how far a model in bfloat16 or float16 comes out from the same model in float32, or how far one in float32 does
 that Adam trains with a small epsilon. So the reference itself computes the case in its precision, ``MEMBERS`` times. Each time a random

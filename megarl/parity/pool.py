@@ -57,7 +57,7 @@ class WorkerPool:
         self._dead = False
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``function(*arguments)`` returned on each rank.
+        """Return what ``function(*arguments)`` returned on each rank.
 
         Raises:
             JobError: it failed on a rank.

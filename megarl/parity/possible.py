@@ -68,7 +68,7 @@ def _own_violations(case: Case) -> list[Violation]:
 
 
 def _plan_violations(case: Case, config: Config) -> list[Violation]:
-    """What the driver would say when it deals the batches."""
+    """Return what the driver would say when it deals the batches."""
     batch, together = token_batch(case), rows_together(make_loss(case))
     found: list[Violation] = []
     if case.batching == "fixed" and case.mbs % together:

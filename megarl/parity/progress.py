@@ -1,4 +1,4 @@
-"""How far a run of the fuzzer is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of the fuzzer: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megarl.parity.faults.mutations import MUTATIONS
 from megarl.parity.faults.patching import Mutation
 from megarl.parity.lines import words_of
 from megarl.parity.progress import CaseProgress
-from megarl.parity.runner import CaseRunner, Outcome
+from megarl.parity.runner import CaseOutcome, CaseRunner
 
 CASES_EACH = 2
 DRAWS = 400
@@ -29,7 +29,7 @@ ACCEPTED = ("caught", "below noise", "no case")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a fault on one backend.
+    """Verdict: what became of a fault on one backend.
 
     Attributes:
         name: the fault.
@@ -122,7 +122,7 @@ def _fitting(drawer: Drawer, fixed: Mapping[str, Any], fault: Mutation, seed: in
             yield case
 
 
-def _above_noise(clean: Outcome, in_float32: Outcome) -> bool:
+def _above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
     """Whether what a fault does in float32 is for some quantity more than twice what 16 bit may differ by; the same fault in 16 bit then
     leaves it out of bounds, whatever the rounding.
 
@@ -136,7 +136,7 @@ def _above_noise(clean: Outcome, in_float32: Outcome) -> bool:
     return any(effects.get(found.what, 0.0) > 2 * found.bound + steps[found.what] for found in clean.differences)
 
 
-def _given_away(outcome: Outcome) -> str:
+def _given_away(outcome: CaseOutcome) -> str:
     """The kinds of quantities that were out of bounds."""
     kinds = [found.kind for found in outcome.mismatches]
     return ", ".join(f"{kind} ({kinds.count(kind)})" for kind in dict.fromkeys(sorted(kinds)))

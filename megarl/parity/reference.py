@@ -73,7 +73,7 @@ def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: Sa
 
 @dataclass
 class Expected:
-    """What training has to report, one entry a call of ``train()``.
+    """Expected: what training has to report, one entry a call of ``train()``.
 
     Attributes:
         losses: one a global batch.
@@ -192,7 +192,8 @@ class ReferenceTrainer:
         return float(norm)
 
     def _scales(self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> dict[str, float]:
-        """For each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities: the factor by which an
+        """Return for each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities: the factor by
+        which an
         error of the log-probabilities, relative to the larger of themselves and 1, comes back in the metric."""
         moved = logprobs + SMALL_CHANGE * logprobs.abs().clamp(min=1.0)
         parts: dict[str, list[float]] = {}
@@ -237,7 +238,7 @@ def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> to
 
 
 def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:
-    """What training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
+    """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
     trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale)
     expected = Expected()
     for number, data in enumerate(calls_of(case, batch)):

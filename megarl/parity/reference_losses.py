@@ -36,7 +36,7 @@ class ReferenceLoss:
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Of the extremes; all else is a sum."""
+        """Reductions of the extremes; all else is a sum."""
         return {
             f"{name}_{extreme}": Reduction[extreme.upper()] for name in ("probs_ratio", "probs_ratio_clamped") for extreme in ("min", "max")
         }

@@ -1,4 +1,4 @@
-"""What the routers of a transformers mixture of experts do with a global batch, and the losses that balance them, by their definitions.
+"""Routers of a transformers mixture of experts over a global batch, and the losses that balance them, by their definitions.
 
 For T real tokens, E experts, k of them a token, p the softmax over a router's logits and c[i] the tokens of expert i: the load-balancing
 loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]`` (Fedus et al., arXiv:2101.03961, equations 4 to 6), the same for each sequence alone
@@ -20,7 +20,7 @@ Z_COEFFICIENT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """How routers are kept balanced.
+    """Balancing: how routers are kept balanced.
 
     Attributes:
         kind: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
@@ -37,7 +37,7 @@ class Balancing:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the routers did in one forward pass.
+    """Judged: what the routers did in one forward pass.
 
     Attributes:
         loss: what they add to the loss; None in a dense model.

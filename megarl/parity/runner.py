@@ -21,8 +21,8 @@ from megarl.parity.reference import Expected, load_model, token_logprobs, traine
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a case went.
+class CaseOutcome:
+    """Case outcome: how a case went.
 
     Attributes:
         case: the case.
@@ -49,7 +49,7 @@ class Outcome:
         return not self.error and not self.mismatches
 
     def summary(self, lines: int = 3) -> list[str]:
-        """What went wrong, worst first."""
+        """Return what went wrong, worst first."""
         if self.error:
             return [f"error: {self.error.strip().splitlines()[-1]}"]
         wrong = self.mismatches
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What workers get and what they have to give."""
+    """Prepared: what workers get and what they have to give."""
 
     model: Path
     config: Config
@@ -86,7 +86,7 @@ class CaseRunner:
         """Whether the case can be run."""
         return refusal(case, self._shelf) is None
 
-    def run(self, case: Case, mutation: str | None = None) -> Outcome:
+    def run(self, case: Case, mutation: str | None = None) -> CaseOutcome:
         """Run a case, with a known fault in its workers if one is named.
 
         Raises:
@@ -98,7 +98,7 @@ class CaseRunner:
             shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, mutation)
         except (JobError, TimeoutError) as error:
             late = isinstance(error, TimeoutError)
-            return Outcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
+            return CaseOutcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         outcome = self._judged(case, ready, shares)
         if not outcome.passes and case.has_measured_bounds and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))
@@ -106,12 +106,12 @@ class CaseRunner:
         return replace(outcome, seconds=time.monotonic() - started)
 
     @staticmethod
-    def _judged(case: Case, ready: _Prepared, shares: list[jobs.Share]) -> Outcome:
-        return Outcome(case, compare(case, ready.config, ready.batch, shares, ready.logprobs, ready.expected, ready.bounds))
+    def _judged(case: Case, ready: _Prepared, shares: list[jobs.Share]) -> CaseOutcome:
+        return CaseOutcome(case, compare(case, ready.config, ready.batch, shares, ready.logprobs, ready.expected, ready.bounds))
 
     @staticmethod
     def _with_more_members(case: Case, ready: _Prepared) -> _Prepared:
-        """The same with bounds from many more runs of the reference.
+        """Return the same case with bounds from many more runs of the reference.
 
         A token whose ratio of probabilities is about to be clipped makes a gradient that jumps, one way in a few runs of many, which the
         first eight may all miss.

@@ -46,7 +46,7 @@ def names() -> dict[str, Any]:
 
 
 def names_head_norms() -> dict[str, Any]:
-    """The same for a family that normalises heads."""
+    """Plan of plain styles for a family that normalises heads."""
     return {**names(), **_HEAD_NORMS}
 
 
@@ -92,7 +92,7 @@ DECAY_CALLS = 3
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What the optimizer of a case does, in the terms of torch.
+    """Hyperparameters: what the optimizer of a case does, in the terms of torch.
 
     Attributes:
         kind: ``adam`` (decoupled weight decay) or ``sgd``.
@@ -233,7 +233,7 @@ def _megatron_scheduler(case: Case) -> Config:
 
 
 def _exchange(case: Case) -> Config:
-    """How context-parallel ranks exchange keys and values; the default goes without saying."""
+    """Return how context-parallel ranks exchange keys and values; the default goes without saying."""
     return {} if case.comm == "all_gather" else {"context_parallel_comm_type": case.comm}
 
 

@@ -43,7 +43,7 @@ VALIDATION_SEED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one quickstart run ended with. Accuracies are greedy, over the same 256 validation problems."""
+    """Summary: what one quickstart run ended with. Accuracies are greedy, over the same 256 validation problems."""
 
     seed: int
     accuracy_before: float
@@ -95,7 +95,7 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
-    """Where this run goes: an unfinished one is continued, a finished one is left alone."""
+    """Return where this run goes: an unfinished one is continued, a finished one is left alone."""
     parts = [chosen.backend, chosen.generation, f"seed-{seed}"]
     name, number = "-".join(part for part in parts if part not in {"megatron", "policy"}), 1
     while True:
@@ -107,7 +107,7 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What a run does otherwise than the two recipes: names of ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
+    """Changes: what a run does otherwise than the two recipes: names of ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
 
     backend: str
     generation: str

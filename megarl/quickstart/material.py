@@ -1,4 +1,4 @@
-"""What the quickstart trains: seeded arithmetic problems, a tokenizer for them, a tiny Qwen2 with random weights, and its accuracy.
+"""Material of the quickstart: seeded arithmetic problems, a tokenizer, a tiny Qwen2 with random weights, and its accuracy.
 
 Every problem is about single digits or short numbers, in short English, and has an answer of one or two digits, so that a model of a
 hundred thousand weights can learn the task within minutes on a CPU, and exact match is a fair reward. They are written as JSONL records

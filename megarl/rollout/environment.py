@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReturn:
-    """What an environment says to a turn of B conversations.
+    """Environment return: what an environment says to a turn of B conversations.
 
     Attributes:
         rewards: B finite numbers.

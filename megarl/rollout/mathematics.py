@@ -61,7 +61,7 @@ def fault_of_reference(answer: str) -> str | None:
 
 @lru_cache(maxsize=65536)
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """What the library reads from a reference: values, and last the text that they came from; empty for nothing."""
+    """Return what the library reads from a reference: values, and last the text that they came from; empty for nothing."""
     return tuple(_parse(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"))
 
 

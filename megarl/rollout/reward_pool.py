@@ -40,7 +40,7 @@ _READY, _VALUE, _ERROR, _TIMEOUT, _UNUSABLE = "ready", "value", "error", "timeou
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward function made of one response.
+    """Score: what a reward function made of one response.
 
     Attributes:
         value: the reward; None where there is none.
@@ -178,7 +178,7 @@ class _Process:
             self.child.stdin.flush()
 
     def receive(self, seconds: float) -> Score | None:
-        """What it says next, if that is a score.
+        """Return what it says next, if that is a score.
 
         Raises:
             ConfigError: it cannot import the function.
@@ -208,7 +208,7 @@ class _Process:
         return Score(what) if kind == _VALUE else Score(None, kind, what)
 
     def exit_code(self) -> str:
-        """How it ended, in words; waits for its end."""
+        """Return how it ended, in words; waits for its end."""
         code = self.child.wait()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 

@@ -69,7 +69,7 @@ def is_immediate(function: RewardFunction) -> bool:
 
 
 def fault_of_reference(function: Any) -> Callable[[str], str | None] | None:
-    """What says why a reference answer is of no use to a reward function; None where every answer is."""
+    """Return what says why a reference answer is of no use to a reward function; None where every answer is."""
     if function is mathematics.math_verify:
         return mathematics.fault_of_reference
     return getattr(function, "fault_of_reference", None)

@@ -1,4 +1,4 @@
-"""What the configuration beside a run says of it. A person may have written there what no run would take; that counts as not said."""
+"""The configuration beside a run. A person may have written there what no run would take; that counts as not said."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What a run was told to do.
+    """Configured: what a run was told to do.
 
     Attributes:
         algorithm: what trains; None where the file does not say it, like the next three.
@@ -35,7 +35,7 @@ class Configured:
 
 
 def read_configured(run_dir: Path) -> Configured:
-    """What ``config.yaml`` in the directory says; little or nothing where it is missing or damaged.
+    """Return what ``config.yaml`` in the directory says; little or nothing where it is missing or damaged.
 
     Raises:
         OSError: the file is there and cannot be read.

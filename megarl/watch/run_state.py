@@ -1,4 +1,4 @@
-"""Where a run stands, read from its directory alone. Nothing there is written, locked or waited for."""
+"""State of a run, read from its directory alone. Nothing there is written, locked or waited for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CheckpointState:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands.
+    """State of a run.
 
     Attributes:
         directory: of the run.
@@ -172,7 +172,7 @@ def require_run(run_dir: Path) -> None:
 
 
 def read_log(run_dir: Path) -> Log:
-    """What the metrics say; nothing before the first row.
+    """Return what the metrics say; nothing before the first row.
 
     Raises:
         DataError: a file of them cannot be read, or is damaged.

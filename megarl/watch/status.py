@@ -77,7 +77,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
 
 
 def render(state: RunState) -> RenderableType:
-    """What a person sees; fits 80 columns unless names are longer."""
+    """Return the status as text that fits 80 columns unless names are longer."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -157,7 +157,7 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
 
 
 def _mismatch(curve: Series) -> Text:
-    """How far the probabilities of generation and of training are apart; 1 is not at all."""
+    """Return how far the probabilities of generation and of training are apart; 1 is not at all."""
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
     text = (
         f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megarl.distributed.device import is_out_of_memory
 from megarl.errors import RefitError
 from megarl.weight_sync.layout import ALIGNMENT, Group, TensorInfo, checksum, padded_bytes
-from megarl.weight_sync.manifest import Manifest, Stream, drain, expect_end, pack
+from megarl.weight_sync.manifest import Manifest, WeightIterator, drain, expect_end, pack
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
 BUFFERS = 2
@@ -123,7 +123,7 @@ class Channel:
 
 @contextlib.contextmanager
 def _getting_through() -> Iterator[None]:
-    """What torch says of a broken group, as an error of megarl's."""
+    """Turn torch's errors of a broken group into errors of megarl."""
     try:
         yield
     except RefitError:
@@ -190,7 +190,7 @@ def _parts(buffer: torch.Tensor, count: int, word: int) -> tuple[torch.Tensor, t
 
 
 class DeltaChannel(Channel):
-    """See the module. A group of weights comes whole when its delta would take more than ``group.delta_share`` of its bytes.
+    """Channel of deltas. A group of weights comes whole when its delta would take more than ``group.delta_share`` of its bytes.
 
     Args:
         group: the ranks.
@@ -220,7 +220,7 @@ class DeltaChannel(Channel):
         self._base_version = version
 
     def seal(self, index: int) -> tuple[int, int]:
-        """The same, with what changed.
+        """Close the group's message with what changed.
 
         Raises:
             RefitError: there is no memory to find it.
@@ -272,7 +272,7 @@ class DeltaChannel(Channel):
 
 @contextlib.contextmanager
 def _enough_memory(weights: torch.Tensor) -> Iterator[None]:
-    """For what a delta of ``weights`` takes beside them."""
+    """Turn a lack of memory for a delta of ``weights`` into an error that says so."""
     try:
         yield
     except Exception as error:
@@ -334,7 +334,7 @@ class WeightBroadcaster:
         self._channel = _channel_of(group, manifest)
         self._with_checksum = with_checksum
 
-    def send(self, stream: Stream, version: int) -> None:
+    def send(self, stream: WeightIterator, version: int) -> None:
         """Send all weights of this stage and wait until every engine rank has confirmed those of all stages.
 
         Args:
@@ -379,7 +379,7 @@ class WeightBroadcaster:
         """Leave the group of ranks."""
         self._channel.close()
 
-    def _fill(self, index: int, stream: Stream, version: int) -> None:
+    def _fill(self, index: int, stream: WeightIterator, version: int) -> None:
         channel = self._channel
         pack(stream, channel.manifest, channel.parts[index], channel.content(index))
         if index + 1 == len(channel.parts):
@@ -469,7 +469,7 @@ class WeightListener:
 
 
 def _failure_of(action: Callable[..., object], *arguments: Any) -> Exception | None:
-    """What ``action`` raises, if it does."""
+    """Return the error that ``action`` raises, or None."""
     try:
         action(*arguments)
     except Exception as failure:

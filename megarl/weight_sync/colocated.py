@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
-from megarl.weight_sync.ipc_buffer import SLOTS, Arena, ArenaReader, host_identity
+from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity
 from megarl.weight_sync.layout import Group, checksum
-from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, Stream, buffer_bytes, expect_end, pack, too_large
+from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, expect_end, pack, too_large
 
 # of a slot, where the configuration names no size; on a GPU less when less is free
 DEFAULT_SLOT_BYTES = GIB // 2
@@ -24,15 +24,15 @@ FREE_SHARE = 0.1
 
 
 class WeightSender:
-    """Lays the weights of a model into an ``Arena``, group after group.
+    """Lays the weights of a model into an ``IpcBuffer``, group after group.
 
-    All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an arena of its own, for the engine's rank
-    on the same device; on a CPU the first rank of each host does.
+    All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an IPC buffer of its own, for the engine's
+    rank on the same device; on a CPU the first rank of each host does.
 
     Args:
         stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
         runtime: device of this process.
-        buffer_gib: GiB that a refit may take: the arena's two slots, what is gathered for them, and on a CPU lists of what lies in them.
+        buffer_gib: GiB that a refit may take: the IPC buffer's slots, what is gathered for them, and on a CPU lists of what lies in them.
             None takes half a GiB a slot, and as much more as the largest weight needs.
         gathered_bytes: that ``stream`` takes.
         with_checksum: send a checksum with every group.
@@ -40,7 +40,7 @@ class WeightSender:
 
     def __init__(
         self,
-        stream: Callable[[], Stream],
+        stream: Callable[[], WeightIterator],
         runtime: DeviceRuntime,
         *,
         buffer_gib: float | None = None,
@@ -54,10 +54,10 @@ class WeightSender:
         self._with_checksum = with_checksum
         self._manifest: Manifest | None = None
         self._publishes = False
-        self._arena: Arena | None = None
+        self._ipc_buffer: IpcBuffer | None = None
         self._round = 0
         self._version = 0
-        self._open: Stream | None = None
+        self._open: WeightIterator | None = None
         self._next = 0
         self._groups_sent = 0
 
@@ -68,7 +68,7 @@ class WeightSender:
 
     @property
     def manifest(self) -> Manifest:
-        """What is sent at every refit. The first call is a collective: it goes through all weights once.
+        """Manifest of every refit. The first call is a collective: it goes through all weights once.
 
         Raises:
             RefitError: the ranks do not see the same weights.
@@ -108,8 +108,8 @@ class WeightSender:
 
     def slot_bytes(self) -> int:
         """Bytes that a transfer buffer holds."""
-        if self._arena is not None:
-            return self._arena.slot_bytes
+        if self._ipc_buffer is not None:
+            return self._ipc_buffer.slot_bytes
         if self._buffer_gib is not None:
             lists = 0 if self._runtime.is_cuda else LIST_BYTES * len(self.manifest.tensors)
             largest = self.manifest.largest[1]
@@ -171,13 +171,13 @@ class WeightSender:
         self._groups_sent += 1
         if self._next == len(self.manifest.tensors):
             self._end()
-        if buffer is None or self._arena is None:
+        if buffer is None or self._ipc_buffer is None:
             return {}
         self._runtime.synchronize()
         number = checksum(buffer[: group.nbytes]) if self._with_checksum else None
-        self._arena.publish(slot, self._round, group.first)
+        self._ipc_buffer.publish(slot, self._round, group.first)
         payload = {
-            "arena": self._arena.handle(),
+            "ipc_buffer": self._ipc_buffer.handle(),
             "manifest": self.manifest.digest,
             "version": self._version,
             "round": self._round,
@@ -193,11 +193,11 @@ class WeightSender:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
 
     def _claim(self, slot: int, group: Group) -> torch.Tensor:
-        if self._arena is None or group.nbytes > self._arena.slot_bytes:
-            size = max(group.nbytes, self.slot_bytes() if self._arena is None else 0)
+        if self._ipc_buffer is None or group.nbytes > self._ipc_buffer.slot_bytes:
+            size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
-            self._arena = Arena(size, self._runtime.device)
-        return self._arena.claim(slot, self._round)
+            self._ipc_buffer = IpcBuffer(size, self._runtime.device)
+        return self._ipc_buffer.claim(slot, self._round)
 
     def _copy(self, group: Group, buffer: torch.Tensor | None) -> None:
         assert self._open is not None
@@ -216,14 +216,14 @@ class WeightSender:
             expect_end(stream)
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Let go of the ipc_buffer."""
         self.give_up()
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._ipc_buffer is not None:
+            self._ipc_buffer.close()
+            self._ipc_buffer = None
 
 
 class WeightReceiver:
@@ -241,7 +241,7 @@ class WeightReceiver:
         self.manifest = manifest
         self.version: int | None = None
         self._device = device
-        self._arena: ArenaReader | None = None
+        self._ipc_buffer: IpcBufferReader | None = None
         self._token: object = None
         self._round: tuple[object, int] | None = None
         self._next = 0
@@ -258,41 +258,41 @@ class WeightReceiver:
         """
         self.version = None
         try:
-            arena, group = self._expected(payload)
+            ipc_buffer, group = self._expected(payload)
             where = payload["slot"], payload["round"], payload["first"]
-            buffer = arena.read(*where)
+            buffer = ipc_buffer.read(*where)
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
                 first = self.manifest.tensors[group.first].name
                 raise RefitError(f"the weights from {first} on have another checksum than the policy's: start a new refit")
             yield self._views_of(payload["slot"], group, buffer)
-            arena.check(*where)
+            ipc_buffer.check(*where)
         except BaseException:
             self._round = None
             raise
-        arena.acknowledge(payload["round"], payload["first"])
+        ipc_buffer.acknowledge(payload["round"], payload["first"])
         self._next = group.stop
         if self._next == len(self.manifest.tensors):
             self._round = None
             self.version = int(payload["version"])
 
-    def _expected(self, payload: Mapping[str, Any]) -> tuple[ArenaReader, Group]:
-        """The arena and the group, if it is the one that comes next."""
+    def _expected(self, payload: Mapping[str, Any]) -> tuple[IpcBufferReader, Group]:
+        """The IPC buffer and the group, if it is the one that comes next."""
         if payload["manifest"] != self.manifest.digest:
             raise RefitError("the policy's weights have other names, shapes or dtypes than its refit info: call prepare_refit_info() anew")
-        token = payload["arena"]["memory"]["token"]
+        token = payload["ipc_buffer"]["memory"]["token"]
         if payload["first"] == 0:
             self._round, self._next = (token, payload["round"]), 0
-        # a policy that needs a larger arena goes on in a new one
+        # a policy that needs a larger IPC buffer goes on in a new one
         if self._round is None or self._round[1] != payload["round"] or payload["first"] != self._next:
             expected = "the first group of a refit" if self._round is None else f"weight {self._next} of refit {self._round[1]}"
             raise RefitError(f"weight {payload['first']} of refit {payload['round']} came where {expected} was next: start a new refit")
-        if self._arena is None or token != self._token:
-            if self._arena is not None:
-                self._arena.close()
-                self._arena = None
+        if self._ipc_buffer is None or token != self._token:
+            if self._ipc_buffer is not None:
+                self._ipc_buffer.close()
+                self._ipc_buffer = None
             self._views.clear()
-            self._arena, self._token = ArenaReader(payload["arena"], self._device), token
-        return self._arena, self.manifest.group(payload["first"], payload["count"])
+            self._ipc_buffer, self._token = IpcBufferReader(payload["ipc_buffer"], self._device), token
+        return self._ipc_buffer, self.manifest.group(payload["first"], payload["count"])
 
     def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The group's weights, made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch."""
@@ -306,9 +306,9 @@ class WeightReceiver:
         self.version = None
         self._round = None
         self._views.clear()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._ipc_buffer is not None:
+            self._ipc_buffer.close()
+            self._ipc_buffer = None
 
 
 def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
@@ -325,7 +325,7 @@ def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mappin
         return handles[device]
     here = host_identity()
     for payload in handles.values():
-        if payload["arena"]["device"] is None and payload["arena"]["memory"]["host"] == here:
+        if payload["ipc_buffer"]["device"] is None and payload["ipc_buffer"]["memory"]["host"] == here:
             return payload
     devices = ", ".join(sorted(handles)) or "none"
     raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")

@@ -28,7 +28,7 @@ _TOKEN_BYTES = 16
 
 @functools.cache
 def host_identity() -> str:
-    """What processes have in common that can open one another's shared memory: the boot of the kernel and the process namespace."""
+    """Return what processes have in common that can open one another's shared memory: the boot of the kernel and the process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
@@ -66,7 +66,7 @@ class SharedBlock:
         return block
 
     def handle(self) -> dict[str, Any]:
-        """What ``attach`` needs, of plain types."""
+        """Handle, of plain types, by which another process opens it; on a GPU it holds PyTorch's own handle of the device memory."""
         return {
             "host": host_identity(),
             "process": os.getpid(),
@@ -142,7 +142,7 @@ PAGE = 4096
 _WORDS = 4
 
 
-class Arena:
+class IpcBuffer:
     """The policy's side.
 
     Args:
@@ -170,7 +170,7 @@ class Arena:
         self._on_gpu = on_gpu
 
     def handle(self) -> dict[str, Any]:
-        """What ``ArenaReader`` needs; on a GPU it holds PyTorch's own handle of the device memory."""
+        """Handle, of plain types, by which another process opens it; on a GPU it holds PyTorch's own handle of the device memory."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         device = reduce_tensor(self._data)[1] if self._on_gpu else None
@@ -194,7 +194,7 @@ class Arena:
         return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def publish(self, slot: int, round_: int, group: int) -> None:
-        """What was written into ``slot`` may be read."""
+        """Let readers read what was written into ``slot``."""
         self._words[slot, 1] = group
         self._words[slot, 0] = round_
 
@@ -213,11 +213,11 @@ def _has_read(reader: list[int], round_: int, group: int) -> bool:
     return last_round == round_ and last_group >= group
 
 
-class ArenaReader:
-    """The engine's side of an ``Arena``.
+class IpcBufferReader:
+    """The engine's side of an ``IpcBuffer``.
 
     Raises:
-        RefitError: the arena is gone, or too many engines read it.
+        RefitError: the IPC buffer is gone, or too many engines read it.
     """
 
     def __init__(self, handle: Mapping[str, Any], device: torch.device) -> None:
@@ -264,7 +264,7 @@ class ArenaReader:
         self._entry[1] = round_
 
     def close(self) -> None:
-        """Let go of the arena; the policy waits for this reader no longer."""
+        """Let go of the IPC buffer; the policy waits for this reader no longer."""
         if not self._block.closed:
             self._entry[0] = 0
             self._block.close()

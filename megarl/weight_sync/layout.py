@@ -2,7 +2,7 @@
 
 A refit on a CPU has no time for a call a weight when there are tens of thousands. Weights of one dtype whose shapes differ in their first
 size alone lie one after another, as the rows of one tensor. ``torch.cat`` fills it with those that come one by one, on a GPU with a kernel
-for a hundred of them. Where a stream says in which flat tensors its weights lie (``Parcel``), strided copies are worked out once: copies
+for a hundred of them. Where an iterator says in which flat tensors weights lie (``FlatBucket``), strided copies are worked out once: copies
 of one form at equal distances (the groups of query heads, the ranks, the experts of a layer) become a single one with one more dimension,
 so that there are few however many tensors there are. ``split`` makes all views of a bucket.
 """
@@ -23,8 +23,8 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a weight lies, contiguous.
+class BufferRegion:
+    """Region of a buffer in which a weight lies, contiguous.
 
     Attributes:
         name, shape: of the weight.
@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class FlatBucket:
     """Neighbouring weights of a stream.
 
     Attributes:
@@ -58,55 +58,55 @@ class Parcel:
         flats: tensors of one dtype without gaps.
     """
 
-    places: Sequence[Place]
+    places: Sequence[BufferRegion]
     first: int
     count: int
     flats: tuple[torch.Tensor, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all the weights."""
+        """Dtype of all the weights."""
         return self.flats[0].dtype
 
     def infos(self) -> list[TensorInfo]:
-        """What would announce the weights."""
+        """Infos that would announce the weights."""
         return [TensorInfo(place.name, place.shape, self.dtype) for place in self.chosen()]
 
-    def chosen(self) -> Sequence[Place]:
+    def chosen(self) -> Sequence[BufferRegion]:
         """The places of these weights."""
         return self.places[self.first : self.first + self.count]
 
 
-class ParcelStream(Iterator[tuple[str, torch.Tensor]]):
+class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
     """Names and weights, one by one or many at once."""
 
     @abstractmethod
-    def take(self, most: int) -> Parcel | None:
+    def take(self, most: int) -> FlatBucket | None:
         """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for use until the next call."""
 
 
-class Laying:
-    """The copies that lay the weights of a parcel into a transfer buffer; few where their sizes are few, which may come in any order.
+class CopyPlan:
+    """The copies that lay the weights of a flat bucket into a transfer buffer; few where their sizes are few, which may come in any order.
 
     Args:
-        parcel: of these weights; another one like it will do.
+        flat_bucket: of these weights; another one like it will do.
         begins: of each weight in the buffer, in bytes, multiples of what a dtype wants.
     """
 
-    def __init__(self, parcel: Parcel, begins: Sequence[int]) -> None:
-        self._alike = parcel.places, parcel.first, parcel.count, parcel.dtype
+    def __init__(self, flat_bucket: FlatBucket, begins: Sequence[int]) -> None:
+        self._alike = flat_bucket.places, flat_bucket.first, flat_bucket.count, flat_bucket.dtype
         by_flat: dict[int, list[Copy]] = {}
-        for place, info, begin in zip(parcel.chosen(), parcel.infos(), begins, strict=True):
+        for place, info, begin in zip(flat_bucket.chosen(), flat_bucket.infos(), begins, strict=True):
             if info.nbytes:
                 copy = Copy.run_of(info.nbytes // info.dtype.itemsize, place.begin, begin // info.dtype.itemsize)
                 by_flat.setdefault(place.flat, []).append(copy)
         # what lies together in the buffer has one form, and is found there in its order
         self._copies = {flat: merged(sorted(copies, key=lambda copy: copy.target)) for flat, copies in by_flat.items()}
 
-    def serves(self, parcel: Parcel) -> bool:
-        """Whether a parcel's weights lie as those did that this was made for."""
+    def serves(self, flat_bucket: FlatBucket) -> bool:
+        """Whether a flat bucket's weights lie as those did that this was made for."""
         places, first, count, dtype = self._alike
-        return parcel.places is places and (parcel.first, parcel.count, parcel.dtype) == (first, count, dtype)
+        return flat_bucket.places is places and (flat_bucket.first, flat_bucket.count, flat_bucket.dtype) == (first, count, dtype)
 
     @property
     def count(self) -> int:
@@ -114,12 +114,12 @@ class Laying:
         return sum(len(copies) for copies in self._copies.values())
 
     @torch.no_grad()
-    def run(self, parcel: Parcel, buffer: torch.Tensor) -> None:
+    def run(self, flat_bucket: FlatBucket, buffer: torch.Tensor) -> None:
         """Copy the weights into ``buffer``, uint8."""
-        target = buffer.view(parcel.dtype)
+        target = buffer.view(flat_bucket.dtype)
         for flat, copies in self._copies.items():
             for copy in copies:
-                copy.run(parcel.flats[flat], target)
+                copy.run(flat_bucket.flats[flat], target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """What would announce this weight."""
+        """Return the info that announces this weight."""
         return cls(name, tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ class TensorInfo:
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor: elements from one index to the next, a dimension each."""
+    """Return the strides of a contiguous tensor: elements from one index to the next, a dimension each."""
     return torch.empty(tuple(shape), device="meta").stride()
 
 
@@ -228,7 +228,7 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Pick = Callable[[Sequence[Any]], Any]
 
 
-class Run:
+class CopyRun:
     """Weights of a batch that lie one after another.
 
     Args:
@@ -258,7 +258,7 @@ class Run:
         raise NotImplementedError
 
     def begins(self) -> list[int]:
-        """Where each weight begins in the group's buffer, in bytes."""
+        """Return where each weight begins in the group's buffer, in bytes."""
         *begins, _ = accumulate(self._lengths(), initial=0)
         return [self._begin + begin * self._dtype.itemsize for begin in begins]
 
@@ -267,7 +267,7 @@ class Run:
         raise NotImplementedError
 
 
-class Rows(Run):
+class Rows(CopyRun):
     """Weights that need no padding, with the same sizes but for the first: rows of one tensor."""
 
     def __init__(self, places: Sequence[int], infos: Sequence[TensorInfo], begin: int) -> None:
@@ -290,7 +290,8 @@ class Rows(Run):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What weights of one shape and dtype have in common: strides without gaps, elements with padding, and how many of these are zeros."""
+    """Form: what weights of one shape and dtype have in common: strides without gaps, elements with padding, and how many of these are
+    zeros."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -305,7 +306,7 @@ def _form(shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
     return _Form(shape, strides_of(shape), length, length - count)
 
 
-class Padded(Run):
+class Padded(CopyRun):
     """Weights of any shapes, each with zeros behind it up to where the next one may begin."""
 
     def __init__(self, places: Sequence[int], infos: Sequence[TensorInfo], begin: int) -> None:
@@ -334,7 +335,7 @@ class Padded(Run):
 
     @cached_property
     def _gaps(self) -> list[Copy]:
-        """What lies between the weights, in few pieces; their targets alone count."""
+        """Return the copies of zeros between the weights, in few pieces; their targets alone count."""
         ends = zip(self._forms, accumulate(self._lengths()), strict=True)
         return merged([Copy.run_of(form.zeros, end - form.zeros, end - form.zeros) for form, end in ends if form.zeros])
 
@@ -347,7 +348,7 @@ class Padded(Run):
         return views
 
 
-class Batch:
+class CopyBatch:
     """Neighbouring weights that are taken from a stream at once.
 
     Args:
@@ -360,7 +361,7 @@ class Batch:
         alike: dict[tuple[torch.dtype, tuple[int, ...] | None], list[int]] = {}
         for place, info in enumerate(infos):
             alike.setdefault((info.dtype, _row(info)), []).append(place)
-        self._runs: list[Run] = []
+        self._runs: list[CopyRun] = []
         for (_, row), places in alike.items():
             run = (Padded if row is None else Rows)(places, [infos[place] for place in places], begin)
             self._runs.append(run)
@@ -389,7 +390,7 @@ class Batch:
             run.clear_gaps(buffer)
 
     def begins(self) -> Sequence[int]:
-        """Where each weight begins in the group's buffer, in bytes, in the order of sending."""
+        """Return where each weight begins in the group's buffer, in bytes, in the order of sending."""
         begins: Sequence[int] = self._in_order([*chain.from_iterable(run.begins() for run in self._runs)])
         return begins
 
@@ -407,14 +408,14 @@ class Group:
         count: of the weights.
         nbytes: of the buffer, padding included.
         batches: in which they come.
-        layings: how parcels of them are laid into a buffer, by the manifest's index of a parcel's first weight; worked out when they come.
+        layings: how flat buckets of them are laid into a buffer, by the manifest's index of the first weight; worked out when they come.
     """
 
     first: int
     count: int
     nbytes: int
-    batches: tuple[Batch, ...]
-    layings: dict[int, Laying] = field(default_factory=dict, compare=False, repr=False)
+    batches: tuple[CopyBatch, ...]
+    layings: dict[int, CopyPlan] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, first: int, infos: Sequence[TensorInfo]) -> Group:
@@ -428,7 +429,7 @@ class Group:
         return self.first + self.count
 
     def begins(self) -> list[int]:
-        """Where each weight begins in a buffer, in bytes, in the order of sending."""
+        """Return where each weight begins in a buffer, in bytes, in the order of sending."""
         return [*chain.from_iterable(batch.begins() for batch in self.batches)]
 
     def clear_gaps(self, buffer: torch.Tensor) -> None:
@@ -441,12 +442,12 @@ class Group:
         return [*chain.from_iterable(batch.views(buffer) for batch in self.batches)]
 
 
-def _batches(infos: Sequence[TensorInfo], ends: Sequence[int]) -> Iterator[Batch]:
+def _batches(infos: Sequence[TensorInfo], ends: Sequence[int]) -> Iterator[CopyBatch]:
     begins = [0, *ends]
     first = 0
     for index in range(1, len(infos) + 1):
         if index == len(infos) or begins[index] - begins[first] >= STAGED_BYTES:
-            yield Batch(infos[first:index], begins[first])
+            yield CopyBatch(infos[first:index], begins[first])
             first = index
 
 
@@ -456,7 +457,7 @@ def _row(info: TensorInfo) -> tuple[int, ...] | None:
 
 
 def _pick(places: Sequence[int]) -> Pick:
-    """What gives the elements at ``places``, with as little Python for each as can be."""
+    """Return what gives the elements at ``places``, with as little Python for each as can be."""
     if list(places) == list(range(places[0], places[-1] + 1)):
         return itemgetter(slice(places[0], places[-1] + 1))
     return itemgetter(*places)

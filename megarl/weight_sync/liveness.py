@@ -21,7 +21,7 @@ _NUMBER_BYTES = 4
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
-class Lifelines:
+class Liveness:
     """Those of one rank.
 
     Args:
@@ -36,7 +36,7 @@ class Lifelines:
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @classmethod
-    def keep(cls, store: Any, name: str, ip: str, port: int, count: int, left: datetime.timedelta) -> Lifelines:
+    def keep(cls, store: Any, name: str, ip: str, port: int, count: int, left: datetime.timedelta) -> Liveness:
         """A sender's: wait for one of each of ``count`` others.
 
         Args:
@@ -70,7 +70,7 @@ class Lifelines:
         return cls(lines)
 
     @classmethod
-    def hold(cls, store: Any, names: dict[int, str], number: int, left: datetime.timedelta) -> Lifelines:
+    def hold(cls, store: Any, names: dict[int, str], number: int, left: datetime.timedelta) -> Liveness:
         """An engine rank's: one to each sender.
 
         Args:

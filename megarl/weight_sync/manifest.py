@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.layout import Group, Laying, ParcelStream, TensorInfo, padded_bytes
+from megarl.weight_sync.layout import CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
 
 GIB = 2**30
 # of weights that are gathered together where no memory is configured, and at most
@@ -76,7 +76,7 @@ class Manifest:
 
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """What a stream of names and tensors gives."""
+        """Return the manifest of the names and tensors that an iterator gives."""
         return cls._checked(TensorInfo.of(name, tensor) for name, tensor in stream)
 
     @classmethod
@@ -149,7 +149,7 @@ class Manifest:
             raise AssertionError("what differs as lists differs somewhere")
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
-        """The same by what announces the weights that come.
+        """Check, by what announces the weights that come, that they are the expected ones.
 
         Raises:
             RefitError: they are others than those that were announced.
@@ -248,7 +248,7 @@ def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[st
 
 
 def _grouped(names: list[str], nbytes: Sequence[int], budget: int) -> Iterator[list[str]]:
-    """With no line of Python for each name, of which there may be tens of thousands."""
+    """Group names without a line of Python for each, of which there may be tens of thousands."""
     ends = array("q", accumulate(nbytes, initial=0))
     first = 0
     while first < len(names):
@@ -260,7 +260,7 @@ def _grouped(names: list[str], nbytes: Sequence[int], budget: int) -> Iterator[l
 
 
 def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
-    """For a weight that takes more bytes than a buffer has.
+    """Return the error for a weight that takes more bytes than a buffer has.
 
     Args:
         name, nbytes: of the weight, padding included.
@@ -276,16 +276,16 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
     )
 
 
-Stream = Iterator[tuple[str, torch.Tensor]]
+WeightIterator = Iterator[tuple[str, torch.Tensor]]
 
 
-def pack(stream: Stream, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
+def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
     """Take the weights of a group from a stream into ``buffer``, uint8; without any the stream goes on all the same.
 
     Raises:
         RefitError: other weights come than were announced.
     """
-    if isinstance(stream, ParcelStream):
+    if isinstance(stream, FlatBucketIterator):
         _lay(stream, manifest, group, buffer)
         return
     first = group.first
@@ -297,7 +297,7 @@ def pack(stream: Stream, manifest: Manifest, group: Group, buffer: torch.Tensor 
         first += batch.count
 
 
-def _taken(stream: Stream, count: int) -> tuple[list[str], list[torch.Tensor]]:
+def _taken(stream: WeightIterator, count: int) -> tuple[list[str], list[torch.Tensor]]:
     """Names and weights; the pairs are not kept, tens of thousands of which would set off the garbage collector."""
     names, weights = [], []
     for name, weight in islice(stream, count):
@@ -306,40 +306,40 @@ def _taken(stream: Stream, count: int) -> tuple[list[str], list[torch.Tensor]]:
     return names, weights
 
 
-def _lay(stream: ParcelStream, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
-    """The same with nothing done for a weight, but for the first time that it comes."""
+def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
+    """Lay flat buckets into the buffer; nothing is done for a weight but for the first time that it comes."""
     if buffer is not None:
         buffer = buffer[: group.nbytes]
         group.clear_gaps(buffer)
     first = group.first
     while first < group.stop:
-        parcel = stream.take(group.stop - first)
-        if parcel is None:
+        flat_bucket = stream.take(group.stop - first)
+        if flat_bucket is None:
             manifest.expect_infos(first, group.stop, ())
             raise AssertionError("a group that is not full lacks something")
-        if not 0 < parcel.count <= group.stop - first:
-            raise AssertionError(f"{type(stream).__name__} gave {parcel.count} weights where 1 to {group.stop - first} were asked for")
-        laying = group.layings.get(first)
-        if laying is None or not laying.serves(parcel):
-            stop = first + parcel.count
-            manifest.expect_infos(first, stop, parcel.infos())
-            laying = group.layings[first] = Laying(parcel, group.begins()[first - group.first : stop - group.first])
+        if not 0 < flat_bucket.count <= group.stop - first:
+            raise AssertionError(f"{type(stream).__name__} gave {flat_bucket.count} weights where 1 to {group.stop - first} were asked for")
+        copy_plan = group.layings.get(first)
+        if copy_plan is None or not copy_plan.serves(flat_bucket):
+            stop = first + flat_bucket.count
+            manifest.expect_infos(first, stop, flat_bucket.infos())
+            copy_plan = group.layings[first] = CopyPlan(flat_bucket, group.begins()[first - group.first : stop - group.first])
         if buffer is not None:
-            laying.run(parcel, buffer)
-        first += parcel.count
+            copy_plan.run(flat_bucket, buffer)
+        first += flat_bucket.count
         # not kept while what comes next is made
-        del parcel
+        del flat_bucket
 
 
-def failing(error: Exception) -> Stream:
+def failing(error: Exception) -> WeightIterator:
     """The stream of a model that has none to give, because of ``error``."""
     raise error
     yield
 
 
-def drain(stream: Stream) -> None:
+def drain(stream: WeightIterator) -> None:
     """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever became of its own part."""
-    if isinstance(stream, ParcelStream):
+    if isinstance(stream, FlatBucketIterator):
         while stream.take(sys.maxsize) is not None:
             pass
     else:
@@ -347,7 +347,7 @@ def drain(stream: Stream) -> None:
             pass
 
 
-def expect_end(stream: Stream) -> None:
+def expect_end(stream: WeightIterator) -> None:
     """Let the stream come to its end: what stands after its last weight runs too.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where those find one another that weights are sent between: a store that the policy's first rank keeps, and a handshake over it.
+"""Rendezvous of the ranks that weights are sent between: a store that the policy's first rank keeps, and a handshake over it.
 
 Everybody else says who it is and waits for the first rank's verdict, so that a wrong world size, a rank taken twice or another model is an
 error on every side within the deadline, and not a collective that waits for ever.
@@ -41,15 +41,15 @@ class Members:
 
     @property
     def count(self) -> int:
-        """Of all of them."""
+        """Number of all members."""
         return self.world_size + self.stages - 1
 
     def number(self, rank: int, stage: int) -> int:
-        """Of rank ``rank`` (0 for a sender), or of the sender of a later stage."""
+        """Return the number of rank ``rank`` (0 for a sender), or of the sender of a later stage."""
         return self.world_size - 1 + stage if stage else rank
 
     def name(self, number: int) -> str:
-        """For messages."""
+        """Return a member's name for messages."""
         return f"rank {number}" if number < self.world_size else f"pipeline stage {number - self.world_size + 1}"
 
     def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
@@ -74,14 +74,14 @@ class Members:
         return ""
 
     def absent(self, here: Container[int]) -> str:
-        """Who did not come."""
+        """Return the members that did not come."""
         missing = [number for number in range(1, self.count) if number not in here]
         ranks = [number for number in missing if number < self.world_size]
         said = [f"ranks {ranks} of {self.world_size}"] if ranks else []
         return " and ".join([*said, *(f"the sender of {self.name(number)}" for number in missing if number >= self.world_size)])
 
 
-class Meeting:
+class Rendezvous:
     """The store at an address, opened by the policy's first rank and entered by all others.
 
     Args:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
-from megarl.weight_sync.liveness import Lifelines
+from megarl.weight_sync.liveness import Liveness
 from megarl.weight_sync.manifest import ONE_STAGE, Stages
-from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Meeting, Members
+from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
 
 COLLECTIVE_SECONDS = 600.0
 # between two looks at who is still there, while an operation lasts
@@ -41,7 +41,7 @@ class TransferGroup:
         stages: who sends what; stage 0 says it.
         handshake_s: longest time until all are there, in seconds.
         collective_s: longest time of one broadcast, in seconds; that of a later stage begins together with those of the stages before.
-        meeting: of stage 0, where it was opened before; then its deadline holds.
+        rendezvous: of stage 0, where it was opened before; then its deadline holds.
 
     Attributes:
         buffer_bytes, delta_share, stages: the same on all sides.
@@ -65,21 +65,21 @@ class TransferGroup:
         stages: Stages = ONE_STAGE,
         handshake_s: float = HANDSHAKE_SECONDS,
         collective_s: float = COLLECTIVE_SECONDS,
-        meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         if not 0.0 <= delta_share <= 1.0:
             raise RefitError(f"delta_share = {delta_share}: must lie in [0, 1]; write 0 to send all weights at every refit")
         self.rank, self.world_size, self.stage, self.device = rank, world_size, stage, device
         self._collective = datetime.timedelta(seconds=collective_s)
         keeps = rank == 0 and stage == 0
-        self._meeting = meeting or Meeting(ip, port, keeps=keeps, seconds=handshake_s)
-        self._address = self._meeting.address
+        self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
+        self._address = self._rendezvous.address
         own = {"world_size": world_size, "manifest": digest, "device": device.type}
         if keeps:
             terms = {"buffer_bytes": buffer_bytes, "delta_share": delta_share, "runs": stages.runs}
-            verdict = self._meeting.judge(own, Members(world_size, stages.count), terms)
+            verdict = self._rendezvous.judge(own, Members(world_size, stages.count), terms)
         else:
-            verdict = self._meeting.introduce(own, rank, stage, buffer_bytes)
+            verdict = self._rendezvous.introduce(own, rank, stage, buffer_bytes)
         self.buffer_bytes, self.delta_share = int(verdict["buffer_bytes"]), float(verdict["delta_share"])
         self.stages = Stages(verdict["stages"], tuple((stage, count) for stage, count in verdict["runs"]))
         self._members = Members(world_size, self.stages.count)
@@ -87,7 +87,7 @@ class TransferGroup:
         self._groups: dict[int, Any] = {}
         self._everybody: Any = None
         self._started: list[dist.Work] = []
-        self._lifelines = Lifelines({})
+        self._lifelines = Liveness({})
         try:
             self._lifelines = self._lines(ip, port)
             self._make()
@@ -101,16 +101,16 @@ class TransferGroup:
         """Whether this is a sender."""
         return self.rank == 0
 
-    def _lines(self, ip: str, port: int) -> Lifelines:
+    def _lines(self, ip: str, port: int) -> Liveness:
         """To all ranks that this one may wait for. On a GPU it waits for none: operations are queued there."""
         if self.device.type == "cuda":
-            return Lifelines({})
+            return Liveness({})
         names = {self._members.number(0, stage): f"lifeline/{stage}" for stage in range(self.stages.count)}
-        store, left = self._meeting.store, self._meeting.left()
+        store, left = self._rendezvous.store, self._rendezvous.left()
         try:
             if self.sends:
-                return Lifelines.keep(store, names[self._number], ip, port, self.world_size - 1, left)
-            return Lifelines.hold(store, names, self._number, left)
+                return Liveness.keep(store, names[self._number], ip, port, self.world_size - 1, left)
+            return Liveness.hold(store, names, self._number, left)
         except (dist.DistError, RuntimeError, OSError) as error:
             raise self._not_made(error) from error
 
@@ -129,13 +129,13 @@ class TransferGroup:
 
     def _process_group(self, name: str, rank: int, size: int) -> Any:
         """A group beside the default one, which engine and policy each have for themselves."""
-        store = dist.PrefixStore(name, self._meeting.store)
+        store = dist.PrefixStore(name, self._rendezvous.store)
         try:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._collective
                 return dist.ProcessGroupNCCL(store, rank, size, options)
-            return dist.ProcessGroupGloo(store, rank, size, self._meeting.left())
+            return dist.ProcessGroupGloo(store, rank, size, self._rendezvous.left())
         except (dist.DistError, RuntimeError) as error:
             raise self._not_made(error) from error
 
@@ -186,7 +186,7 @@ class TransferGroup:
             raise RefitError(f"the group for weights at {self._address} is closed: {NEW_GROUP}")
 
     def agree(self, round_: int, refusal: str, seconds: float) -> list[str]:
-        """At the end of a round: what the ranks say that could not load its weights, the same on all ranks.
+        """Agree, at the end of a round, on the faults of the ranks that could not load its weights, the same on all ranks.
 
         Args:
             round_: of the weights.
@@ -197,7 +197,7 @@ class TransferGroup:
             RefitError: a rank is gone, or does not answer; the policy names those that did not.
         """
         self._require_open()
-        store, mine = self._meeting.store, f"loaded/{round_}/{self._number}"
+        store, mine = self._rendezvous.store, f"loaded/{round_}/{self._number}"
         refused = torch.zeros(self._members.count, dtype=torch.int64, device=self.device)
         refused[self._number] = bool(refusal)
         options = dist.AllreduceOptions()
@@ -214,10 +214,10 @@ class TransferGroup:
             raise RefitError(f"the refit ended without {self._absent(round_)}: {error}; {NEW_GROUP}") from error
 
     def _absent(self, round_: int) -> str:
-        """Who did not come to the end of a round, as far as that can be known."""
+        """Return the ranks that did not come to the end of a round, as far as that can be known."""
         if self._number != 0:
             return f"the policy at {self._address} or another engine"
-        store = self._meeting.store
+        store = self._rendezvous.store
         here = [number for number in range(1, self._members.count) if store.check([f"loaded/{round_}/{number}"])]
         return self._members.absent(here) or "an engine that had loaded its weights"
 
@@ -234,7 +234,7 @@ class TransferGroup:
         self._groups.clear()
         self._everybody = None
         self._started = []
-        self._meeting.leave()
+        self._rendezvous.leave()
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:

@@ -288,7 +288,7 @@ def handle_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def room_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes that a group may have, and those of the buffer's two halves."""
     room, payload = _room_and_handle(config)
-    return room, 2 * payload["arena"]["slot_bytes"]
+    return room, 2 * payload["ipc_buffer"]["slot_bytes"]
 
 
 def _room_and_handle(config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -229,7 +229,7 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
     refit_policy_generation(policy, colocated, colocated_inference=True)
     before = rows_of(colocated.generate(PROMPTS, greedy=True))
     [future] = colocated.worker_group.run_all_workers_single_data("is_alive")
-    process = colocated.worker_group._roster.process(future)
+    process = colocated.worker_group._registry.process(future)
     assert process is not None
     os.kill(process.process_id, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"worker process died(.|\n)*VllmGeneration\.restart\(\)"):

@@ -105,7 +105,7 @@ def rows_of(output: BatchedDataDict[Any]) -> list[list[int]]:
 
 def processes_of(group: RayWorkerGroup) -> list[int]:
     """Process ids of the workers."""
-    found = [group._roster.process(future) for future in group.run_all_workers_single_data("is_alive")]
+    found = [group._registry.process(future) for future in group.run_all_workers_single_data("is_alive")]
     return [process.process_id for process in found if process is not None]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from converters import importing
 from converters.checkpoint.source import open_source
-from converters.checkpoint.work import Outcome, RunOptions
+from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
@@ -33,11 +33,11 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("converters.checkpoint.work.CHUNK_BYTES", 1_500)
 
 
-def bring_in(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> Outcome:
+def bring_in(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> ConversionResult:
     return import_model(plan_import(open_source(source), **(plan_options or {})), target, RunOptions(**options))
 
 
-def bring_out(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> Outcome:
+def bring_out(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> ConversionResult:
     return export_model(plan_export(open_megatron(source), **(plan_options or {})), target, RunOptions(**options))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from converters import exporting, importing
 from converters.checkpoint.source import open_source
-from converters.checkpoint.work import Outcome, RunOptions
+from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
@@ -43,11 +43,11 @@ def hf(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def bring_in(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> Outcome:
+def bring_in(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> ConversionResult:
     return import_model(plan_import(open_source(source), **plan_options), target, RunOptions(progress=progress))
 
 
-def bring_out(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> Outcome:
+def bring_out(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> ConversionResult:
     return export_model(plan_export(open_megatron(source), **plan_options), target, RunOptions(progress=progress))
 
 
@@ -157,4 +157,4 @@ def test_workers_share_the_check(direction: str, hf: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(module, name, together)
     outcome = run()
-    assert isinstance(outcome, Outcome) and outcome.resumed == outcome.size and met.is_set()
+    assert isinstance(outcome, ConversionResult) and outcome.resumed == outcome.size and met.is_set()

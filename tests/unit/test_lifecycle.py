@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from megarl.errors import StateError
-from megarl.models.engine.offload_state import Lifecycle, Residence
+from megarl.models.engine.offload_state import OffloadState, OffloadStates
 
 ON_DEVICE = {
-    Residence.TRAINING: {"parameters", "gradients", "optimizer"},
-    Residence.INFERENCE: {"parameters"},
-    Residence.OFFLOADED: set(),
+    OffloadState.TRAINING: {"parameters", "gradients", "optimizer"},
+    OffloadState.INFERENCE: {"parameters"},
+    OffloadState.OFFLOADED: set(),
 }
 
 
@@ -29,45 +29,45 @@ class Parts:
         (self.on_device.add if place == "device" else self.on_device.remove)(part)
 
 
-@pytest.mark.parametrize("path", list(itertools.product(Residence, repeat=3)), ids=lambda path: "-".join(s.name for s in path))
-def test_every_path_moves_exactly_what_has_to_move(path: tuple[Residence, ...]) -> None:
+@pytest.mark.parametrize("path", list(itertools.product(OffloadState, repeat=3)), ids=lambda path: "-".join(s.name for s in path))
+def test_every_path_moves_exactly_what_has_to_move(path: tuple[OffloadState, ...]) -> None:
     parts = Parts()
-    lifecycle = Lifecycle(parts.move, has_optimizer=True)
+    offload_states = OffloadStates(parts.move, has_optimizer=True)
     for state in path:
-        lifecycle.enter(state, "test")
-        assert lifecycle.residence is state
+        offload_states.enter(state, "test")
+        assert offload_states.offload_state is state
         assert parts.on_device == ON_DEVICE[state]
         for part in ("parameters", "gradients", "optimizer"):
             if part in ON_DEVICE[state]:
-                lifecycle.require(part, "method", "remedy")
+                offload_states.require(part, "method", "remedy")
             else:
                 with pytest.raises(StateError, match=rf"method\(\) needs {part}.*{state.name}.*call remedy\(\) first"):
-                    lifecycle.require(part, "method", "remedy")
+                    offload_states.require(part, "method", "remedy")
 
 
 def test_parameters_come_back_before_what_depends_on_them() -> None:
     parts = Parts()
-    lifecycle = Lifecycle(parts.move, has_optimizer=True)
-    lifecycle.enter(Residence.OFFLOADED, "test")
+    offload_states = OffloadStates(parts.move, has_optimizer=True)
+    offload_states.enter(OffloadState.OFFLOADED, "test")
     parts.order.clear()
-    lifecycle.enter(Residence.TRAINING, "test")
+    offload_states.enter(OffloadState.TRAINING, "test")
     assert parts.order == [("parameters", "device"), ("gradients", "device"), ("optimizer", "device")]
 
 
 def test_without_an_optimizer_training_is_refused_and_nothing_moves() -> None:
     parts = Parts()
-    lifecycle = Lifecycle(parts.move, has_optimizer=False)
-    assert lifecycle.residence is Residence.INFERENCE
+    offload_states = OffloadStates(parts.move, has_optimizer=False)
+    assert offload_states.offload_state is OffloadState.INFERENCE
     with pytest.raises(StateError, match=r"prepare_for_training.*init_optimizer=False"):
-        lifecycle.enter(Residence.TRAINING, "prepare_for_training")
-    assert lifecycle.residence is Residence.INFERENCE and parts.order == []
+        offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
+    assert offload_states.offload_state is OffloadState.INFERENCE and parts.order == []
 
 
 def test_a_move_that_fails_leaves_the_state_as_it_was() -> None:
     def fail(part: str, place: str) -> None:
         raise MemoryError(part)
 
-    lifecycle = Lifecycle(fail, has_optimizer=True)
+    offload_states = OffloadStates(fail, has_optimizer=True)
     with pytest.raises(MemoryError):
-        lifecycle.enter(Residence.OFFLOADED, "test")
-    assert lifecycle.residence is Residence.TRAINING
+        offload_states.enter(OffloadState.OFFLOADED, "test")
+    assert offload_states.offload_state is OffloadState.TRAINING

@@ -15,7 +15,7 @@ from megarl.parity import command
 from megarl.parity.case import Case
 from megarl.parity.compare import Difference
 from megarl.parity.progress import CaseProgress
-from megarl.parity.runner import Outcome
+from megarl.parity.runner import CaseOutcome
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ class Runner:
     def possible(self, case: Case) -> bool:
         return True
 
-    def run(self, case: Case, mutation: str | None = None) -> Outcome:
+    def run(self, case: Case, mutation: str | None = None) -> CaseOutcome:
         self.ran.append(case)
-        return Outcome(case, [difference(1.0 if case.tp > 1 else 1e-7)])
+        return CaseOutcome(case, [difference(1.0 if case.tp > 1 else 1e-7)])
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def test_a_failure_prints_the_smallest_line_that_shows_it(monkeypatch: pytest.Mo
 
 def test_no_answer_is_no_mismatch_and_is_not_shrunk(monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path) -> None:
     class Late(Runner):
-        def run(self, case: Case, mutation: str | None = None) -> Outcome:
+        def run(self, case: Case, mutation: str | None = None) -> CaseOutcome:
             self.ran.append(case)
             assert len(self.ran) <= 3, "it is not run again"
-            return Outcome(case, error="ranks [0] of measure gave no answer in 7 s", timed_out=True)
+            return CaseOutcome(case, error="ranks [0] of measure gave no answer in 7 s", timed_out=True)
 
     monkeypatch.setattr(command, "CaseRunner", Late)
     assert command.run(command.Options(cases=3, json=tmp_path / "out.json", job_seconds=7), console) == 1
@@ -115,7 +115,7 @@ def test_progress_says_how_long_it_will_take(console: Console) -> None:
 
 
 def test_an_outcome_tells_the_worst_first() -> None:
-    outcome = Outcome(Case(), [difference(1e-7, "fine"), difference(2e-5, "bad"), difference(float("inf"), "worst")])
+    outcome = CaseOutcome(Case(), [difference(1e-7, "fine"), difference(2e-5, "bad"), difference(float("inf"), "worst")])
     assert [line.split(":")[0] for line in outcome.summary()] == ["worst", "bad"]
-    assert not outcome.passes and Outcome(Case(), [difference(1e-7)]).passes
-    assert Outcome(Case(), error="Traceback\nValueError: no\n").summary() == ["error: ValueError: no"]
+    assert not outcome.passes and CaseOutcome(Case(), [difference(1e-7)]).passes
+    assert CaseOutcome(Case(), error="Traceback\nValueError: no\n").summary() == ["error: ValueError: no"]

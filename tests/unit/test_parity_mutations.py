@@ -16,7 +16,7 @@ from megarl.parity.faults.mutations import MUTATIONS, applied, mutation
 from megarl.parity.faults.patching import found, replacing
 from megarl.parity.lines import parse
 from megarl.parity.prove import _above_noise
-from megarl.parity.runner import Outcome
+from megarl.parity.runner import CaseOutcome
 from megarl.patched import patched
 
 
@@ -80,14 +80,14 @@ def test_places_are_modules_or_classes() -> None:
 
 
 def test_a_fault_is_below_noise_only_where_its_effect_is_not_twice_the_bound() -> None:
-    def outcome(error: float, bound: float, kind: str = "grad_norm") -> Outcome:
+    def outcome(error: float, bound: float, kind: str = "grad_norm") -> CaseOutcome:
         case = Case(precision="bfloat16")
-        return Outcome(case, [Difference("loss", "loss", 0.0, 1e-5, "", ""), Difference("norm", kind, error, bound, "", "")])
+        return CaseOutcome(case, [Difference("loss", "loss", 0.0, 1e-5, "", ""), Difference("norm", kind, error, bound, "", "")])
 
     in_16_bit = outcome(1e-3, 1e-2)
     assert _above_noise(in_16_bit, outcome(0.021, 1e-5))
     assert not _above_noise(in_16_bit, outcome(0.019, 1e-5))
-    assert _above_noise(in_16_bit, Outcome(Case(), error="it died"))
+    assert _above_noise(in_16_bit, CaseOutcome(Case(), error="it died"))
     # an exported weight is rounded to bfloat16, whose steps are up to 2^-7
     rounded = outcome(1e-3, 1e-2, "weights")
     assert not _above_noise(rounded, outcome(0.02 + 0.9 * 2**-7, 1e-5, "weights"))

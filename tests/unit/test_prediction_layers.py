@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from converters.checkpoint.source import open_source
-from converters.checkpoint.work import Outcome
+from converters.checkpoint.work import ConversionResult
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.families.read import read_architecture
@@ -40,7 +40,7 @@ pytestmark = newest_megatron
 ALL_SPARSE_TIED = {"first_k_dense_replace": 0, "tie_word_embeddings": True}
 
 
-def bring_in(source: Path, target: Path, **options: Any) -> Outcome:
+def bring_in(source: Path, target: Path, **options: Any) -> ConversionResult:
     return import_model(plan_import(open_source(source), **options), target)
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, SpareMemory, Whole
+from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan
 from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.manifest import BUCKET_BYTES, BUCKETS, LIST_BYTES, bucket_bytes, buffer_bytes
 
@@ -33,7 +33,7 @@ def test_a_piece_is_used_again_if_it_is_large_enough_and_replaced_if_not() -> No
     assert not spare._pieces and spare.empty(0, torch.float32, CPU).shape == (0,)
 
 
-def arrivals(lengths: list[int], spare: SpareMemory, copied: list[bool], pieces: set[int]) -> Iterator[Arrival]:
+def arrivals(lengths: list[int], spare: SpareMemory, copied: list[bool], pieces: set[int]) -> Iterator[InFlightBucket]:
     """Of one tensor an element; each lies among the shards, or has to be copied out of them."""
     for number, length in enumerate(lengths):
         shards = spare.empty(2 * length, torch.float32, CPU)
@@ -42,27 +42,27 @@ def arrivals(lengths: list[int], spare: SpareMemory, copied: list[bool], pieces:
         wholes = []
         for index in range(length):
             one = Copy(index, 0, (1, 1), (1, 1), (1, 1)) if copied[number] else Copy.run_of(1, index, 0)
-            wholes.append(Whole(f"{number}.{index}", (1,), (one,)))
-        yield Arrival(Assembly(wholes), shards.view(2, length), None, spare)
+            wholes.append(FullTensor(f"{number}.{index}", (1,), (one,)))
+        yield InFlightBucket(UnshardPlan(wholes), shards.view(2, length), None, spare)
 
 
 @given(st.lists(st.integers(1, 5), max_size=12), st.integers(0, 2**32), st.sampled_from(["take", "next", "both"]))
 def test_what_is_handed_out_stays_as_it_is_whatever_comes_later(lengths: list[int], seed: int, way: str) -> None:
     draw = random.Random(seed)
     copied = [draw.random() < 0.5 for _ in lengths]
-    delivery = Delivery(arrivals(lengths, SpareMemory(), copied, set()))
+    gather_stream = GatherStream(arrivals(lengths, SpareMemory(), copied, set()))
     expected = [1000 * number + index for number, length in enumerate(lengths) for index in range(length)]
     kept: list[torch.Tensor] = []
     found: list[float] = []
     while len(found) < len(expected):
         if way == "take" or (way == "both" and draw.random() < 0.5):
-            parcel = delivery.take(draw.randint(1, 4))
-            assert parcel is not None
-            found += [place.of(parcel.flats).item() for place in parcel.chosen()]
+            flat_bucket = gather_stream.take(draw.randint(1, 4))
+            assert flat_bucket is not None
+            found += [place.of(flat_bucket.flats).item() for place in flat_bucket.chosen()]
         else:
-            kept.append(next(delivery)[1])
+            kept.append(next(gather_stream)[1])
             found.append(kept[-1].item())
-    assert found == expected and delivery.take(1) is None
+    assert found == expected and gather_stream.take(1) is None
     values = {tensor.item() for tensor in kept}
     assert values <= set(expected) and len(values) == len(kept)
     assert way == "take" or way == "both" or values == set(expected)
@@ -71,8 +71,8 @@ def test_what_is_handed_out_stays_as_it_is_whatever_comes_later(lengths: list[in
 def test_many_buckets_of_parcels_take_the_memory_of_three() -> None:
     """Also where tensors are copied out of the shards, which then are free at once."""
     pieces: set[int] = set()
-    delivery = Delivery(arrivals([4] * 20, SpareMemory(), [number % 3 == 0 for number in range(20)], pieces))
-    while delivery.take(3) is not None:
+    gather_stream = GatherStream(arrivals([4] * 20, SpareMemory(), [number % 3 == 0 for number in range(20)], pieces))
+    while gather_stream.take(3) is not None:
         pass
     assert len(pieces) <= 3
 

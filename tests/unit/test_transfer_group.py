@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
-from megarl.weight_sync.liveness import Lifelines
+from megarl.weight_sync.liveness import Liveness
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.tiers import sampled, slow
 
@@ -127,7 +127,7 @@ def test_a_connection_that_a_forked_process_has_too_ends_with_the_rank() -> None
     ours, theirs = socket.create_server((HOST, 0)), socket.socket()
     theirs.connect(ours.getsockname())
     accepted, _ = ours.accept()
-    left, right = Lifelines({1: accepted}), Lifelines({0: theirs})
+    left, right = Liveness({1: accepted}), Liveness({0: theirs})
     with accepted.dup():
         left.close()
         assert right.lost() == [0]
@@ -137,7 +137,7 @@ def test_a_host_that_vanishes_is_asked_after() -> None:
     ours, theirs = socket.create_server((HOST, 0)), socket.socket()
     theirs.connect(ours.getsockname())
     for line in (theirs, ours.accept()[0]):
-        Lifelines({0: line})
+        Liveness({0: line})
         assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
 
@@ -146,13 +146,13 @@ def test_another_program_at_the_door_is_no_member() -> None:
     """One that says something else, and one that leaves; they come before the two that are waited for."""
     store, left = dist.HashStore(), datetime.timedelta(seconds=20)
     with ThreadPoolExecutor(1) as pool:
-        keeping = pool.submit(Lifelines.keep, store, "door", HOST, 1, 2, left)
+        keeping = pool.submit(Liveness.keep, store, "door", HOST, 1, 2, left)
         store.wait(["door"], left)
         ip, port, _ = json.loads(store.get("door"))
         for words in (b"GET / HTTP/1.1\r\n\r\n and more", b""):
             with socket.create_connection((ip, port)) as stranger:
                 stranger.sendall(words)
-        first, second = (Lifelines.hold(store, {0: "door"}, number, left) for number in (1, 2))
+        first, second = (Liveness.hold(store, {0: "door"}, number, left) for number in (1, 2))
         kept = keeping.result()
     assert (kept.lost(), first.lost(), second.lost()) == ([], [], [])
     second.close()
@@ -163,21 +163,21 @@ def test_another_program_at_the_door_is_no_member() -> None:
 
 def test_who_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
     with pytest.raises(OSError, match="timed out"):
-        Lifelines.keep(dist.HashStore(), "door", HOST, 1, 1, datetime.timedelta(seconds=0.2))
+        Liveness.keep(dist.HashStore(), "door", HOST, 1, 1, datetime.timedelta(seconds=0.2))
 
 
 @slow
 def test_who_gives_up_is_missed_by_those_that_had_come() -> None:
     store, left = dist.HashStore(), datetime.timedelta(seconds=20)
     with ThreadPoolExecutor(1) as pool:
-        keeping = pool.submit(Lifelines.keep, store, "left early", HOST, 1, 2, datetime.timedelta(seconds=3))
-        alone = Lifelines.hold(store, {0: "left early"}, 1, left)
+        keeping = pool.submit(Liveness.keep, store, "left early", HOST, 1, 2, datetime.timedelta(seconds=3))
+        alone = Liveness.hold(store, {0: "left early"}, 1, left)
         # the error keeps all that it went by
         gave_up = keeping.exception()
         assert isinstance(gave_up, TimeoutError) and alone.lost() == [0]
 
-        keeping = pool.submit(Lifelines.keep, store, "door", HOST, 1, 1, left)
+        keeping = pool.submit(Liveness.keep, store, "door", HOST, 1, 1, left)
         store.set("nobody", json.dumps([HOST, free_port(HOST), ""]))
         with pytest.raises(ConnectionRefusedError) as refused:
-            Lifelines.hold(store, {0: "door", 1: "nobody"}, 1, left)
+            Liveness.hold(store, {0: "door", 1: "nobody"}, 1, left)
         assert keeping.result().lost() == [1] and refused.value.__traceback__ is not None

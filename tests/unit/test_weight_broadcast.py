@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.layout import Parcel, ParcelStream
+from megarl.weight_sync.layout import FlatBucket, FlatBucketIterator
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.rendezvous import Meeting
+from megarl.weight_sync.rendezvous import Rendezvous
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.memory_limit import no_more_memory_than
 from tests.unit.test_weight_sync import assert_same, weights
@@ -93,7 +93,7 @@ def test_a_rank_that_comes_twice_is_refused_on_all_sides() -> None:
     assert all(isinstance(outcome, RefitError) and "rank 1 came twice" in str(outcome) for outcome in outcomes), outcomes
 
 
-def ending_when_here(meeting: Meeting, count: int, join: Callable[[], TransferGroup]) -> Callable[[], TransferGroup]:
+def ending_when_here(meeting: Rendezvous, count: int, join: Callable[[], TransferGroup]) -> Callable[[], TransferGroup]:
     """The policy's first rank, whose time is over as soon as ``count`` others have said who they are."""
 
     def judge() -> TransferGroup:
@@ -106,7 +106,7 @@ def ending_when_here(meeting: Meeting, count: int, join: Callable[[], TransferGr
 
 def test_a_missing_rank_is_named_and_one_too_many_is_refused() -> None:
     port = free_port(HOST)
-    meeting = Meeting(HOST, port, keeps=True, seconds=20.0)
+    meeting = Rendezvous(HOST, port, keeps=True, seconds=20.0)
     outcomes = together(ending_when_here(meeting, 1, joining(port, 0, meeting=meeting)), joining(port, 1))
     assert all("ranks [2] of 3 did not come within 20 s" in str(outcome) for outcome in outcomes), outcomes
     port = free_port(HOST)
@@ -132,21 +132,21 @@ def test_who_is_not_on_the_policy_s_network_does_not_reach_its_store(address: st
     if address == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("there is no IPv6 here")
     port = free_port(HOST)
-    meeting = Meeting(address, port, keeps=True)
-    other = Meeting(address, port, keeps=False)
+    meeting = Rendezvous(address, port, keeps=True)
+    other = Rendezvous(address, port, keeps=False)
     meeting.store.set("said", "hello")
     assert other.store.get("said") == b"hello"
     listening = {one.laddr.ip for one in psutil.Process().net_connections() if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
     assert len(listening) == 1 and ipaddress.ip_address(*listening).is_loopback
     with pytest.raises(RefitError, match="the port cannot be taken"):
-        Meeting(address, port, keeps=True)
+        Rendezvous(address, port, keeps=True)
 
 
 def test_an_address_of_another_host_is_an_error() -> None:
     with pytest.raises(
         RefitError, match=r"no group for weights at 203\.0\.113\.1:\d+: the port cannot be taken \(.*assign requested address"
     ):
-        Meeting("203.0.113.1", free_port(HOST), keeps=True)
+        Rendezvous("203.0.113.1", free_port(HOST), keeps=True)
 
 
 def test_another_program_s_port_that_says_nothing_is_an_error_in_time() -> None:
@@ -206,10 +206,10 @@ def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_
 
 
 def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(groups: list[TransferGroup]) -> None:
-    class Broken(ParcelStream):
+    class Broken(FlatBucketIterator):
         calls = 0
 
-        def take(self, most: int) -> Parcel | None:
+        def take(self, most: int) -> FlatBucket | None:
             self.calls += 1
             raise MemoryError(f"no memory, call {self.calls}")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.errors import RefitError
-from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, Whole
+from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, UnshardPlan
 from megarl.weight_sync import layout
-from megarl.weight_sync.layout import Copy, Laying, Parcel, ParcelStream, Place
+from megarl.weight_sync.layout import BufferRegion, Copy, CopyPlan, FlatBucket, FlatBucketIterator
 from megarl.weight_sync.manifest import Manifest, drain, expect_end, pack
 
 SHAPES = [(), (0,), (3, 0), (1,), (33,), (5, 7), (2, 3, 5), (256,), (512,), (1, 256), (3, 256), (3, 4, 64)]
@@ -35,10 +35,10 @@ class Shelf:
     def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
         draw = random.Random(seed)
         ends = [draw.randint(0, 3), draw.randint(0, 3)]
-        places: dict[int, Place] = {}
+        places: dict[int, BufferRegion] = {}
         for index in draw.sample(range(len(names)), len(names)):
             flat = draw.randint(0, 1)
-            places[index] = Place(names[index], shapes[index], flat, ends[flat])
+            places[index] = BufferRegion(names[index], shapes[index], flat, ends[flat])
             ends[flat] += torch.Size(shapes[index]).numel() + draw.choice([0, 0, 1, 5])
         self.places = [places[index] for index in range(len(names))]
         self.flats = tuple(_filled(end, dtype, seed + number) for number, end in enumerate(ends))
@@ -52,30 +52,30 @@ def _filled(count: int, dtype: torch.dtype, seed: int) -> Tensor:
     return data.view(dtype)[2:]
 
 
-class Shelves(ParcelStream):
+class Shelves(FlatBucketIterator):
     """Takes weights from shelves, at most ``at_once``."""
 
     def __init__(self, shelves: Sequence[Shelf], at_once: int = 1000) -> None:
         self._shelves, self._at_once = list(shelves), at_once
         self._next = 0
 
-    def take(self, most: int) -> Parcel | None:
+    def take(self, most: int) -> FlatBucket | None:
         while self._shelves and self._next == len(self._shelves[0].places):
             self._shelves.pop(0)
             self._next = 0
         if not self._shelves:
             return None
         places, flats = self._shelves[0].places, self._shelves[0].flats
-        parcel = Parcel(places, self._next, min(most, self._at_once, len(places) - self._next), flats)
-        self._next += parcel.count
-        return parcel
+        flat_bucket = FlatBucket(places, self._next, min(most, self._at_once, len(places) - self._next), flats)
+        self._next += flat_bucket.count
+        return flat_bucket
 
     def __next__(self) -> tuple[str, Tensor]:
-        parcel = self.take(1)
-        if parcel is None:
+        flat_bucket = self.take(1)
+        if flat_bucket is None:
             raise StopIteration
-        place = parcel.places[parcel.first]
-        return place.name, place.of(parcel.flats)
+        place = flat_bucket.places[flat_bucket.first]
+        return place.name, place.of(flat_bucket.flats)
 
 
 @st.composite
@@ -111,7 +111,7 @@ def _experts(count: int) -> Shelf:
     shapes = [(6, 64), (6, 64), (64, 6)] * count
     shelf = Shelf([str(index) for index in range(len(shapes))], shapes, torch.bfloat16, 0)
     for index, shape in enumerate(shapes):
-        shelf.places[index] = Place(str(index), shape, 0, 384 * index)
+        shelf.places[index] = BufferRegion(str(index), shape, 0, 384 * index)
     shelf.flats = (_filled(384 * len(shapes), torch.bfloat16, 1), _filled(0, torch.bfloat16, 1))
     return shelf
 
@@ -121,9 +121,9 @@ def test_many_experts_are_laid_with_as_few_copies_as_few() -> None:
     for experts in (3, 300):
         shelf = _experts(experts)
         group = Manifest.of(Shelves([shelf])).group(0, 3 * experts)
-        parcel = Shelves([shelf]).take(3 * experts)
-        assert parcel is not None
-        counts.append(Laying(parcel, group.begins()).count)
+        flat_bucket = Shelves([shelf]).take(3 * experts)
+        assert flat_bucket is not None
+        counts.append(CopyPlan(flat_bucket, group.begins()).count)
     # gate and up of all experts, and down of all
     assert counts == [2, 2]
 
@@ -139,7 +139,7 @@ def test_copies_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(*_: object) -> None:
         raise AssertionError("worked out once more")
 
-    monkeypatch.setattr(Laying, "__init__", again)
+    monkeypatch.setattr(CopyPlan, "__init__", again)
     monkeypatch.setattr(Manifest, "expect_infos", again)
     shelf.flats[0].view(torch.uint8).bitwise_not_()
     pack(Shelves([shelf]), manifest, group, buffer)
@@ -168,13 +168,13 @@ def test_other_weights_are_refused_also_after_the_announced_ones_were_laid() -> 
     assert torch.equal(buffer, before)
 
 
-class Noted(Arrival):
+class Noted(InFlightBucket):
     """Two tensors, one of them copied and one left in its shard; writes down what becomes of it."""
 
     def __init__(self, number: int, notes: list[str]) -> None:
         shards = torch.arange(6.0) + 10 * number
-        copied = Whole(f"{number}a", (3,), (Copy(0, 1, (2,), (1,), (1,)), Copy.run_of(1, 5, 0)))
-        super().__init__(Assembly([copied, Whole(f"{number}b", (2, 1), (Copy.run_of(2, 3, 0),))]), shards, None)
+        copied = FullTensor(f"{number}a", (3,), (Copy(0, 1, (2,), (1,), (1,)), Copy.run_of(1, 5, 0)))
+        super().__init__(UnshardPlan([copied, FullTensor(f"{number}b", (2, 1), (Copy.run_of(2, 3, 0),))]), shards, None)
         self._number, self._notes = number, notes
         notes.append(f"out {number}")
 
@@ -188,68 +188,68 @@ def _numbers(number: int) -> dict[str, list[float]]:
 
 def test_the_next_arrival_sets_out_before_the_present_one_is_taken() -> None:
     notes: list[str] = []
-    for name, tensor in Delivery(Noted(number, notes) for number in range(3)):
+    for name, tensor in GatherStream(Noted(number, notes) for number in range(3)):
         notes.append(name)
         assert tensor.is_contiguous() and tensor.flatten().tolist() == _numbers(int(name[0]))[name]
     assert notes == ["out 0", "out 1", "wait 0", "0a", "0b", "out 2", "wait 1", "1a", "1b", "wait 2", "2a", "2b"]
-    assert list(Delivery([])) == [] and Delivery([]).take(3) is None
+    assert list(GatherStream([])) == [] and GatherStream([]).take(3) is None
 
 
 @pytest.mark.parametrize("takes", [(1, 1, 1, 1, 1, 1), (9, 9, 9), (1, 9, 9, 1, 1), (2, 1, 9, 9)])
 @pytest.mark.parametrize("singly", [(), (1,), (0, 2), (3,)])
 def test_one_by_one_and_at_once_take_turns(takes: Sequence[int], singly: Sequence[int]) -> None:
-    delivery = Delivery(Noted(number, []) for number in range(3))
+    gather_stream = GatherStream(Noted(number, []) for number in range(3))
     found: list[tuple[str, list[float]]] = []
 
     def note(name: str, tensor: Tensor) -> None:
         found.append((name, tensor.flatten().tolist()))
 
     for turn, most in enumerate(takes):
-        pair = next(delivery, None) if turn in singly else None
+        pair = next(gather_stream, None) if turn in singly else None
         if pair is not None:
             note(*pair)
-        parcel = delivery.take(most)
-        if parcel is not None:
-            assert 1 <= parcel.count <= most
-            for place in parcel.chosen():
-                note(place.name, place.of(parcel.flats))
-    for pair in delivery:
+        flat_bucket = gather_stream.take(most)
+        if flat_bucket is not None:
+            assert 1 <= flat_bucket.count <= most
+            for place in flat_bucket.chosen():
+                note(place.name, place.of(flat_bucket.flats))
+    for pair in gather_stream:
         note(*pair)
     assert found == [pair for number in range(3) for pair in _numbers(number).items()]
-    assert delivery.take(1) is None
+    assert gather_stream.take(1) is None
 
 
 def test_they_take_turns_within_one_arrival_too() -> None:
-    wholes = [Whole(str(index), (1,), (Copy.run_of(1, index, 0),)) for index in range(6)]
-    delivery = Delivery([Arrival(Assembly(wholes), torch.arange(6.0), None)])
-    found = [next(delivery)[1].item()]
+    wholes = [FullTensor(str(index), (1,), (Copy.run_of(1, index, 0),)) for index in range(6)]
+    gather_stream = GatherStream([InFlightBucket(UnshardPlan(wholes), torch.arange(6.0), None)])
+    found = [next(gather_stream)[1].item()]
     for _ in range(2):
-        parcel = delivery.take(1)
-        assert parcel is not None
-        found += [parcel.chosen()[0].of(parcel.flats).item(), next(delivery)[1].item()]
-    assert [*found, *(tensor.item() for _, tensor in delivery)] == [0, 1, 2, 3, 4, 5]
+        flat_bucket = gather_stream.take(1)
+        assert flat_bucket is not None
+        found += [flat_bucket.chosen()[0].of(flat_bucket.flats).item(), next(gather_stream)[1].item()]
+    assert [*found, *(tensor.item() for _, tensor in gather_stream)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_arrival_without_tensors_is_passed_over() -> None:
-    def arrivals() -> Iterator[Arrival]:
-        for tensors in ((), (Whole("w", (1,), (Copy.run_of(1, 1, 0),)),), ()):
-            yield Arrival(Assembly(tensors), torch.arange(2.0), None)
+    def arrivals() -> Iterator[InFlightBucket]:
+        for tensors in ((), (FullTensor("w", (1,), (Copy.run_of(1, 1, 0),)),), ()):
+            yield InFlightBucket(UnshardPlan(tensors), torch.arange(2.0), None)
 
-    assert [(name, tensor.tolist()) for name, tensor in Delivery(arrivals())] == [("w", [1.0])]
-    delivery = Delivery(arrivals())
-    assert [parcel and parcel.count for parcel in (delivery.take(5), delivery.take(5))] == [1, None]
+    assert [(name, tensor.tolist()) for name, tensor in GatherStream(arrivals())] == [("w", [1.0])]
+    gather_stream = GatherStream(arrivals())
+    assert [flat_bucket and flat_bucket.count for flat_bucket in (gather_stream.take(5), gather_stream.take(5))] == [1, None]
 
 
 @pytest.mark.parametrize("take", ["next", "take"])
 def test_what_is_under_way_is_waited_for_when_nobody_takes_it(take: str) -> None:
     for end in ("close", "drop"):
         notes: list[str] = []
-        delivery = Delivery(Noted(number, notes) for number in range(3))
-        assert next(delivery)[0] == "0a" if take == "next" else delivery.take(1)
+        gather_stream = GatherStream(Noted(number, notes) for number in range(3))
+        assert next(gather_stream)[0] == "0a" if take == "next" else gather_stream.take(1)
         if end == "close":
-            delivery.close()
-            assert list(delivery) == []
-        del delivery
+            gather_stream.close()
+            assert list(gather_stream) == []
+        del gather_stream
         assert notes == ["out 0", "out 1", "wait 0", "wait 1"]
 
 
@@ -262,7 +262,7 @@ def test_what_is_under_way_is_waited_for_when_the_next_cannot_set_out() -> None:
         raise OSError("out of sockets")
 
     with pytest.raises(OSError, match="out of sockets"):
-        list(Delivery(arrivals()))
+        list(GatherStream(arrivals()))
     assert notes == ["out 0", "out 1", "wait 0", "wait 1"]
 
 
@@ -272,24 +272,24 @@ def test_present_tensors_are_not_kept_while_others_set_out(way: str) -> None:
     kept: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def arrivals() -> Iterator[Arrival]:
+    def arrivals() -> Iterator[InFlightBucket]:
         for number in range(5):
             alive.append(sum(reference() is not None for reference in kept))
             shards = torch.arange(2.0)
             kept.append(weakref.ref(shards))
-            yield Arrival(Assembly([Whole(str(number), (1,), (Copy.run_of(1, 1, 0),))]), shards, None)
+            yield InFlightBucket(UnshardPlan([FullTensor(str(number), (1,), (Copy.run_of(1, 1, 0),))]), shards, None)
             del shards
 
-    delivery = Delivery(arrivals())
+    gather_stream = GatherStream(arrivals())
     if way == "one by one":
-        for _, tensor in delivery:
+        for _, tensor in gather_stream:
             del tensor
     elif way == "drained":
-        drain(delivery)
+        drain(gather_stream)
     else:
         manifest = Manifest.of((str(number), torch.zeros(1)) for number in range(5))
         group = manifest.group(0, 5)
-        pack(delivery, manifest, group, torch.zeros(group.nbytes, dtype=torch.uint8) if way == "laid" else None)
+        pack(gather_stream, manifest, group, torch.zeros(group.nbytes, dtype=torch.uint8) if way == "laid" else None)
     # the one that comes next, once the first has been taken
     assert alive == [0, 1, 1, 1, 1]
 
@@ -312,9 +312,9 @@ def test_a_refit_begun_anew_and_the_parts_of_other_stages_are_laid_where_they_be
 @pytest.mark.parametrize("count", [0, 7])
 def test_a_stream_that_gives_other_than_it_was_asked_for_is_stopped(count: int) -> None:
     class Wrong(Shelves):
-        def take(self, most: int) -> Parcel | None:
-            parcel = super().take(most)
-            return parcel and replace(parcel, count=count)
+        def take(self, most: int) -> FlatBucket | None:
+            flat_bucket = super().take(most)
+            return flat_bucket and replace(flat_bucket, count=count)
 
     manifest = Manifest.of(Shelves([_experts(4)]))
     with pytest.raises(AssertionError, match=f"Wrong gave {count} weights where 1 to 6 were asked for"):

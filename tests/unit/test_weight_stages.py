@@ -18,7 +18,7 @@ from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import BUFFERS, HEADER, WeightBroadcaster, WeightListener
 from megarl.weight_sync.layout import TensorInfo
 from megarl.weight_sync.manifest import Manifest, Stages
-from megarl.weight_sync.rendezvous import Meeting
+from megarl.weight_sync.rendezvous import Rendezvous
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.unit.test_weight_broadcast import HOST, ending_when_here, joining, together
 from tests.unit.test_weight_sync import assert_same
@@ -201,7 +201,7 @@ def test_who_is_wrong_is_refused_on_all_sides_though_others_are_missing(wrong: d
 
 def test_a_stage_that_does_not_come_is_named() -> None:
     port = free_port(HOST)
-    meeting = Meeting(HOST, port, keeps=True, seconds=20.0)
+    meeting = Rendezvous(HOST, port, keeps=True, seconds=20.0)
     first = ending_when_here(meeting, 2, joining_one(port, 0, meeting=meeting))
     outcomes = together(first, joining_one(port, 0, 1), joining_one(port, 2))
     message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 20 s"
@@ -236,7 +236,7 @@ def test_stages_that_come_after_an_engine_was_refused_hear_why() -> None:
         return "joined"
 
     def late(stage: int) -> str:
-        Meeting(HOST, port, keeps=False).store.wait(["heard/1"])
+        Rendezvous(HOST, port, keeps=False).store.wait(["heard/1"])
         return said(joining_one(port, 0, stage, handshake_s=1.0))
 
     first, engine = joining_one(port, 0), joining_one(port, 1, world_size=7)

@@ -1,4 +1,4 @@
-"""Manifest, arena, sender and receiver of a refit, across real processes where it matters."""
+"""Manifest, IPC buffer, sender and receiver of a refit, across real processes where it matters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync import layout
 from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
-from megarl.weight_sync.ipc_buffer import SLOTS, Arena, ArenaReader, SharedBlock
+from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, SharedBlock
 from megarl.weight_sync.layout import checksum
 from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within, pack
 from tests.memory_limit import no_more_memory_than
@@ -114,13 +114,13 @@ def assert_same(received: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]
 def test_what_arrives_is_what_was_sent_at_every_version(
     sender: WeightSender, receiver: WeightReceiver, model: Model, budget: int | None
 ) -> None:
-    arenas = set()
+    ipc_buffers = set()
     for version in range(4):
         model.state = weights(version)
         assert_same(transfer(sender, receiver, version, budget), model.state)
         assert receiver.version == version
-        arenas.add(next(payloads(sender, version))["arena"]["memory"]["token"])
-    assert len(arenas) == 1
+        ipc_buffers.add(next(payloads(sender, version))["ipc_buffer"]["memory"]["token"])
+    assert len(ipc_buffers) == 1
     assert model.closed == 1 + 2 * 4
 
 
@@ -308,8 +308,8 @@ def test_another_manifest_is_refused(sender: WeightSender) -> None:
 
 def test_changed_bytes_are_found_by_the_checksum(sender: WeightSender, receiver: WeightReceiver) -> None:
     payload = next(payloads(sender, 0))
-    assert sender._arena is not None
-    sender._arena._data[payload["slot"] * sender._arena.slot_bytes + 5] ^= 1
+    assert sender._ipc_buffer is not None
+    sender._ipc_buffer._data[payload["slot"] * sender._ipc_buffer.slot_bytes + 5] ^= 1
     with pytest.raises(RefitError, match="embed on have another checksum"), receiver.group(payload):
         pass
 
@@ -342,20 +342,20 @@ def test_a_weight_larger_than_the_buffer_is_refused_with_the_size_that_would_do(
 
 
 def test_a_dead_policy_s_memory_and_another_host_s_are_refused() -> None:
-    arena = Arena(100, CPU)
-    handle = arena.handle()
+    ipc_buffer = IpcBuffer(100, CPU)
+    handle = ipc_buffer.handle()
     with pytest.raises(RefitError, match="another host or container"):
-        ArenaReader({**handle, "memory": {**handle["memory"], "host": "elsewhere"}}, CPU)
+        IpcBufferReader({**handle, "memory": {**handle["memory"], "host": "elsewhere"}}, CPU)
     with pytest.raises(RefitError, match="is not the policy's shared memory"):
-        ArenaReader({**handle, "memory": {**handle["memory"], "token": "00"}}, CPU)
-    arena.close()
+        IpcBufferReader({**handle, "memory": {**handle["memory"], "token": "00"}}, CPU)
+    ipc_buffer.close()
     with pytest.raises(RefitError, match=r"gone|is not the policy's shared memory"):
-        ArenaReader(handle, CPU)
+        IpcBufferReader(handle, CPU)
 
 
 def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> None:
-    arena = Arena(2**27, CPU)
-    handle = arena.handle()
+    ipc_buffer = IpcBuffer(2**27, CPU)
+    handle = ipc_buffer.handle()
     before = len(os.listdir("/proc/self/fd"))
     with (
         no_more_memory_than(2**24, [os.getpid()], resource.RLIMIT_AS),
@@ -363,11 +363,11 @@ def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> N
             RefitError, match=f"no room for {2**28 + 4096} bytes of the policy's shared memory in this process: .*Cannot allocate"
         ),
     ):
-        ArenaReader(handle, CPU)
+        IpcBufferReader(handle, CPU)
     assert len(os.listdir("/proc/self/fd")) == before
-    reader = ArenaReader(handle, CPU)
+    reader = IpcBufferReader(handle, CPU)
     reader.close()
-    arena.close()
+    ipc_buffer.close()
 
 
 def test_no_payload_for_a_device_without_policy() -> None:

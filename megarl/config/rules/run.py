@@ -188,7 +188,7 @@ def global_batch_divides(view: View) -> Iterator[Violation]:
 
 
 def validation_batch_divides(view: View) -> Iterator[Violation]:
-    """The same for validation."""
+    """A global batch of a validation divides over the data-parallel ranks and their micro-batches."""
     view.require(view["algorithm"] == "sft" and (view["sft.val_period"] > 0 or view["sft.val_at_start"]))
     yield from _divides(view, "sft.val_global_batch_size", "sft.val_micro_batch_size")
 

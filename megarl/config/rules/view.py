@@ -1,4 +1,4 @@
-"""How a rule looks at a configuration: a rule that needs a key which is absent or of the wrong type does not apply."""
+"""The view of a configuration that rules have: one that needs a key which is absent or of the wrong type does not apply."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ Rule: TypeAlias = Callable[[View], Iterator[Violation]]
 
 
 def apply_rules(rules: Iterable[Rule], view: View) -> Iterator[Violation]:
-    """What breaks the rules that apply."""
+    """Yield the violations of the rules that apply."""
     for rule in rules:
         try:
             yield from list(rule(view))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
-from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, SpareMemory, Whole, in_buckets
+from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan, in_buckets
 from megarl.weight_sync.layout import Copy, strides_of
 
 
@@ -27,17 +27,19 @@ class _Bucket:
         names: of the parameters.
         spaces: elements that each takes in a rank's row: as many as one rank sends at the most.
         sent: the elements of its pieces that this rank sends.
-        assembly: of the rows of all ranks.
+        unshard_plan: of the rows of all ranks.
     """
 
     names: tuple[str, ...]
     spaces: tuple[int, ...]
     sent: tuple[slice, ...]
-    assembly: Assembly
+    unshard_plan: UnshardPlan
 
 
 @torch.no_grad()
-def _set_out(bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, spare: SpareMemory) -> Arrival:
+def _set_out(
+    bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, spare: SpareMemory
+) -> InFlightBucket:
     """Send a bucket to all ranks.
 
     Args:
@@ -54,7 +56,7 @@ def _set_out(bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype
         piece = divided[name].to_local().flatten()[sent]
         space[: len(piece)].copy_(piece)
     pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
-    return Arrival(bucket.assembly, rows, pending, spare)
+    return InFlightBucket(bucket.unshard_plan, rows, pending, spare)
 
 
 class WeightStream:
@@ -88,15 +90,15 @@ class WeightStream:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None
 
-    def of(self, divided: Mapping[str, DTensor]) -> Delivery:
+    def of(self, divided: Mapping[str, DTensor]) -> GatherStream:
         """Names and whole tensors on this rank's device. A collective: all ranks take as many.
 
         Args:
             divided: the present parameters by name, divided as they were the first time.
         """
-        return Delivery(self._arrivals(divided, SpareMemory()))
+        return GatherStream(self._arrivals(divided, SpareMemory()))
 
-    def _arrivals(self, divided: Mapping[str, DTensor], spare: SpareMemory) -> Iterator[Arrival]:
+    def _arrivals(self, divided: Mapping[str, DTensor], spare: SpareMemory) -> Iterator[InFlightBucket]:
         if self._buckets is None:
             self._buckets = list(self._plan(divided))
         for bucket in self._buckets:
@@ -113,14 +115,14 @@ class WeightStream:
         for names in in_buckets(self._order, of_all_ranks, self._bucket_bytes):
             spaces = tuple(_space(blocks[name]) for name in names)
             sent = tuple(_sent(blocks[name]) for name in names)
-            yield _Bucket(tuple(names), spaces, sent, Assembly(self._wholes([blocks[name] for name in names], names, spaces)))
+            yield _Bucket(tuple(names), spaces, sent, UnshardPlan(self._wholes([blocks[name] for name in names], names, spaces)))
 
-    def _wholes(self, blocks: Sequence[Block], names: Sequence[str], spaces: Sequence[int]) -> Iterator[Whole]:
+    def _wholes(self, blocks: Sequence[Block], names: Sequence[str], spaces: Sequence[int]) -> Iterator[FullTensor]:
         position = 0
         for block, name, space in zip(blocks, names, spaces, strict=True):
             shape = (self._true_rows[name], *block.shape[1:])
             copies = (_copy(other, shape, rank * sum(spaces) + position) for rank, other in enumerate(_of_all_ranks(block)))
-            yield Whole(name, shape, tuple(copy for copy in copies if copy is not None))
+            yield FullTensor(name, shape, tuple(copy for copy in copies if copy is not None))
             position += space
 
 
@@ -148,7 +150,8 @@ def _of_all_ranks(block: Block) -> Iterator[Block]:
 
 
 def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
-    """What a rank sends of its block, found at ``begin``, into a whole tensor of ``shape``, which may have fewer rows; None for nothing."""
+    """Return what a rank sends of its block, found at ``begin``, into a whole tensor of ``shape``, which may have fewer rows; None for
+    nothing."""
     strides = strides_of(shape)
     target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
     if block.tensor_dimension is None:  # whole rows: one run of elements

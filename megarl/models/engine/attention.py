@@ -97,7 +97,7 @@ def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """How sequences lie in the sequence dimension that attention sees.
+    """Sequence layout: how sequences lie in the sequence dimension that attention sees.
 
     Attributes:
         starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is the end. None when each batch
@@ -238,7 +238,7 @@ def _of_equal_widths(
 
 
 def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice, slice]]:
-    """For each run of this rank's queries: where it stands here, and the keys of its sequence up to its end."""
+    """Return for each run of this rank's queries: where it stands here, and the keys of its sequence up to its end."""
     pieces, done = [], 0
     for start, end in itertools.pairwise(starts):
         for first, last in context.chunks(start, end):

@@ -1,4 +1,4 @@
-"""What the engine asks of a backend. Everything that the backends share lives in the engine; a backend supplies only what really
+"""Backend: what the engine asks of a backend. Everything that the backends share lives in the engine; a backend supplies only what really
 differs."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Place = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What an optimizer step did.
+    """Step outcome: what an optimizer step did.
 
     Attributes:
         grad_norm: L2 norm of the whole model's gradient before clipping.
@@ -71,7 +71,7 @@ class Backend(Protocol):
         """Choose between training and evaluation behaviour. Local."""
 
     def is_training(self) -> bool:
-        """What ``set_training`` chose last. Local."""
+        """Return what ``set_training`` chose last. Local."""
 
     def zero_grad(self) -> None:
         """Clear all gradients. Local."""
@@ -104,7 +104,7 @@ class Backend(Protocol):
 
     @property
     def gathered_bytes(self) -> int:
-        """What an export holds of memory above the model at most, unless a parameter alone takes more; 0 where that is not bounded."""
+        """Return the bytes that an export holds above the model at most, unless a parameter takes more; 0 where that is not bounded."""
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
         """The names that ``export_stage`` gives on each pipeline stage, known after a first export without another; empty where there

@@ -1,4 +1,4 @@
-"""How one rank's rows become global batches and micro-batches: a fixed number of rows, or a plan that came with the batch."""
+"""Division of one rank's rows into global batches and micro-batches: a fixed number of rows, or a plan that came with the batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Chunk(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
 
     def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
         """Its rows cut into micro-batches, in order."""
 
     def without_ragged_end(self) -> Chunk:
-        """The same with the last row repeated, so that all micro-batches have one shape; ``rows`` first rows are the real ones."""
+        """Return the same with the last row repeated: all micro-batches have one shape, and the ``rows`` first rows are the real ones."""
 
 
 class Batching(Protocol):

@@ -47,7 +47,7 @@ Start: TypeAlias = Callable[[int, int], Forward]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What decoding needs of a backend.
+    """Decoder: what decoding needs of a backend.
 
     Attributes:
         start: begins a batch.

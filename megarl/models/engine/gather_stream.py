@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.layout import Copy, Parcel, ParcelStream, Place, merged
+from megarl.weight_sync.layout import BufferRegion, Copy, FlatBucket, FlatBucketIterator, merged
 
 
 class SpareMemory:
@@ -45,7 +45,7 @@ _SHARDS, _COPIED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullTensor:
     """A tensor and where it comes from.
 
     Attributes:
@@ -58,8 +58,8 @@ class Whole:
     copies: tuple[Copy, ...]
 
 
-class Assembly:
-    """Whole tensors out of the shards of all ranks.
+class UnshardPlan:
+    """FullTensor tensors out of the shards of all ranks.
 
     Args:
         tensors: in the order in which they are given.
@@ -68,18 +68,18 @@ class Assembly:
         places: of the tensors, in their order.
     """
 
-    def __init__(self, tensors: Iterable[Whole]) -> None:
+    def __init__(self, tensors: Iterable[FullTensor]) -> None:
         self._length = 0
-        self.places: list[Place] = []
+        self.places: list[BufferRegion] = []
         self._copies = merged([copy for tensor in tensors for copy in self._add(tensor)])
         self._keeps_shards = any(place.flat == _SHARDS for place in self.places)
 
-    def _add(self, tensor: Whole) -> Iterator[Copy]:
+    def _add(self, tensor: FullTensor) -> Iterator[Copy]:
         """The copies that it needs."""
         count = math.prod(tensor.shape)
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
         flat, begin = (_SHARDS, tensor.copies[0].source) if in_shards else (_COPIED, self._length)
-        self.places.append(Place(tensor.name, tensor.shape, flat, begin))
+        self.places.append(BufferRegion(tensor.name, tensor.shape, flat, begin))
         if not in_shards:
             for copy in tensor.copies:
                 yield Copy(copy.source, copy.target + self._length, *copy.form)
@@ -127,18 +127,20 @@ def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int)
         yield bucket
 
 
-class Arrival:
-    """Whole tensors whose shards are on their way to this rank.
+class InFlightBucket:
+    """FullTensor tensors whose shards are on their way to this rank.
 
     Args:
-        assembly: of the tensors.
-        shards: [ranks, elements of a rank's shards], see ``Assembly.flats``.
+        unshard_plan: of the tensors.
+        shards: [ranks, elements of a rank's shards], see ``UnshardPlan.flats``.
         pending: the collective that brings them; None where they are there.
         spare: where the memory of ``shards`` is from, and where it goes when nobody needs it any more; None where it is somebody's.
     """
 
-    def __init__(self, assembly: Assembly, shards: torch.Tensor, pending: dist.Work | None, spare: SpareMemory | None = None) -> None:
-        self.assembly = assembly
+    def __init__(
+        self, unshard_plan: UnshardPlan, shards: torch.Tensor, pending: dist.Work | None, spare: SpareMemory | None = None
+    ) -> None:
+        self.unshard_plan = unshard_plan
         self._shards = shards
         self._pending = pending
         self.spare = spare
@@ -150,19 +152,19 @@ class Arrival:
             self._pending = None
 
     def flats(self) -> tuple[torch.Tensor, ...]:
-        """Wait for them; what the places of the assembly lie in."""
+        """Wait for them; what the places of the unshard plan lie in."""
         self.wait()
-        return self.assembly.flats(self._shards, self.spare)
+        return self.unshard_plan.flats(self._shards, self.spare)
 
 
-class Delivery(ParcelStream):
-    """The tensors of every arrival; while those of one are taken the next is on its way.
+class GatherStream(FlatBucketIterator):
+    """The tensors of every bucket in flight; while those of one are taken the next is on its way.
 
     Args:
-        arrivals: each sets out when it is asked for, into memory of others that were taken in parcels.
+        arrivals: each sets out when it is asked for, into memory of others that were taken in flat_buckets.
     """
 
-    def __init__(self, arrivals: Iterable[Arrival]) -> None:
+    def __init__(self, arrivals: Iterable[InFlightBucket]) -> None:
         self._arrived = _one_ahead(arrivals)
         self._spare: SpareMemory | None = None
         self._flats: tuple[torch.Tensor, ...] = ()
@@ -177,42 +179,42 @@ class Delivery(ParcelStream):
             for flat in self._flats:
                 self._spare.give(flat)
         self._kept = False
-        self._assembly: Assembly | None = None
+        self._unshard_plan: UnshardPlan | None = None
         self._flats = ()
         self._next = self._count = 0
         self._pairs = None
 
     def _is_at_end(self) -> bool:
-        """Whether no tensor is left, after going on to the next arrival where none is left of the present one."""
+        """Whether no tensor is left, after going on to the next bucket in flight where none is left of the present one."""
         while self._next == self._count:
             self._leave()
             arrived = next(self._arrived, None)
             if arrived is None:
                 return True
-            self._assembly, self._flats, self._spare = arrived
-            self._count = len(self._assembly.places)
+            self._unshard_plan, self._flats, self._spare = arrived
+            self._count = len(self._unshard_plan.places)
         return False
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         """Name and tensor, contiguous. It is nobody else's; but many lie in one storage, which is there for as long as one is kept."""
         if self._next == self._count and self._is_at_end():
             raise StopIteration
-        assert self._assembly is not None
+        assert self._unshard_plan is not None
         self._kept = True
         if self._pairs is None:
-            self._pairs = iter(self._assembly.tensors_from(self._next, self._flats))
+            self._pairs = iter(self._unshard_plan.tensors_from(self._next, self._flats))
         self._next += 1
         return next(self._pairs)
 
-    def take(self, most: int) -> Parcel | None:
-        """Tensors of the present arrival that come next, from one up to ``most``; None after the last one."""
+    def take(self, most: int) -> FlatBucket | None:
+        """Tensors of the present bucket in flight that come next, from one up to ``most``; None after the last one."""
         if self._is_at_end():
             return None
-        assert self._assembly is not None
-        parcel = Parcel(self._assembly.places, self._next, min(most, self._count - self._next), self._flats)
-        self._next += parcel.count
+        assert self._unshard_plan is not None
+        flat_bucket = FlatBucket(self._unshard_plan.places, self._next, min(most, self._count - self._next), self._flats)
+        self._next += flat_bucket.count
         self._pairs = None
-        return parcel
+        return flat_bucket
 
     def close(self) -> None:
         """Wait for what is under way; no more comes."""
@@ -220,14 +222,14 @@ class Delivery(ParcelStream):
         self._arrived.close()
 
 
-def _one_ahead(arrivals: Iterable[Arrival]) -> Generator[tuple[Assembly, tuple[torch.Tensor, ...], SpareMemory | None]]:
-    """Each arrival once it is there, with the next one on its way."""
+def _one_ahead(arrivals: Iterable[InFlightBucket]) -> Generator[tuple[UnshardPlan, tuple[torch.Tensor, ...], SpareMemory | None]]:
+    """Each bucket in flight once it is there, with the next one on its way."""
     setting_out = iter(arrivals)
     coming = next(setting_out, None)
     try:
         while coming is not None:
             present, coming = coming, next(setting_out, None)
-            arrived = present.assembly, present.flats(), present.spare
+            arrived = present.unshard_plan, present.flats(), present.spare
             # neither the shards nor, after they were taken, the tensors are kept until the next but one sets out
             del present
             yield arrived

@@ -92,7 +92,7 @@ class ParallelGroups:
         return dist.get_global_rank(self.pipeline, self.pipeline_size - 1)
 
     def coordinates(self) -> str:
-        """For error messages and logs: ``pp1 dp0 cp0 tp1``."""
+        """Coordinates for error messages and logs: ``pp1 dp0 cp0 tp1``."""
         return f"pp{self.pipeline_rank} dp{self.data_rank} cp{self.context_rank} tp{self.tensor_rank}"
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:

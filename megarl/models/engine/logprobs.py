@@ -42,7 +42,7 @@ class VocabularyShard:
     group: dist.ProcessGroup | None = None
 
     def own(self, columns: int) -> int:
-        """How many of this rank's ``columns`` columns are not padding; they come first."""
+        """Return how many of this rank's ``columns`` columns are not padding; they come first."""
         return min(max(self.size - self.start, 0), columns)
 
     @property

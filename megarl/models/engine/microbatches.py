@@ -44,7 +44,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a backend wants of the shapes in front of the model.
+    """Shapes: what a backend wants of the shapes in front of the model.
 
     Attributes:
         row_multiple: rows are padded to a multiple of it.

@@ -1,4 +1,4 @@
-"""How the tokens of a micro-batch lie in front of the model, and how what the model says of them returns to rows.
+"""Model input: how the tokens of a micro-batch lie in front of the model, and how its output returns to rows.
 
 Legend: b rows of the micro-batch, S their length; n = 1 and T tokens when packed, otherwise n = b and T = S; t = T / context size, the part
 of this context-parallel rank.
@@ -40,7 +40,7 @@ class ModelInput:
     longest: int
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """What belongs to ``targets``, [n, t], as rows [b, S-1]: entry i belongs to token i+1. Differentiable.
+        """Return what belongs to ``targets``, [n, t], as rows [b, S-1]: entry i belongs to token i+1. Differentiable.
 
         All context-parallel ranks get all of it, and have to compute the same from it. Where a packed row is shorter than S, 0.
         """

@@ -22,7 +22,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteMicroBatch:
-    """Where something that is not finite was seen first.
+    """Non finite micro batch: where something that is not finite was seen first.
 
     Attributes:
         rank, place: of the process, as a number and in coordinates.
@@ -71,7 +71,7 @@ class SkippedBatch:
 
 @dataclass(slots=True)
 class SkipLimit:
-    """What becomes of global batches that cannot be trained on: ``policy.on_nonfinite`` and ``policy.max_consecutive_skips``.
+    """Skip limit: what becomes of global batches that cannot be trained on: ``policy.on_nonfinite`` and ``policy.max_consecutive_skips``.
 
     Attributes:
         raises: the first one ends the call.

@@ -19,29 +19,29 @@ from megarl.errors import StateError
 from megarl.models.engine.backend import Backend, Part, Place
 
 
-class Residence(Enum):
-    """What is on the device."""
+class OffloadState(Enum):
+    """Offload state: what is on the device."""
 
     TRAINING = "parameters, gradients and optimizer state on the device"
     INFERENCE = "parameters on the device, gradients and optimizer state in host memory"
     OFFLOADED = "everything in host memory"
 
 
-_ON_DEVICE: dict[Residence, frozenset[Part]] = {
-    Residence.TRAINING: frozenset({"parameters", "gradients", "optimizer"}),
-    Residence.INFERENCE: frozenset({"parameters"}),
-    Residence.OFFLOADED: frozenset(),
+_ON_DEVICE: dict[OffloadState, frozenset[Part]] = {
+    OffloadState.TRAINING: frozenset({"parameters", "gradients", "optimizer"}),
+    OffloadState.INFERENCE: frozenset({"parameters"}),
+    OffloadState.OFFLOADED: frozenset(),
 }
 _PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
-_LEGAL: dict[Residence, frozenset[Residence]] = {
-    Residence.TRAINING: frozenset({Residence.TRAINING, Residence.INFERENCE, Residence.OFFLOADED}),
-    Residence.INFERENCE: frozenset({Residence.TRAINING, Residence.INFERENCE, Residence.OFFLOADED}),
-    Residence.OFFLOADED: frozenset({Residence.TRAINING, Residence.INFERENCE, Residence.OFFLOADED}),
+_LEGAL: dict[OffloadState, frozenset[OffloadState]] = {
+    OffloadState.TRAINING: frozenset({OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}),
+    OffloadState.INFERENCE: frozenset({OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}),
+    OffloadState.OFFLOADED: frozenset({OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}),
 }
 
 
-class Lifecycle:
-    """Keeps track of ``Residence`` and moves parts when it changes.
+class OffloadStates:
+    """Keeps track of ``OffloadState`` and moves parts when it changes.
 
     Args:
         move: moves one part; called with the parts that really have to move, parameters first.
@@ -51,27 +51,27 @@ class Lifecycle:
     def __init__(self, move: Callable[[Part, Place], None], has_optimizer: bool) -> None:
         self._move = move
         self._has_optimizer = has_optimizer
-        self.residence = Residence.TRAINING if has_optimizer else Residence.INFERENCE
+        self.offload_state = OffloadState.TRAINING if has_optimizer else OffloadState.INFERENCE
 
-    def enter(self, target: Residence, because: str) -> None:
+    def enter(self, target: OffloadState, because: str) -> None:
         """Move to ``target``.
 
         Raises:
             StateError: the transition is not legal; ``because`` names the method that asked for it.
         """
-        if target is Residence.TRAINING and not self._has_optimizer:
+        if target is OffloadState.TRAINING and not self._has_optimizer:
             raise StateError(f"{because}: this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
-        if target not in _LEGAL[self.residence]:
-            legal = ", ".join(sorted(state.name for state in _LEGAL[self.residence]))
-            raise StateError(f"{because}: cannot go from {self.residence.name} to {target.name}; from here: {legal}")
-        before, after = _ON_DEVICE[self.residence], _ON_DEVICE[target]
+        if target not in _LEGAL[self.offload_state]:
+            legal = ", ".join(sorted(state.name for state in _LEGAL[self.offload_state]))
+            raise StateError(f"{because}: cannot go from {self.offload_state.name} to {target.name}; from here: {legal}")
+        before, after = _ON_DEVICE[self.offload_state], _ON_DEVICE[target]
         for part in _PARTS:
             if part in before - after:
                 self._move(part, "host")
         for part in _PARTS:
             if part in after - before:
                 self._move(part, "device")
-        self.residence = target
+        self.offload_state = target
 
     def require(self, part: Part, method: str, remedy: str) -> None:
         """Refuse a call that needs ``part`` on the device when it is not there.
@@ -81,10 +81,10 @@ class Lifecycle:
         """
         if part == "optimizer" and not self._has_optimizer:
             raise StateError(f"{method}(): this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
-        if part not in _ON_DEVICE[self.residence]:
+        if part not in _ON_DEVICE[self.offload_state]:
             raise StateError(
-                f"{method}() needs {part} on the device, but the worker is {self.residence.name} "
-                f"({self.residence.value}); call {remedy}() first"
+                f"{method}() needs {part} on the device, but the worker is {self.offload_state.name} "
+                f"({self.offload_state.value}); call {remedy}() first"
             )
 
 

@@ -50,7 +50,7 @@ def partial_gradients(
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What these keys contribute to the gradients of whole attention.
+    """Return what these keys contribute to the gradients of whole attention.
 
     Args:
         gradient: [B, H, S, D], of the whole output.

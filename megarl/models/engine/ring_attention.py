@@ -58,7 +58,7 @@ class _Piece:
 
 
 def _pieces(starts: tuple[int, ...], context: ContextShare, source: int, window: int | None, device: torch.device) -> Iterator[_Piece]:
-    """What this rank's queries see of the keys of rank ``source``, sequence by sequence."""
+    """Return what this rank's queries see of the keys of rank ``source``, sequence by sequence."""
     for start, end in itertools.pairwise(starts):
         here, length = start // context.size, (end - start) // context.size
         if length == 0:

@@ -182,7 +182,8 @@ def _step(backend: Backend, loss: torch.Tensor) -> tuple[StepOutcome, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """What came of one: its loss, float64 0-d, this rank's results a micro-batch, metrics a micro-batch, and of the batch as a whole."""
+    """Global batch: what came of one: its loss, float64 0-d, this rank's results a micro-batch, metrics a micro-batch, and of the batch as
+    a whole."""
 
     loss: torch.Tensor
     outputs: Sequence[HeadOutput]

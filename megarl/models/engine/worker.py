@@ -26,13 +26,13 @@ from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
 from megarl.models.engine.nonfinite import SkipLimit, require_finite
-from megarl.models.engine.offload_state import Lifecycle, ReferenceWeights, Residence
+from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.colocated import WeightSender
-from megarl.weight_sync.manifest import ONE_STAGE, Stages, Stream, drain, failing
-from megarl.weight_sync.rendezvous import Meeting
+from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
+from megarl.weight_sync.rendezvous import Rendezvous
 from megarl.weight_sync.transfer_group import TransferGroup
 
 
@@ -102,7 +102,7 @@ class EngineWorker:
         self.tokenizer = tokenizer
         self.backend = backend
         self.runtime = runtime
-        self.lifecycle = Lifecycle(backend.move, has_optimizer)
+        self.offload_states = OffloadStates(backend.move, has_optimizer)
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
@@ -131,7 +131,7 @@ class EngineWorker:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """How tokens are drawn: the same in training, log-probabilities and generation."""
+        """Return how tokens are drawn: the same in training, log-probabilities and generation."""
         return SamplingSettings.of(self.cfg.get("generation"))
 
     # training and log-probabilities
@@ -248,8 +248,8 @@ class EngineWorker:
     def _require(self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference") -> None:
         if optimizer:
             self._refuse_reference(method)
-            self.lifecycle.require("optimizer", method, "prepare_for_training")
-        self.lifecycle.require("parameters", method, remedy)
+            self.offload_states.require("optimizer", method, "prepare_for_training")
+        self.offload_states.require("parameters", method, remedy)
 
     def _refuse_reference(self, method: str) -> None:
         """Refuse what would mix the reference policy's weights with the policy's own."""
@@ -262,13 +262,13 @@ class EngineWorker:
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Everything on the device, training behaviour."""
-        self.lifecycle.enter(Residence.TRAINING, "prepare_for_training")
+        self.offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
         self.backend.set_training(True)
         self.runtime.empty_cache()
 
     def prepare_for_lp_inference(self) -> None:
         """Parameters on the device, evaluation behaviour; gradients and optimizer state leave."""
-        self.lifecycle.enter(Residence.INFERENCE, "prepare_for_lp_inference")
+        self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference")
         self.backend.set_training(False)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
@@ -277,12 +277,12 @@ class EngineWorker:
 
     def offload_before_refit(self) -> None:
         """Gradients and optimizer state to host memory."""
-        self.lifecycle.enter(Residence.INFERENCE, "offload_before_refit")
+        self.offload_states.enter(OffloadState.INFERENCE, "offload_before_refit")
         self.runtime.empty_cache()
 
     def offload_after_refit(self) -> None:
         """Parameters to host memory as well."""
-        self.lifecycle.enter(Residence.OFFLOADED, "offload_after_refit")
+        self.offload_states.enter(OffloadState.OFFLOADED, "offload_after_refit")
         self.backend.set_training(False)
         self.runtime.empty_cache()
         figures = self.runtime.memory()
@@ -307,7 +307,7 @@ class EngineWorker:
         return self._sender.manifest.padded_sizes, float(budget)
 
     def begin_refit(self) -> int:
-        """The same for who knows the names already: at a refit none travels."""
+        """Begin a refit for a caller that knows the weights' names already: at a refit no name travels."""
         self._refuse_reference("prepare_weights_for_ipc")
         self._require("prepare_weights_for_ipc")
         return self._sender.begin(self._weights_version)
@@ -319,7 +319,7 @@ class EngineWorker:
         return self._sender.send(list(keys))
 
     def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
-        """The same by the index of the group's first weight in the order of sending, and how many it has."""
+        """Return the handles of a group by the index of its first weight in the order of sending, and how many it has."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send_part(first, count)
@@ -342,9 +342,9 @@ class EngineWorker:
         self._require("init_collective")
         manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
         self._leave_collective()
-        # first of all the port: who looked for rank 0 at one that is another's could come into another run's meeting
+        # first of all the port: who looked for rank 0 at one that is another's could come into another run's rendezvous
         with on_first_rank(RefitError) as first:
-            meeting = Meeting(ip, port, keeps=True) if first else None
+            rendezvous = Rendezvous(ip, port, keeps=True) if first else None
         with on_first_rank(RefitError):
             if groups.is_first_in_stage:
                 group = TransferGroup(
@@ -358,7 +358,7 @@ class EngineWorker:
                     delta_share=delta_share,
                     stage=groups.pipeline_rank,
                     stages=stages,
-                    meeting=meeting,
+                    rendezvous=rendezvous,
                 )
                 self._broadcaster = WeightBroadcaster(group, manifest, with_checksum=self._with_checksum)
         self._broadcasts = True
@@ -390,8 +390,8 @@ class EngineWorker:
                 self._broadcaster.send(stream, self._weights_version)
             drain(stream)
 
-    def _weights_of_stage(self) -> Stream:
-        """What keeps them back comes with the stream, so that the engines hear of it too: they wait for weights by now."""
+    def _weights_of_stage(self) -> WeightIterator:
+        """Return the weights of this stage; an error that keeps them back comes with the stream, so that waiting engines hear of it too."""
         try:
             self._refuse_reference("broadcast_weights_for_collective")
             self._require("broadcast_weights_for_collective")
@@ -476,7 +476,7 @@ class EngineWorker:
         return self.runtime.facts(self.backend.parameters())
 
     def report_device_id(self) -> str:
-        """What tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""
+        """Return what tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""
         return self.runtime.identity()
 
     def start_gpu_profiling(self) -> None:

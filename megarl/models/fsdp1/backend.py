@@ -26,7 +26,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.precision import dtype_of
 from megarl.models.fsdp1.build import Filler, held_by
 from megarl.models.fsdp1.sharded import Sharded
-from megarl.models.fsdp1.whole import Whole
+from megarl.models.fsdp1.whole import FullModel
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, recompute_layers
@@ -71,13 +71,13 @@ class FSDP1Backend:
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
         self.shapes = Shapes(row_multiple=policy.get("make_sequence_length_divisible_by") or 1)
         self.groups = _data_parallel()
-        self.model: Sharded | Whole
+        self.model: Sharded | FullModel
         if dist.get_world_size() > 1:
             self.model = Sharded(model, fill, self._dtype, runtime, offload=bool(policy.get("fsdp_offload_enabled")))
         else:
             if policy.get("fsdp_offload_enabled"):
                 logger.warning("fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded")
-            self.model = Whole(model, fill, self._dtype, runtime)
+            self.model = FullModel(model, fill, self._dtype, runtime)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if with_optimizer:
@@ -169,7 +169,7 @@ class FSDP1Backend:
 
     def _gathered(self) -> nn.Module:
         """A plain transformers model with the present weights."""
-        if isinstance(self.model, Whole):
+        if isinstance(self.model, FullModel):
             self.model.before_pass()
             return self.model.module
         model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)

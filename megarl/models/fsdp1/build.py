@@ -15,7 +15,7 @@ from megarl.models.huggingface.loading import check_names, is_tied, persistent_b
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Where a parameter is in the model, which sharding does not change.
+    """Held: where a parameter is in the model, which sharding does not change.
 
     Attributes:
         names: its names in the model; two for a tied output layer.
@@ -33,7 +33,7 @@ class Held:
         return self.places[0][0]
 
     def get(self) -> nn.Parameter:
-        """What stands there now: the whole parameter, or this rank's part of it."""
+        """Return what stands there now: the whole parameter, or this rank's part of it."""
         module, attribute = self.places[0]
         return getattr(module, attribute)
 

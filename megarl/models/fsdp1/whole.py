@@ -13,7 +13,7 @@ from megarl.models.fsdp1.build import Filler, named
 from megarl.models.huggingface import checkpoint
 
 
-class Whole:
+class FullModel:
     """A model on one rank, computing in ``dtype`` from float32 parameters, with float32 gradients.
 
     In half precision the module's own parameters are copies of the float32 ones; each micro-batch's gradient is added to the float32
@@ -76,7 +76,7 @@ class Whole:
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """What ``state`` gave was filled in place; that was all."""
+        """Do nothing: the tensors that ``state`` gave were filled in place."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
         """State by parameter name."""

@@ -1,4 +1,4 @@
-"""What every generation engine offers: its configuration, what goes in, what comes out, and the check of right padding."""
+"""Interfaces of generation engines: configuration, input, output, and the check of right padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH_KEYS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence
 
 
 class ResourcesConfig(TypedDict):
-    """Where a generation engine of its own runs."""
+    """Resources of a generation engine of its own."""
 
     gpus_per_node: NotRequired[Annotated[int | None, Key("its worker ranks a node; null for all of a node.")]]
     num_nodes: NotRequired[Annotated[int | None, Key("its nodes; null for a part of the only node.")]]
@@ -88,7 +88,7 @@ class VllmConfig(TypedDict):
 
 
 class GenerationConfig(TypedDict):
-    """How answers are generated."""
+    """Generation of responses."""
 
     backend: NotRequired[
         Annotated[
@@ -151,7 +151,7 @@ class GenerationConfig(TypedDict):
 
 
 class GenerationDatumSpec(TypedDict):
-    """What goes into ``generate``.
+    """Input of ``generate``.
 
     Attributes:
         input_ids: int64 [B, S], right-padded prompts.
@@ -167,7 +167,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What comes out of ``generate``.
+    """Output of ``generate``.
 
     Attributes:
         output_ids: int64 [B, S'], prompt and answer, right-padded with the pad token.

@@ -77,7 +77,7 @@ def choose_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampli
 
 
 def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """What top-k, and then top-p (Holtzman et al., ICLR 2020), leave of a distribution.
+    """Return what top-k, and then top-p (Holtzman et al., ICLR 2020), leave of a distribution.
 
     Args:
         scaled: [b, V] float32 logits, already divided by the temperature, in any order of tokens; minus infinity where there is none.

@@ -25,7 +25,7 @@ class StopRules:
         self._tokenizer = tokenizer
 
     def finished(self, rows: Sequence[int], newest: torch.Tensor, answers: Sequence[Sequence[int]]) -> list[bool]:
-        """For each of ``rows``, whether its newest token ends it.
+        """Return for each of ``rows``, whether its newest token ends it.
 
         Args:
             rows: indices of rows in the batch.

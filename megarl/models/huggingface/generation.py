@@ -18,7 +18,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 
 
 class Generating(Protocol):
-    """What generation needs of a backend."""
+    """Generating: what generation needs of a backend."""
 
     policy: Mapping[str, Any]
     groups: ParallelGroups

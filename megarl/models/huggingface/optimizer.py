@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
+from megarl.key import defaults_of
+from megarl.models.policy import PytorchOptimizerConfig
 
 OPTIMIZER = "policy.optimizer"
 SCHEDULER = "policy.scheduler"
@@ -38,9 +40,14 @@ def build_optimizer(
     Raises:
         ConfigError: there is no such optimizer, it does not know an argument, or refuses a value.
     """
-    chosen = policy.get("optimizer")
-    if not chosen:
-        raise _refusal(OPTIMIZER, chosen, "a policy that trains needs an optimizer", "write {name: torch.optim.AdamW, kwargs: {lr: ...}}")
+    chosen = {**defaults_of(PytorchOptimizerConfig), **(policy.get("optimizer") or {})}
+    if "name" not in chosen:
+        raise _refusal(
+            OPTIMIZER,
+            policy.get("optimizer"),
+            "a policy that trains needs an optimizer",
+            "write {name: torch.optim.AdamW, kwargs: {lr: ...}}",
+        )
     kind = _resolve(f"{OPTIMIZER}.name", chosen["name"], torch.optim.Optimizer, "torch.optim.AdamW")
     if kind.__name__ in UNSUITABLE:
         raise _refusal(f"{OPTIMIZER}.name", chosen["name"], "its step needs more than dense gradients", "write torch.optim.AdamW")

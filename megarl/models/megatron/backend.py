@@ -257,7 +257,7 @@ class MegatronBackend:
                 self.optimizer.reload_model_params()
 
     def _copy_embedding_to_output_layer(self) -> None:
-        """With tied embeddings the last of several stages has a copy of the first one's."""
+        """Copy the first stage's embedding to the last of several stages, which has one of its own where they are tied."""
         groups = self.groups
         if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return

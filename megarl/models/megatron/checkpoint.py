@@ -100,13 +100,14 @@ _DISTRIBUTED_STATE = "optimizer.state.param."
 
 
 def _metadata() -> dict[str, Any]:
-    """How optimizer state is cut: so that any layout can read it. A fresh dict each time, because Megatron adds its process groups to
+    """Return how optimizer state is cut: so that any layout can read it. A fresh dict each time, because Megatron adds its process groups
+    to
     it."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def _entry(chunk: int) -> str:
-    """Where one of several model chunks stands in a state dict, as in Megatron-LM. The tensors have the names of their layers."""
+    """Return where one of several model chunks stands in a state dict, as in Megatron-LM. The tensors have the names of their layers."""
     return f"model{chunk}"
 
 
@@ -225,7 +226,7 @@ def _save(state: dict[str, Any], directory: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
-    """What ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
+    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
     read_plain_index(directory)
     try:
         with restricted_loading():

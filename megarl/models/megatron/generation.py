@@ -58,7 +58,7 @@ def decode_together(
     groups: ParallelGroups,
     replicas: dist.ProcessGroup,
 ) -> BatchedDataDict[Any]:
-    """What ``decode_rows`` gives for the rows of this replica, run on the rows of all replicas.
+    """Return what ``decode_rows`` gives for the rows of this replica, run on the rows of all replicas.
 
     Args:
         decode_rows: decodes rows with some groups.

@@ -44,7 +44,7 @@ def _tensors_of(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def places_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
-    """Where the tensors of ``parameters_of`` are kept, whichever tensors that may be later."""
+    """Return where the tensors of ``parameters_of`` are kept, whichever tensors that may be later."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
             path, _, key = local.rpartition(".")

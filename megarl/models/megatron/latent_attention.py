@@ -60,7 +60,7 @@ class LatentSelfAttention(MLASelfAttention):
 
 
 class _SummedGradients(torch.autograd.Function):
-    """What goes in, whose gradients are added up over the ranks. Megatron-Core's own leaves those alone that are not contiguous (0.16)."""
+    """Identity whose gradients are added up over the ranks. Megatron-Core's own leaves those alone that are not contiguous (0.16)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -19,7 +19,7 @@ from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
 from megarl.models.engine.model_input import ModelInput, lay_out
-from megarl.models.megatron.moe_record import BalanceSettings, Census, RoutingRecord
+from megarl.models.megatron.moe_record import BalanceSettings, ExpertTokenCounts, RoutingRecord
 from megarl.models.megatron.moe_router import connect, release
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.models.megatron.schedule import forward_backward
@@ -50,12 +50,12 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
     return numbers[:, context.index(starts or (0, total), device)] if context.size > 1 else numbers
 
 
-def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> Census:
+def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertTokenCounts:
     """Sizes of the global batch of which ``inputs`` are this data-parallel rank's share. A collective over the data-parallel group."""
     lengths = [_counted_lengths(model_input) for model_input in inputs]
     figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
     tokens, sequences = groups.sum_over_data(figures).tolist()
-    return Census(tokens, sequences, max(model_input.micro_batch.size for model_input in inputs))
+    return ExpertTokenCounts(tokens, sequences, max(model_input.micro_batch.size for model_input in inputs))
 
 
 def _nothing(logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
@@ -122,7 +122,7 @@ def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
 
 
 def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool) -> list[ModelInput]:
-    """The same micro-batches, laid out so that the replicas that share this rank's experts can run them together.
+    """Return the same micro-batches, laid out so that the replicas that share this rank's experts can run them together.
 
     Args:
         inputs: of this rank.

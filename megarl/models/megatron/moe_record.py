@@ -1,4 +1,4 @@
-"""What the routers of a model share during one global batch: its size, how the experts were loaded, and the losses that balance them.
+"""Record of a model's routers during one global batch: its size, how the experts were loaded, and the losses that balance them.
 
 Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as the engine's losses do. With
 T real tokens in the global batch, E experts of which a token goes to k, p[t, i] the softmax over all of a router's logits and c[i] the
@@ -30,7 +30,7 @@ BalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
 
 @dataclass(frozen=True, slots=True)
 class BalanceSettings:
-    """How routers are kept balanced.
+    """Balance settings: how routers are kept balanced.
 
     Attributes:
         kind: load-balancing loss.
@@ -56,7 +56,7 @@ class BalanceSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class ExpertTokenCounts:
     """Sizes of what is balanced together.
 
     Attributes:
@@ -87,23 +87,23 @@ class RoutingRecord:
         self._load, self._mass = torch.zeros(layers, experts, **new), torch.zeros(layers, experts, **new)
         self._by_sequence, self._z = torch.zeros(layers, **new), torch.zeros(layers, **new)
         self._shares: torch.Tensor | None = None
-        self._census: Census | None = None
+        self._token_counts: ExpertTokenCounts | None = None
         self._counting = False
 
     @property
     def is_open(self) -> bool:
         """Whether routers have to report. Under activation checkpointing only the recomputation counts, which alone has gradients."""
-        return self._census is not None and (self._counting or torch.is_grad_enabled())
+        return self._token_counts is not None and (self._counting or torch.is_grad_enabled())
 
-    def open(self, census: Census) -> None:
+    def open(self, token_counts: ExpertTokenCounts) -> None:
         """Begin a global batch."""
-        self._census = census
+        self._token_counts = token_counts
         self._shares = None
         self._clear()
 
     def close(self) -> None:
         """End it; the counts stay for ``metrics``."""
-        self._census = None
+        self._token_counts = None
 
     def count_ahead(self, counting: bool) -> None:
         """Begin (True) or end (False) the pass that counts. At its end all ranks' counts are added up: a collective over the world."""
@@ -125,7 +125,7 @@ class RoutingRecord:
         Returns:
             The loss to add, differentiable, already times its coefficient; None where there is nothing to add.
         """
-        assert self._census is not None
+        assert self._token_counts is not None
         real = sequences >= 0
         went_to = went_to & real[:, None]
         self._load[layer] += went_to.sum(0)
@@ -151,21 +151,23 @@ class RoutingRecord:
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _balancing(self, layer: int, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
-        settings, census = self.settings, self._census
-        assert census is not None
+        settings, token_counts = self.settings, self._token_counts
+        assert token_counts is not None
         if settings.kind == "none" or settings.coefficient == 0:
             return None
         if settings.kind == "aux_loss":
             assert self._shares is not None, "count_ahead() has to come before"
             shares = self._shares[layer].to(probabilities.dtype)
-            return (probabilities.sum(0) * shares).sum() * (settings.experts / max(census.tokens, 1))
-        loss = self._sequence_loss(probabilities, went_to, sequences, census)
+            return (probabilities.sum(0) * shares).sum() * (settings.experts / max(token_counts.tokens, 1))
+        loss = self._sequence_loss(probabilities, went_to, sequences, token_counts)
         self._by_sequence[layer] += loss.detach()
         return loss
 
-    def _sequence_loss(self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, census: Census) -> torch.Tensor:
+    def _sequence_loss(
+        self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, token_counts: ExpertTokenCounts
+    ) -> torch.Tensor:
         """The contribution of this rank's tokens to the mean over sequences; token counts are those of whole sequences."""
-        experts, rows = self.settings.experts, census.rows
+        experts, rows = self.settings.experts, token_counts.rows
         load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)
         # what does not count lands in a row of its own
         load.index_add_(0, sequences.where(sequences >= 0, rows), went_to.to(load.dtype))
@@ -174,14 +176,14 @@ class RoutingRecord:
         assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
         tokens = assignments / self.settings.chosen
         weights = load[:rows] / (assignments * tokens)
-        return (probabilities * weights[sequences.clamp(min=0)]).sum() * (experts / max(census.sequences, 1))
+        return (probabilities * weights[sequences.clamp(min=0)]).sum() * (experts / max(token_counts.sequences, 1))
 
     def _z_loss(self, layer: int, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor | None:
         if self.settings.z_coefficient == 0:
             return None
-        assert self._census is not None
+        assert self._token_counts is not None
         size = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
-        loss = (size.square() * real).sum() / max(self._census.tokens, 1)
+        loss = (size.square() * real).sum() / max(self._token_counts.tokens, 1)
         self._z[layer] += loss.detach()
         return loss
 

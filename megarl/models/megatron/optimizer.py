@@ -23,7 +23,7 @@ NEVER = 2**40
 
 @contextlib.contextmanager
 def fused_style_adam() -> Iterator[None]:
-    """Where Megatron-Core finds neither Transformer Engine nor Apex: build and checkpoint with our Adam, which counts its steps as theirs
+    """Build and checkpoint with our Adam where Megatron-Core finds neither Transformer Engine nor Apex; it counts its steps as theirs
     do.
 
     Needed around building an optimizer and around reading or writing its state; the originals are put back at the end.

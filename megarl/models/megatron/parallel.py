@@ -34,7 +34,8 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Who shares the experts with this process. Megatron lays expert groups over the ranks of a pipeline stage anew: ranks that are tensor,
+    """Expert groups: who shares the experts with this process. Megatron lays expert groups over the ranks of a pipeline stage anew: ranks
+    that are tensor,
     context or data parallel for the rest of the model may be expert or expert-tensor parallel for its experts.
 
     Attributes:

@@ -92,7 +92,7 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
 
 
 def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Work]:
-    """At least as many micro-batches as stages, in groups that the interleaved schedule accepts."""
+    """Fill up to as many micro-batches as stages at least, in groups that the interleaved schedule accepts."""
     stages = config.pipeline_model_parallel_size
     filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
     rest = len(filled) % stages

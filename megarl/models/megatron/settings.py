@@ -95,7 +95,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
 
 
 def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict[str, Any]:
-    """How a mixture of experts is laid out. Its router is balanced by us (``balance_settings``), so Megatron's own losses stay off."""
+    """Return settings of a mixture of experts. Its router is balanced by us (``balance_settings``), so Megatron's own losses stay off."""
     return {
         "expert_model_parallel_size": megatron["expert_model_parallel_size"],
         "expert_tensor_parallel_size": megatron["expert_tensor_parallel_size"],
@@ -109,7 +109,7 @@ def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict
 
 
 def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> BalanceSettings | None:
-    """How the routers are balanced; None for a dense model. The coefficient is the model's own where the configuration gives none."""
+    """Return how routers are balanced; None for a dense model. The coefficient is the model's own where the configuration gives none."""
     mixture, megatron = architecture.mixture, policy["megatron_cfg"]
     if mixture is None:
         return None

@@ -1,4 +1,4 @@
-"""Which modules Megatron's GPT layers are made of: chosen once, here, and logged.
+"""Layer specs: the modules that Megatron's GPT layers are made of, chosen once, here, and logged.
 
 With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec*: Megatron's own parallel linear layers
 with our attention (``megarl.models.engine.attention``) and with norms that also work under sequence parallelism, which Megatron-Core

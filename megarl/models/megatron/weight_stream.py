@@ -24,14 +24,14 @@ from converters.mapping.rules import all_rules, hf_tensors, rule_for
 from converters.mapping.shards import join
 from converters.model_config.architecture import Architecture
 from megarl.errors import StateError
-from megarl.models.engine.gather_stream import Arrival, Assembly, Delivery, SpareMemory, Whole, in_buckets
+from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan, in_buckets
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.weight_sync.layout import Copy
 
 
-def assembly_of(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> Assembly:
+def assembly_of(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> UnshardPlan:
     """The Hugging Face tensors of parameters whose shards lie one after the other, the same way on all ranks.
 
     Args:
@@ -43,10 +43,10 @@ def assembly_of(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: i
     Raises:
         ConversionError: the shards do not have the shapes that the architecture asks for.
     """
-    return Assembly(_wholes(rules, shapes, ranks, architecture))
+    return UnshardPlan(_wholes(rules, shapes, ranks, architecture))
 
 
-def _wholes(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> Iterator[Whole]:
+def _wholes(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> Iterator[FullTensor]:
     lengths = [math.prod(shape) for shape in shapes]
     of_rank = sum(lengths)
     position = 0
@@ -56,14 +56,14 @@ def _wholes(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, 
             for number, part in enumerate(rule.parts):
                 begins = range(position, position + len(layouts) * of_rank, of_rank)
                 places = zip(layouts, begins, strict=True)
-                yield Whole(
+                yield FullTensor(
                     part.name, part.shape, tuple(copy for layout, begin in places for copy in _copies(layout, number, part.shape, begin))
                 )
         position += length
 
 
 def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Architecture) -> list[ShardLayout]:
-    """Of the shards that have to be read: all, or one where every rank has the same."""
+    """Return the layouts of the shards that have to be read: all, or one where every rank has the same."""
     padded = shape[0] * ranks if rule.kind is Kind.VOCAB else 0
     layouts = [shard_layout(rule, architecture.head_dim, rank, ranks, padded) for rank in range(ranks)]
     for rank, layout in enumerate(layouts):
@@ -76,7 +76,7 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
 
 
 def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int) -> Iterator[Copy]:
-    """What of part ``number``, of shape ``whole``, lies in one shard that begins at ``begin``."""
+    """Return what of part ``number``, of shape ``whole``, lies in one shard that begins at ``begin``."""
     position = 0
     for span in layout.spans:
         if span.part == number and span.length:
@@ -91,7 +91,7 @@ def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a rank's shard of it."""
+    """Entry: where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a rank's shard of it."""
 
     rule: Rule
     stage: int
@@ -115,7 +115,7 @@ class _Bucket:
         self.of_expert = is_expert(self.first.rule.megatron_name)
         self.names = [entry.rule.megatron_name for entry in entries]
         self.length = sum(entry.shape.numel() for entry in entries)
-        self.assembly = assembly_of([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
+        self.unshard_plan = assembly_of([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def _set_out(
     spare: SpareMemory,
     *,
     everywhere: bool,
-) -> Arrival:
+) -> InFlightBucket:
     """Send a bucket to all ranks of its pipeline stage, or of all stages.
 
     Args:
@@ -158,7 +158,7 @@ def _set_out(
             pending.wait()
         source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
         pending = dist.broadcast(shards, src=source, group=groups.pipeline, async_op=True)
-    return Arrival(bucket.assembly, shards, pending, spare)
+    return InFlightBucket(bucket.unshard_plan, shards, pending, spare)
 
 
 class WeightStream:
@@ -190,16 +190,16 @@ class WeightStream:
         as long as one of them is kept. Memory beyond the model is at most five buckets of ``bucket_bytes`` (or of the largest
         parameter); a family that stores all experts of a layer together adds those.
         """
-        return self._joined(Delivery(self._arrivals(SpareMemory(), everywhere=True)))
+        return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
         for the first time, when all ranks have to come."""
-        return self._joined(Delivery(self._arrivals(SpareMemory(), everywhere=False)))
+        return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
-    def _joined(self, delivery: Delivery) -> Iterator[tuple[str, torch.Tensor]]:
-        """With tensors that are stored inside others put into these, where a family does that."""
-        return delivery if self._all_alone else join(delivery, self._architecture)
+    def _joined(self, gather_stream: GatherStream) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors with those that a family stores inside others put into these."""
+        return gather_stream if self._all_alone else join(gather_stream, self._architecture)
 
     def names_by_stage(self) -> list[list[str]]:
         """The names that ``of_stage`` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
@@ -212,12 +212,12 @@ class WeightStream:
         return [[name for name, _ in join(self._without_memory(stage), self._architecture)] for stage in range(self._groups.pipeline_size)]
 
     def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a stage exports, as tensors of names and shapes alone."""
+        """Return what a stage exports, as tensors of names and shapes alone."""
         for bucket in self._buckets or ():
             if bucket.first.stage == stage:
-                yield from bucket.assembly.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
+                yield from bucket.unshard_plan.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
 
-    def _arrivals(self, spare: SpareMemory, *, everywhere: bool) -> Iterator[Arrival]:
+    def _arrivals(self, spare: SpareMemory, *, everywhere: bool) -> Iterator[InFlightBucket]:
         """The buckets one after another, each set out when it is asked for."""
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
@@ -249,7 +249,7 @@ class WeightStream:
         return size
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
-        """Where a parameter stands. An expert that another rank holds has the shape of this rank's expert in its place."""
+        """Return where a parameter stands. An expert that another rank holds has the shape of this rank's expert in its place."""
         name, owner = rule.megatron_name, 0
         if is_expert(name):
             share = (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size

@@ -1,4 +1,4 @@
-"""Which row of a batch goes to which data-parallel replica and micro-batch, and back: planned on the driver from lengths alone.
+"""Batch plan: which row goes to which data-parallel replica and micro-batch, and back, planned on the driver from lengths alone.
 
 The plan gives every replica the same number of micro-batches, so that collectives inside a forward pass (FSDP, expert parallelism) meet.
 """
@@ -43,7 +43,7 @@ class ShardedBatch:
         return self.order[before + first : before + last]
 
     def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What each replica gave for its rows, in the order of the batch."""
+        """Return the replicas' results for their rows in the order of the batch."""
         stacked = torch.cat(list(parts))
         place_of = sorted(range(len(self.order)), key=self.order.__getitem__)
         return stacked[torch.tensor(place_of[: self.rows], dtype=torch.int64)]
@@ -98,7 +98,7 @@ def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
 
 
 def sequence_multiple(policy: Mapping[str, Any]) -> int:
-    """What sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal parts."""
+    """Return what sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal parts."""
     backend = enabled_backend(policy)
     if backend == "fsdp1":
         return 1

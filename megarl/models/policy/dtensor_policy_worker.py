@@ -97,7 +97,7 @@ class DTensorPolicyWorker(EngineWorker):
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Continue prompts with the model itself; see ``DTensorBackend.generate``."""
-        self.lifecycle.require("parameters", "generate", "prepare_for_generation")
+        self.offload_states.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, self.cfg["generation"] or {}, self.tokenizer, greedy=greedy)
 
     # context parallelism for callers that bring their own loop

@@ -60,7 +60,7 @@ class FSDP1PolicyWorker(EngineWorker):
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
-        self.lifecycle.require("parameters", "generate", "prepare_for_generation")
+        self.offload_states.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, self.cfg["generation"], self.tokenizer, greedy=greedy)
 
     # placement by hand

@@ -1,4 +1,4 @@
-"""What every policy offers to an algorithm: the abstract classes, and the shape of what they return."""
+"""Interfaces of policies: the abstract classes that algorithms know, and the shape of what they return."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """What the generation engine must know of each weight before the first transfer, by name."""
+        """Return what the generation engine must know of each weight before the first transfer, by name."""
 
     def prepare_info_for_collective(self) -> dict[str, Any] | None:
         """Older name of ``prepare_refit_info``."""

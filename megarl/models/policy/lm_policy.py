@@ -368,7 +368,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        """What a refit sends, as the workers said it once."""
+        """Return what a refit sends, as the workers said it once."""
         return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
@@ -449,7 +449,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
 
 def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of what workers say of their GPUs, what is logged; a figure that not all of them have is left out."""
+    """Return what is logged of the workers' GPU figures; a figure that not all of them have is left out."""
     ways: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
         "free_memory_gib": ("free_memory_mb", lambda values: min(values) / 1024),
         "power_w": ("power_w", sum),
@@ -459,7 +459,7 @@ def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _with_rows_of_batch(skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int) -> list[dict[str, Any]]:
-    """What workers say of global batches without a step, with the rows of the whole batch in place of those of a replica."""
+    """Return what workers say of global batches without a step, with the rows of the whole batch in place of those of a replica."""
     return [
         {
             **batch,
@@ -471,7 +471,7 @@ def _with_rows_of_batch(skipped: Sequence[dict[str, Any]], sharded: ShardedBatch
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
-    """Which rank has which coordinates: tensor parallel fastest, then context, data and pipeline parallel."""
+    """Return which rank has which coordinates: tensor parallel fastest, then context, data and pipeline parallel."""
     backend = enabled_backend(config)
     pipeline = context = tensor = 1
     if backend == "megatron":

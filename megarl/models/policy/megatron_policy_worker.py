@@ -57,5 +57,5 @@ class MegatronPolicyWorker(EngineWorker):
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Continue prompts with Megatron itself; see ``generate``."""
-        self.lifecycle.require("parameters", "generate", "prepare_for_generation")
+        self.offload_states.require("parameters", "generate", "prepare_for_generation")
         return generate(self.backend, data, self.cfg["generation"], self.tokenizer, greedy=greedy)

@@ -56,7 +56,7 @@ def get_gpu_info(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
-    """What to change in a model's config so that an engine does not take a sliding window that the config switches off.
+    """Return what to change in a model's config so that an engine does not take a sliding window that the config switches off.
 
     Args:
         model_name: directory or hub id of the model.
@@ -101,7 +101,7 @@ def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]
 
 
 def get_megatron_checkpoint_dir() -> str:
-    """Where converted checkpoints are kept: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in ``HF_HOME``, else
+    """Return where converted checkpoints are kept: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in ``HF_HOME``, else
     ``~/.cache/huggingface/megarl``; a blank variable counts as unset. The choice is logged. megarl's own workers read Hugging Face models
     directly and keep nothing there."""
     chosen = env.text("MEGARL_MEGATRON_CHECKPOINT_DIR")

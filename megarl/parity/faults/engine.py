@@ -19,7 +19,7 @@ ENGINE = "megarl.models.engine"
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """The same value with a gradient ``factor`` times as large."""
+    """Identity with a gradient ``factor`` times as large."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:

@@ -169,7 +169,7 @@ FAULTS: dict[str, Mutation] = {
 
 
 class _NothingAdded:
-    """In the place of what adds the gradient of a loss to that of the probabilities."""
+    """Placeholder for what adds the gradient of a loss to that of the probabilities."""
 
     @staticmethod
     def apply(probabilities: Any, loss: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a known fault is put into a process and taken out again."""
+"""Patching: puts a known fault into a process and takes it out again."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def after_building(change: Callable[[Any, Case], None]) -> Patch:
 
 
 def sees_tokens(case: Case) -> bool:
-    """In every step, tokens with a gradient are on most rows."""
+    """Return whether, in every step, tokens with a gradient are on most rows."""
     return case.masked in ("none", "some") and case.length >= 5
 
 
 def many_tokens(case: Case) -> bool:
-    """The same on several rows."""
+    """Return whether tokens with a gradient are on most of several rows."""
     return sees_tokens(case) and case.global_batch >= 2
 
 

@@ -119,7 +119,7 @@ def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
 
 
 def engines_stay_the_policy_s(view: View) -> Iterator[Violation]:
-    """Of vLLM's arguments some are what refits and log-probabilities rest on."""
+    """Engines stay the policy s of vLLM's arguments some are what refits and log-probabilities rest on."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
     for name, why in FIXED_ARGUMENTS.items():
         if name in given:

@@ -1,4 +1,4 @@
-"""How the ranks of an engine are run: by vLLM's processes, which leave nothing in /dev/shm however they end."""
+"""Executor: how the ranks of an engine are run: by vLLM's processes, which leave nothing in /dev/shm however they end."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class VllmGeneration(RolloutEngine):
 
     @property
     def version(self) -> int | None:
-        """Of the weights that all engines have; None when one of them has others than were sent last, or none."""
+        """Version of the weights that all engines have; None when one of them has others than were sent last, or none."""
         return self.expected_version if set(self._versions) == {self.expected_version} else None
 
     def restart(self) -> None:
@@ -212,7 +212,7 @@ class VllmGeneration(RolloutEngine):
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """What the futures of ``update_weights_from_collective`` gave; asked for before the next answer where nobody calls this."""
+        """Return what the futures of ``update_weights_from_collective`` gave; asked for before the next answer where nobody calls this."""
         self._receiving = []
         self._versions = list(versions)
         if self.expected_version is None:

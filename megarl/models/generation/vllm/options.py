@@ -1,4 +1,4 @@
-"""What the configuration says, as arguments of vLLM's ``LLM``."""
+"""Options: what the configuration says, as arguments of vLLM's ``LLM``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What vLLM gave for one prompt: tokens, their log-probabilities (NaN where none were asked for), and whether a length limit ended
+    """Answer: what vLLM gave for one prompt: tokens, their log-probabilities (NaN where none were asked for), and whether a length limit
+    ended
     it."""
 
     tokens: Sequence[int]

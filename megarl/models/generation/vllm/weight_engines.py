@@ -26,7 +26,7 @@ from megarl.weight_sync.transfer_group import TransferGroup
 
 @dataclass
 class Connection(WeightTransferInitInfo):
-    """What an engine learns once.
+    """Connection: what an engine learns once.
 
     Attributes:
         weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
@@ -39,14 +39,14 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """What arrives: handles by device for shared memory, nothing for a broadcast; or that no more will come."""
+    """Transfer: what arrives: handles by device for shared memory, nothing for a broadcast; or that no more will come."""
 
     handles: dict[str, Any] | None = None
     given_up: bool = False
 
 
 class _Reloading(WeightTransferEngine[Connection, Transfer]):
-    """What both have in common: the reload, whole or given up."""
+    """Reloading: what both have in common: the reload, whole or given up."""
 
     init_info_cls = Connection
     update_info_cls = Transfer
@@ -120,25 +120,25 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def _abandon_after(self, error: BaseException) -> None:
-        """The same after ``error``, which counts; what fails now is tried again at the next start."""
+        """Give a reload up after ``error``, which counts; what fails now is tried again at the next start."""
         try:
             self._abandon()
         except Exception as another:
             error.add_note(f"The tensors from before could not be put back yet: {type(another).__name__}: {another}")
 
     def version(self) -> int | None:
-        """Of the weights that are whole."""
+        """Version of the weights that are whole."""
         raise NotImplementedError
 
     @staticmethod
     def manifest(connection: Connection) -> Manifest:
-        """What the policy sends."""
+        """Return what the policy sends."""
         return Manifest.from_description({name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights})
 
 
 @contextlib.contextmanager
 def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
-    """Where there is none, that is what is said.
+    """Turn a lack of memory inside the block into an error that says so.
 
     Raises:
         RefitError: there was no memory.
@@ -200,7 +200,7 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """On the policy's devices: weights lie in the policy's buffer."""
+    """Engine on the policy's devices: weights lie in the policy's buffer."""
 
     _receiver: WeightReceiver | None = None
 

@@ -29,7 +29,7 @@ from megarl.models.generation.vllm.worker_extension import Failure
 
 
 def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an actor on the first of them.
+    """Return what ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an actor on the first of them.
 
     Args:
         first: bundle that the actor is on, of its placement group.
@@ -287,7 +287,7 @@ class VllmGenerationWorker:
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
-    """What is said of ranks that could not take weights."""
+    """Return what is said of ranks that could not take weights."""
     said = (f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message for rank, failure in failures.items())
     traces = [f"--- in vLLM's rank {rank} ---\n{failure.trace}" for rank, failure in failures.items()]
     message = "\n".join([f"the engine did not take the weights: {'; '.join(said)}", *traces])

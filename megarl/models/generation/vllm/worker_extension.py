@@ -1,4 +1,4 @@
-"""What vLLM's workers answer beside their own methods; vLLM makes it a base of its worker class (``worker_extension_cls``)."""
+"""Extension of vLLM's workers: methods beside their own; vLLM makes it a base of its worker class (``worker_extension_cls``)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WorkerCalls:
         return failure
 
     def megarl_weights_version(self) -> int | None:
-        """Of the weights that this rank has whole; None where it has none."""
+        """Megarl weights version of the weights that this rank has whole; None where it has none."""
         version: int | None = self.weight_transfer_engine.version()
         return version
 

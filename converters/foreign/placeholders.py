@@ -1,4 +1,4 @@
-"""What the names in a foreign pickle become: objects that remember what they were called with, and do nothing.
+"""Placeholders for the names in a foreign pickle: objects that remember what they were called with, and do nothing.
 
 Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and whatever classes a fork has added. None of them has to be
 imported to read the arguments; none is.
@@ -40,7 +40,7 @@ _REAL: dict[tuple[str, str], Any] = {
 }
 
 
-class StandIn:
+class Placeholder:
     """Something in a pickle that is not needed. Takes everything that unpickling does to an object.
 
     Attributes:
@@ -51,7 +51,7 @@ class StandIn:
 
     what = ""
 
-    def __new__(cls, *given: Any, **named: Any) -> StandIn:
+    def __new__(cls, *given: Any, **named: Any) -> Placeholder:
         self = object.__new__(cls)
         self.given, self.state = (*given, *named.values()), None
         return self
@@ -79,14 +79,14 @@ class StandIn:
         return self.what + (repr(self.given) if self.given else "")
 
 
-class Arguments(StandIn):
+class Arguments(Placeholder):
     """An ``argparse.Namespace``: its state is the dictionary of its attributes."""
 
     what = "argparse.Namespace"
 
 
-def stand_in(module: str, name: str) -> Any:
-    """What a name in a pickle of arguments stands for; None for what has no business there."""
+def placeholder(module: str, name: str) -> Any:
+    """Return what a name in a pickle of arguments stands for; None for what has no business there."""
     module = _OLD_MODULES.get(module, module)
     if (module, name) in _REAL:
         return _REAL[module, name]
@@ -98,4 +98,4 @@ def stand_in(module: str, name: str) -> Any:
     known = (module, name) in _STANDARD or module in _STANDARD_MODULES
     if root in sys.stdlib_module_names and not known:
         return None
-    return type(name.rpartition(".")[2], (StandIn,), {"what": f"{module}.{name}"})
+    return type(name.rpartition(".")[2], (Placeholder,), {"what": f"{module}.{name}"})
