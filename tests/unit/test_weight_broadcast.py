@@ -107,7 +107,7 @@ def ending_when_here(meeting: Rendezvous, count: int, join: Callable[[], Transfe
 def test_a_missing_rank_is_named_and_one_too_many_is_refused() -> None:
     port = free_port(HOST)
     meeting = Rendezvous(HOST, port, keeps=True, seconds=20.0)
-    outcomes = together(ending_when_here(meeting, 1, joining(port, 0, meeting=meeting)), joining(port, 1))
+    outcomes = together(ending_when_here(meeting, 1, joining(port, 0, rendezvous=meeting)), joining(port, 1))
     assert all("ranks [2] of 3 did not come within 20 s" in str(outcome) for outcome in outcomes), outcomes
     port = free_port(HOST)
     made = together(*(joining(port, rank) for rank in range(3)))

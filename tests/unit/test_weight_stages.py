@@ -202,7 +202,7 @@ def test_who_is_wrong_is_refused_on_all_sides_though_others_are_missing(wrong: d
 def test_a_stage_that_does_not_come_is_named() -> None:
     port = free_port(HOST)
     meeting = Rendezvous(HOST, port, keeps=True, seconds=20.0)
-    first = ending_when_here(meeting, 2, joining_one(port, 0, meeting=meeting))
+    first = ending_when_here(meeting, 2, joining_one(port, 0, rendezvous=meeting))
     outcomes = together(first, joining_one(port, 0, 1), joining_one(port, 2))
     message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 20 s"
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
@@ -214,7 +214,7 @@ def test_who_does_not_come_to_the_end_of_a_refit_is_named() -> None:
     groups = together(*senders, joining_one(port, 1), joining_one(port, 2))
 
     def last() -> list[str]:
-        groups[0]._meeting.store.wait([f"loaded/1/{groups[place]._number}" for place in (1, 4)])
+        groups[0]._rendezvous.store.wait([f"loaded/1/{groups[place]._number}" for place in (1, 4)])
         return groups[0].agree(1, "", 1.0)
 
     outcomes = together(last, *(lambda group=groups[place]: group.agree(1, "", 1.0) for place in (1, 4)))

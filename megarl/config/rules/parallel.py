@@ -296,7 +296,7 @@ def router_options_fit(view: View) -> Iterator[Violation]:
         bound = f"no bias of the routers of {view.facts.model_type} is updated in training: it stays as it was loaded, where there is one"
         yield Violation(BIAS_RATE, view[BIAS_RATE], bound, f"write 0; to balance the experts set {BALANCING}")
     if view.get(COEFFICIENT) and view.get(BALANCING) == "none":
-        yield Violation(COEFFICIENT, view[COEFFICIENT], f"{BALANCING} is none", "write null, or choose aux_loss or seq_aux_loss")
+        yield Violation(COEFFICIENT, view[COEFFICIENT], f"{BALANCING} is none", "write null, or choose aux_loss")
 
 
 EXPERT_RULES: tuple[Rule, ...] = (

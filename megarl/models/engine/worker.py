@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from converters.checkpoint.writer import write_hf
+from megarl.config.defaults import complete_policy
 from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
+from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.rendezvous import init_process_group
 from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.backend import Backend
@@ -77,41 +80,59 @@ def begin(seed: int) -> DeviceRuntime:
     return here
 
 
-class EngineWorker:
-    """The contract's worker methods over any backend.
+class EngineWorker(ABC):
+    """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass makes.
 
     Args:
-        config: the validated policy configuration.
-        tokenizer: goes into exported checkpoints.
-        backend: the model.
-        runtime: the device of this process.
-        init_reference_model: keep a copy of the present weights as the reference policy.
+        config: the checked policy configuration; absent optional keys are filled in.
+        tokenizer: of the model; goes into exported checkpoints and finds stop strings.
+        weights_path: checkpoint to start from instead of ``model_name``'s weights.
+        optimizer_path: optimizer checkpoint to continue from.
+        init_optimizer: False for a model that is only read.
+        init_reference_model: keep the weights of ``model_name`` as the reference policy, in host memory.
+        worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, the groups are the backend's own.
+        pre_init_communication_queue: accepted for it and not needed: every rank reads its own part of the weights.
+        seed: for random-number generators.
+
+    Raises:
+        ConversionError, ModelError: the model cannot be carried over, or its config and weights do not fit together.
+        ConfigError: the precision, the optimizer, the schedule or the parallel plan is not possible.
+        CheckpointError: a checkpoint is missing or belongs to another model.
     """
+
+    backend: Backend
 
     def __init__(
         self,
         config: Mapping[str, Any],
         tokenizer: Any,
-        backend: Backend,
-        runtime: DeviceRuntime,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
         *,
-        has_optimizer: bool,
-        init_reference_model: bool,
+        worker_sharding_annotations: NamedSharding | None = None,
+        pre_init_communication_queue: Any = None,
+        seed: int = 0,
+        **unused: Any,
     ) -> None:
+        config = complete_policy(config)
+        runtime = begin(seed)
+        backend = self.make_backend(config, runtime, seed, init_optimizer)
         self.cfg = config
         self.tokenizer = tokenizer
         self.backend = backend
         self.runtime = runtime
-        self.offload_states = OffloadStates(backend.move, has_optimizer)
+        self.offload_states = OffloadStates(backend.move, init_optimizer)
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
         self._weights_version = 0
-        self._with_checksum = bool(config.get("refit_checksum"))
+        self._with_checksum = config["refit_checksum"]
         self._sender = WeightSender(
             backend.export_hf,
             runtime,
-            buffer_gib=config.get("refit_buffer_size_gb"),
+            buffer_gib=config["refit_buffer_size_gb"],
             gathered_bytes=backend.gathered_bytes,
             with_checksum=self._with_checksum,
         )
@@ -120,11 +141,13 @@ class EngineWorker:
         self._stages: Stages | None = None
         self._trace: StepTrace | None = None
         self._require_finite_weights(f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError)
-
-    def continue_from(self, weights_path: str | None, optimizer_path: str | None) -> None:
-        """Start from a checkpoint, where one is given."""
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
+
+    @staticmethod
+    @abstractmethod
+    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> Backend:
+        """The divided model with its optimizer, on a filled-in configuration."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from converters.checkpoint.source import open_source
-from megarl.config.defaults import complete_policy
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.device import runtime
-from megarl.distributed.named_sharding import NamedSharding
+from megarl.distributed.device import DeviceRuntime, runtime
 from megarl.errors import ConfigError
 from megarl.models.dtensor.backend import DTensorBackend
 from megarl.models.dtensor.mesh import ROTATE_METHODS, context_parallel
 from megarl.models.dtensor.mover import move_buffers, move_model
 from megarl.models.dtensor.parallelize import reshard, sharded_modules
-from megarl.models.engine.worker import EngineWorker, begin
-from megarl.models.policy import PolicyConfig
+from megarl.models.engine.worker import EngineWorker
 
 
 @contextlib.contextmanager
@@ -52,46 +49,15 @@ def get_cpu_state_dict(state_generator: Iterable[tuple[str, torch.Tensor]], pin_
 
 
 class DTensorPolicyWorker(EngineWorker):
-    """One rank of a policy on DTensor and FSDP2.
-
-    Args:
-        config: the checked policy configuration; absent optional keys are filled in.
-        tokenizer: of the model; goes into exported checkpoints and finds stop strings.
-        weights_path: checkpoint to start from instead of ``model_name``'s weights.
-        optimizer_path: optimizer checkpoint to continue from.
-        init_optimizer: False for a model that is only read.
-        init_reference_model: keep the weights of ``model_name`` as the reference policy.
-        worker_sharding_annotations: the layout, for checks; the groups are the device mesh's own.
-        pre_init_communication_queue: accepted for the contract and not needed: every rank reads its own slices.
-        seed: for random-number generators.
-
-    Raises:
-        ModelError: the model's config and weights do not fit together.
-        ConfigError: there is no tensor-parallel plan for the model.
-        CheckpointError: a checkpoint is missing or belongs to another model.
-    """
+    """One rank of a policy on DTensor and FSDP2."""
 
     backend: DTensorBackend
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        tokenizer: Any,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        init_optimizer: bool = True,
-        init_reference_model: bool = True,
-        *,
-        worker_sharding_annotations: NamedSharding | None = None,
-        pre_init_communication_queue: Any = None,
-        seed: int = 0,
-        **unused: Any,
-    ) -> None:
-        config = cast(PolicyConfig, complete_policy(config))
-        here = begin(seed)
-        backend = DTensorBackend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
-        super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)
-        self.continue_from(weights_path, optimizer_path)
+    @staticmethod
+    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> DTensorBackend:
+        """See ``EngineWorker``."""
+        del seed
+        return DTensorBackend(config, open_source(config["model_name"]), runtime, with_optimizer=with_optimizer)
 
     # generation
 

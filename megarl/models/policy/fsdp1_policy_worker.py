@@ -3,60 +3,28 @@ as it is."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from converters.checkpoint.source import open_source
-from megarl.config.defaults import complete_policy
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.named_sharding import NamedSharding
-from megarl.models.engine.worker import EngineWorker, begin
+from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.worker import EngineWorker
 from megarl.models.fsdp1.backend import FSDP1Backend
-from megarl.models.policy import PolicyConfig
 
 
 class FSDP1PolicyWorker(EngineWorker):
-    """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of every layer.
-
-    Args:
-        config: the checked policy configuration; absent optional keys are filled in.
-        tokenizer: of the model; goes into exported checkpoints and finds stop strings.
-        weights_path: checkpoint to start from instead of ``model_name``'s weights.
-        optimizer_path: optimizer checkpoint to continue from.
-        init_optimizer: False for a model that is only read.
-        init_reference_model: keep the weights of ``model_name`` as the reference policy, in host memory.
-        worker_sharding_annotations: the layout; accepted for the contract, all ranks are data-parallel.
-        pre_init_communication_queue: accepted for the contract and not needed: no rank converts for the others.
-        seed: for random-number generators.
-
-    Raises:
-        ConfigError: the precision, the optimizer or the schedule is not possible.
-        ModelError: the model's config and weights do not fit together.
-        CheckpointError: a checkpoint is missing or belongs to another model.
-    """
+    """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of every layer."""
 
     backend: FSDP1Backend
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        tokenizer: Any,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        init_optimizer: bool = True,
-        init_reference_model: bool = True,
-        *,
-        worker_sharding_annotations: NamedSharding | None = None,
-        pre_init_communication_queue: Any = None,
-        seed: int = 0,
-        **unused: Any,
-    ) -> None:
-        config = cast(PolicyConfig, complete_policy(config))
-        here = begin(seed)
-        backend = FSDP1Backend(config, open_source(config["model_name"]), here, with_optimizer=init_optimizer)
-        super().__init__(config, tokenizer, backend, here, has_optimizer=init_optimizer, init_reference_model=init_reference_model)
-        self.continue_from(weights_path, optimizer_path)
+    @staticmethod
+    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> FSDP1Backend:
+        """See ``EngineWorker``."""
+        del seed
+        return FSDP1Backend(config, open_source(config["model_name"]), runtime, with_optimizer=with_optimizer)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
