@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from megarl import env
+from megarl.config.recipes import inherited
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
@@ -72,7 +73,7 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
     start = path.parent if base_dir is None else base_dir
     merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
-        merged = _merged(merged, _load(start / Path(parent).expanduser(), None, (*chain, path)))
+        merged = _merged(merged, _load(inherited(parent, start), None, (*chain, path)))
     return _merged(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
 
 

@@ -40,6 +40,13 @@ def recipes() -> Iterator[Recipe]:
         yield Recipe(path.stem, path, first.removeprefix("#").strip())
 
 
+def inherited(name: str, start: Path) -> Path:
+    """The file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a shipped one."""
+    path = start / Path(name).expanduser()
+    shipped = directory() / Path(name).with_suffix(".yaml")
+    return shipped if not path.exists() and shipped.is_file() else path
+
+
 def find(text: str) -> Path:
     """The file that a command line names: a path, or the name of a recipe or of a file below ``base`` and ``quickstart``.
 

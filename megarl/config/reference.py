@@ -103,6 +103,8 @@ def key_tables() -> Iterator[str]:
             full = f"{path}.{key}" if path else key
             default = _default(annotation, *_absent_values(full))
             kind = _kind(annotation, NEVER_LEGAL.get(full, frozenset()))
+            if key in fields and fields[key].bounds is not None:
+                kind += f"; {fields[key].bounds}"
             yield f"| `{key}` | {kind} | {default} | {_in_markdown(fields[key].meaning if key in fields else '')} |"
 
 

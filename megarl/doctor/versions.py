@@ -86,8 +86,8 @@ def _requirements() -> list[Requirement]:
         return []
 
 
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+def _applies(requirement: Requirement, extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _optional(title: str, packages: Sequence[str], extra: str, what_for: str) -> Check:
@@ -95,9 +95,15 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str) ->
         version = installed(name)
         if version is not None:
             return Check(ROOM, title, Verdict.OK, f"{version} ({name})")
-    return Check(
-        ROOM, title, Verdict.ABSENT, f"not installed ({what_for})", f"pip install -e '.[{extra}]'   (on a machine with an NVIDIA GPU)"
+    wanted = " ".join(
+        f"'{one.name}{_extras_of(one)}{one.specifier}'" for one in _requirements() if _applies(one, extra) and not _applies(one)
     )
+    fix = f"pip install {wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
+    return Check(ROOM, title, Verdict.ABSENT, f"not installed ({what_for})", fix)
+
+
+def _extras_of(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
 SYSTEM = "system"

@@ -330,6 +330,16 @@ def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> No
     assert expected in job.calls("python")
 
 
+@pytest.mark.parametrize("name", ["grpo-qwen2.5-7b-8gpu-megatron", "grpo-qwen2.5-7b-8gpu-megatron.yaml"])
+def test_training_takes_the_name_of_a_recipe(job: Job, name: str) -> None:
+    command = ["bash", str(ROOT / "launch" / "train.sbatch"), name]
+    done = subprocess.run(
+        command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert ["-m", "megarl.cli", "train", name, "cluster.num_nodes=2"] in job.calls("python")
+
+
 @pytest.mark.parametrize(("arguments", "says"), [([], "no configuration"), (["no.yaml"], "configuration no.yaml does not exist")])
 def test_training_without_a_configuration_is_refused(job: Job, arguments: list[str], says: str) -> None:
     command = ["bash", str(ROOT / "launch" / "train.sbatch"), *arguments]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from megarl.config import load_config
 from megarl.config.recipes import directory, find, recipes
 from megarl.errors import ConfigError
 
@@ -22,6 +23,16 @@ def test_a_name_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert find(NAME) == Path(NAME), "what lies here comes first"
     assert find("mine/other.yaml") == Path("mine/other.yaml"), "the reader says that it is not there"
     assert find("other.yaml") == Path("other.yaml")
+
+
+def test_a_configuration_elsewhere_inherits_from_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: {NAME}.yaml\nseed: 77\n")
+    assert load_config(tmp_path / "mine.yaml")["seed"] == 77
+    assert load_config(tmp_path / "mine.yaml")["policy"] == load_config(find(NAME))["policy"]
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "dtensor.yaml").write_text("seed: 3\n")
+    (tmp_path / "near.yaml").write_text("defaults: base/dtensor.yaml\n")
+    assert load_config(tmp_path / "near.yaml") == {"seed": 3}, "what lies here comes first"
 
 
 def test_an_unknown_name_lists_its_neighbours() -> None:

@@ -66,10 +66,21 @@ def test_every_key_is_there_with_its_meaning(page: str) -> None:
     ],
 )
 def test_values_and_defaults(page: str, key: str, value: str, default: str) -> None:
-    assert rows_of(page)[key][:2] == (value, default)
+    shown, default_shown = rows_of(page)[key][:2]
+    assert (shown.split("; ")[0], default_shown) == (value, default)
 
 
 @pytest.mark.parametrize(("name", "table"), PAGES.items())
 def test_a_page_without_its_marks_is_refused(name: str, table: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must have the lines .*generated: {table}"):
         updated("no marks", name, CONFIGS)
+
+
+def test_bounds_stand_beside_the_kind_of_value(page: str) -> None:
+    """Here a bound is written out, where a test that reads it from its field could not see that it changed."""
+    shown = {key: rows_of(page)[key][0] for key in ("policy.max_total_sequence_length", "policy.generation.top_p", "loss_fn.ratio_clip_c")}
+    assert shown == {
+        "policy.max_total_sequence_length": "whole number; at least 2",
+        "policy.generation.top_p": "number; more than 0 and at most 1",
+        "loss_fn.ratio_clip_c": "number or null; more than 1",
+    }
