@@ -107,10 +107,23 @@ def test_an_installed_package_knows_its_recipes(installed: Path, tmp_path: Path)
     assert unknown.returncode == 2 and f"did you mean {name}" in unknown.stderr
 
 
-def test_the_quickstart_runs_from_an_installed_package(installed: Path, tmp_path: Path) -> None:
-    """The first steps of both of its parts; nothing of the clone is at hand."""
-    words = ("megarl.quickstart", "--steps", "2", "1", "--out", "out", "grpo.val_period=0", "grpo.val_at_start=false")
-    run = run_installed(installed, tmp_path / "empty", *words)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
-    assert str(ROOT) not in (tmp_path / "empty" / "out" / "seed-1" / "grpo" / "config.yaml").read_text()
+# enough supervised steps for some right answers
+STEPS = {"sft": 60, "grpo": 2}
+
+
+# forty seconds: the first thing that a newcomer does, and a whole program that trains on two ranks
+def test_the_first_steps_of_the_quickstart(installed: Path, tmp_path: Path) -> None:
+    """SFT, GRPO, plot, and an export that plain transformers scores alike; from an installed package, with nothing of the clone at hand."""
+    words = ("megarl.quickstart", "--steps", *map(str, STEPS.values()), "--out", "out")
+    done = run_installed(installed, tmp_path / "empty", *words)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert {path.name for path in (tmp_path / "empty").iterdir()} == {"out"}
+    directory = tmp_path / "empty" / "out" / "seed-1"
+    for part, steps in STEPS.items():
+        assert str(ROOT) not in (directory / part / "config.yaml").read_text()
+        rows = [json.loads(line) for line in (directory / part / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if row["step"]] == list(range(1, steps + 1))
+    summary = json.loads((directory / "summary.json").read_text())
+    assert 0 < summary["accuracy_transformers"] == summary["accuracy_after"] < 1
+    assert (tmp_path / "empty" / summary["plot"]).stat().st_size > 10_000
+    assert f"Hugging Face model: {summary['model']}" in done.stdout.replace("\n", "")
