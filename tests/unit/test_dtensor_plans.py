@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
+from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
 from megarl.models.dtensor.plans import (
-    HAND_WRITTEN,
     HeadNorm,
     VocabularyEmbedding,
     choose_plan,
@@ -69,7 +69,7 @@ def test_other_names_are_refused() -> None:
         translate_parallel_style(3)
 
 
-@pytest.mark.parametrize("family", sorted(HAND_WRITTEN))
+@pytest.mark.parametrize("family", sorted(HAND_WRITTEN_PLANS))
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_our_plans_know_every_matrix_of_a_layer(family: str, sequence_parallel: bool) -> None:
     model = model_of(family)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
+from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
 
 HEADS = 2  # [n, t, H, D]
@@ -103,7 +104,6 @@ def translate_parallel_style(style: str) -> ParallelStyle:
 
 Plan: TypeAlias = dict[str, ParallelStyle]
 
-HAND_WRITTEN = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _LAYER = "model.layers.*"
 _FORMS = (
     "a dictionary from module names to styles, the import path of such a dictionary, or the import path of a function without arguments "
@@ -113,7 +113,7 @@ _FORMS = (
 
 def is_plan_ours(model: Any, custom: object = None) -> bool:
     """Whether ``choose_plan`` gives ``model`` a plan of ours, which nothing needs to check."""
-    return custom is None and model.config.get_text_config().model_type in HAND_WRITTEN
+    return custom is None and model.config.get_text_config().model_type in HAND_WRITTEN_PLANS
 
 
 def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -> Plan:
