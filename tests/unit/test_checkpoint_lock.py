@@ -153,8 +153,13 @@ def test_half_written_lock_is_free(tmp_path: Path, content: bytes) -> None:
 
 def test_child_programs_do_not_inherit_the_lock(tmp_path: Path) -> None:
     with RunLock(tmp_path):
-        child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False)
+        program = "import sys; print('here', flush=True); sys.stdin.read()"
+        pipe = subprocess.PIPE
+        child = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, close_fds=False)
     try:
+        assert child.stdout is not None
+        # the kernel lets the parent go on before it closes what the child does not inherit
+        assert child.stdout.readline() == b"here\n"
         with RunLock(tmp_path):
             pass
     finally:
