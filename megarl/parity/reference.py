@@ -165,7 +165,9 @@ class ReferenceTrainer:
         }
         values = {name: float(value) for name, value in metrics.items()}
         scales = self._scales(data, sequences, tokens, logprobs.detach())
-        return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known})
+        # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it one
+        loads = {name: max(1.0, value) for name, value in routing.metrics.items() if name.startswith("moe_expert_load_")}
+        return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
 
     def _size_of_gradients(self, terms: torch.Tensor | None) -> float:
         """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as they cancel."""
