@@ -33,6 +33,10 @@ _STYLES = {
 }
 
 
+_FAULTS = frozenset({"reward_errors", "reward_timeouts", "validation/reward_errors", "validation/reward_timeouts"})
+"""Figures of a validation that are shown where they are not 0."""
+
+
 class TrainingConsole:
     """Shows a run. On a terminal: coloured lines above a live progress bar; in a pipe or file: plain lines of at most 100 columns.
 
@@ -108,7 +112,7 @@ class TrainingConsole:
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the numbers of a validation, in the order they come."""
-        numbers = {name.removeprefix("validation/"): _number(value) for name, value in metrics.items()}
+        numbers = {name.removeprefix("validation/"): _number(value) for name, value in metrics.items() if value or name not in _FAULTS}
         shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
         self._say(Text(f"validation after step {step}", style="bold blue").append(f"  {shown}", style="blue"))
 
