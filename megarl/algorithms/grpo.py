@@ -140,7 +140,7 @@ class GRPO(Algorithm):
         names = ("reward", "masked", "generation_lengths", "truncated")
         column = {name: torch.cat([rollouts.samples[name] for rollouts in collected]) for name in names}
         return {
-            "accuracy": float(column["reward"][~column["masked"]].mean()),
+            "accuracy": _mean(column["reward"][~column["masked"]]),
             **{name: sum(each.metrics[name] for each in collected) for name in collected[0].metrics},
             "samples": len(examples),
             "generation_length": float(column["generation_lengths"].double().mean()),
@@ -182,12 +182,17 @@ class GRPO(Algorithm):
         return batch
 
 
+def _mean(values: Tensor) -> float:
+    """The mean; 0 where the environment masked all samples."""
+    return float(values.mean()) if len(values) else 0.0
+
+
 def _sample_metrics(samples: BatchedDataDict[Any], advantages: Tensor) -> dict[str, float]:
     """Figures of a step's samples; rewards without those that are masked."""
     rewards = samples["reward"][~samples["masked"]]
     return {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(correction=0)),
+        "reward": _mean(rewards),
+        "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),
         "samples_without_signal": float((advantages == 0).double().mean()),

@@ -119,7 +119,11 @@ class SingleTurn:
     def fault_of_reference(self, answer: str) -> str | None:
         """Return why nothing can be compared with a reference answer, as the reward function says."""
         find = fault_of_reference(self._reward)
-        return None if find is None else find(answer)
+        try:
+            return None if find is None else find(answer)
+        # a user's code may fail in any way
+        except Exception as error:
+            return f"the reward function's fault_of_reference fails on it: {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End the processes of the pool."""
