@@ -1,6 +1,6 @@
 """Every error megarl raises on purpose.
 
-A message names the thing, its value, the bound it broke and how to mend it. Errors that the NeMo-RL policy contract promises as
+A message names the thing, its value, the bound it broke and how to mend it. Errors that the NeMo-RL policy API promises as
 ``AssertionError`` or ``ValueError`` inherit from those as well, so that code which catches them goes on working.
 """
 

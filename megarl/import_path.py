@@ -41,8 +41,8 @@ def load_object(path: str, key: str) -> Any:
         module = _load_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
     except FileNotFoundError as error:
         raise _refused(key, path, f"there is no file {Path(source).absolute()}", "give the path of a Python file") from error
-    # a user's code may fail in any way
-    except Exception as error:
+    # a user's code may fail in any way, and end itself
+    except (Exception, SystemExit) as error:
         raise _refused(key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}") from error
     if not hasattr(module, name):
         there = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))[:8])

@@ -63,7 +63,7 @@ class DPOLossDataDict(TypedDict):
 
 
 class DualClipError(ConfigError, AssertionError):
-    """``ratio_clip_c`` is out of bounds; also an AssertionError, which the contract promises."""
+    """``ratio_clip_c`` is out of bounds; also an AssertionError, which the NeMo-RL policy API promises."""
 
 
 class ClippedPGLossFn:

@@ -23,7 +23,8 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
     Raises:
         ConfigError: carries every violation found.
     """
-    return _finish(complete_run(config, name), check_run(config))
+    completed = complete_run(config, name)
+    return _finish(completed, check_run(config), check_run(completed))
 
 
 def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -51,12 +52,19 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
     config: Config = {"policy": complete_policy(policy)}
     if world_size is not None:
         config["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
-    completed: Config = _finish(config, check_policy(policy))["policy"]
+    completed: Config = _finish(config, check_policy(policy), check_policy(config["policy"]))["policy"]
     return completed
 
 
-def _finish(completed: Config, found: list[Violation]) -> Config:
-    faulty = {violation.key for violation in found if violation.value is not ABSENT}
+def _finish(completed: Config, found: list[Violation], after: list[Violation]) -> Config:
+    """The configuration, if nothing is wrong with it.
+
+    Args:
+        completed: with its defaults.
+        found: violations of its shape as it was given; they are reported.
+        after: those of its shape with defaults: what follows from a value of the wrong type is of the wrong type too.
+    """
+    faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
     facts, model_violations = facts_or_violations(completed, faulty)
     violations = [*found, *model_violations, *check(completed, facts, faulty)]
     if violations:

@@ -23,7 +23,7 @@ def check_batch(
     """Refuse a batch that a worker could not use.
 
     Args:
-        data: a BatchedDataDict of the contract.
+        data: a BatchedDataDict of the NeMo-RL policy API.
         required: keys that have to be there besides ``input_ids`` and ``input_lengths``.
         vocab_size: token ids lie in [0, vocab_size).
         max_length: longest sequence the configuration allows, tokens.

@@ -85,7 +85,7 @@ class ClusterConfig(TypedDict):
 
 
 class PY_EXECUTABLES:
-    """Python interpreters of the workers. One environment serves all kinds of workers here; the names are those of the contract."""
+    """Python interpreters of the workers. One environment serves all kinds of workers; the names are those of the NeMo-RL policy API."""
 
     SYSTEM = sys.executable
     BASE = sys.executable

@@ -114,7 +114,7 @@ class ReferenceTrainer:
     Args:
         model: a transformers model.
         hyper: the optimizer.
-        loss_fn: a loss of the contract.
+        loss_fn: a ``LossFunction``.
         sampling: how tokens count as drawn.
         loss_scale: factor of the loss on its way backward.
     """

@@ -22,7 +22,7 @@ _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
 
 @dataclass(frozen=True)
 class ReferenceLoss:
-    """A loss as the contract calls it, with what the trainer asks of one.
+    """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one.
 
     Attributes:
         compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] float64) -> (loss, metrics), in float64.

@@ -105,7 +105,7 @@ class Manifest:
         return manifest
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """``{name: (shape, dtype)}`` in the order of sending, as the contract's ``prepare_refit_info`` gives it."""
+        """``{name: (shape, dtype)}`` in the order of sending, as the NeMo-RL policy API's ``prepare_refit_info`` gives it."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
     @cached_property

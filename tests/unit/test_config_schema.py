@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -224,3 +226,19 @@ def test_configuration_needs_neither_torch_nor_ray() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("path", known_paths(run_type(None)))
+def test_no_value_of_any_key_gives_a_traceback(path: str) -> None:
+    """Also where others follow from it: a text for a batch size is one for the batch size of a validation too."""
+    *sections, key = path.split(".")
+    for value in ("a", -1, 3.5, None, [], {}, True, [1, "x"], float("nan")):
+        for raw in (raw_grpo, raw_sft):
+            config: Any = copy.deepcopy(raw())
+            section = config
+            for name in sections:
+                section = section.setdefault(name, {}) if isinstance(section, dict) else None
+            if isinstance(section, dict):
+                section[key] = value
+                with contextlib.suppress(ConfigError):
+                    validate_config(config)

@@ -4,7 +4,7 @@
 ``parallelize`` applies them and ``fully_shard``, ``plan_check`` refuses plans that would give wrong gradients, ``shards`` reads a rank's
 slices and gathers them again, ``gradients``, ``loss_scale`` and ``optimizer_check`` belong to the
 optimizer step, ``mover`` to offloading, ``context_parallel``
-to the contract's static methods; ``backend`` is the engine's protocol over all of it.
+to the NeMo-RL policy API's static methods; ``backend`` is the engine's protocol over all of it.
 """
 
 import warnings

@@ -187,7 +187,7 @@ class _Decoding:
 def _assemble(
     prompts: list[list[int]], answers: list[list[int]], logprobs: list[list[float]], truncated: list[bool], pad: int
 ) -> BatchedDataDict[Any]:
-    """The contract's output tensors."""
+    """The NeMo-RL policy API's output tensors."""
     totals = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     ids = torch.full((len(prompts), max(totals, default=0)), pad, dtype=torch.int64)
     values = torch.zeros(ids.shape, dtype=torch.float32)

@@ -70,7 +70,7 @@ class LogprobHead:
 
 @dataclass(frozen=True, slots=True)
 class LossHead:
-    """A loss of the contract, fed with the same log-probabilities.
+    """A loss (``LossFunction``), fed with the same log-probabilities.
 
     Attributes:
         loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``next_token_logprobs`` [b, S-1].

@@ -124,7 +124,7 @@ def train_on_batch(
     Args:
         backend: the model.
         data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
-        loss_fn: a loss of the contract; what it returns adds up over micro-batches and ranks.
+        loss_fn: a ``LossFunction``; what it returns adds up over micro-batches and ranks.
         batching: this rank's part of each global batch, and how its rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many may be skipped.

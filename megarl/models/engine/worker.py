@@ -1,6 +1,6 @@
-"""The worker that all backends share: the contract's methods, written once over the engine's ``Backend``.
+"""The worker that all backends share: the NeMo-RL policy API's methods, written once over the engine's ``Backend``.
 
-A concrete worker builds its backend and hands it to ``EngineWorker``; everything a caller of the contract sees is here.
+A concrete worker builds its backend and hands it to ``EngineWorker``; everything a caller of the NeMo-RL policy API sees is here.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class EngineWorker(ABC):
         """Train on (or, with ``eval_mode``, only evaluate) this data-parallel rank's share of the batch.
 
         Args:
-            data: rows of the contract, on the CPU.
-            loss_fn: a loss of the contract.
+            data: rows of the NeMo-RL policy API, on the CPU.
+            loss_fn: a ``LossFunction``.
             eval_mode: change nothing: no gradients, no optimizer step, no schedule step.
             gbs: samples of a global batch over all data-parallel ranks; ``train_global_batch_size`` by default.
             mbs: rows of a micro-batch; ``train_micro_batch_size`` by default.
@@ -484,7 +484,7 @@ class EngineWorker(ABC):
         """The Hugging Face config that goes into an export."""
         return self.backend.hf_config
 
-    # small methods of the contract
+    # small methods of the NeMo-RL policy API
 
     def is_alive(self) -> bool:
         """True, from any worker that still answers."""

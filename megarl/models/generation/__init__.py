@@ -16,7 +16,7 @@ def configure_generation_config(config: GenerationConfig, tokenizer: PreTrainedT
     Args:
         config: the generation configuration.
         tokenizer: gives ``pad_token_id`` and, where no ``stop_token_ids`` are configured, the end-of-sequence token.
-        is_eval: accepted for the contract; the policy itself generates alike in training and evaluation.
+        is_eval: accepted for the NeMo-RL policy API; the policy itself generates alike in training and evaluation.
     """
     filled = dict(config)
     if filled.get("pad_token_id") is None:

@@ -232,7 +232,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``.
 
-        ``truncated`` [B] bool comes on top of the contract's keys: True where a length limit and not a stop ended the answer. Rows that
+        ``truncated`` [B] bool comes on top of that API's keys: True where a length limit and not a stop ended the answer. Rows that
         bring no ``sampling_seeds`` get one from this policy's seed and the number of generate calls before.
 
         Raises:
@@ -329,7 +329,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "init_collective", ip=ip, port=port, world_size=world_size, delta_share=delta_share
         )
 
-    # the contract's two interfaces give this name to the sending and to the receiving half; the policy is both
+    # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the policy is both
     def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
         """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's ``prepare_refit_info``."""
         return self._results("prepare_refit_info")[0]

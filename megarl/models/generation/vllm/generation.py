@@ -40,7 +40,7 @@ class VllmGeneration(RolloutEngine):
         cluster: gives the places; an engine takes as many neighbouring ones as its tensor parallelism.
         config: the generation configuration, completed by ``configure_generation_config``; optional keys may be absent.
         name_prefix: opens the workers' names.
-        workers_per_node: not used; the contract has it.
+        workers_per_node: not used; the NeMo-RL policy API has it.
         model: directory or hub id of the model; ``config["model_name"]`` by default.
         longest: most tokens of prompt and answer together; ``vllm_cfg.max_model_len`` by default.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``vllm_cfg.precision`` by default.
@@ -245,7 +245,7 @@ class VllmGeneration(RolloutEngine):
     # generation
 
     def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the contract's keys.
+        """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the NeMo-RL policy API's keys.
 
         Raises:
             BatchError: the prompts cannot be used.

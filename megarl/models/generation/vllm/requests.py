@@ -1,4 +1,4 @@
-"""A batch of prompts as vLLM wants them, and its answers as the contract wants them."""
+"""A batch of prompts as vLLM wants them, and its answers as the NeMo-RL policy API wants them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def answer_of(completion: Any) -> Answer:
 
 
 def assembled(data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int) -> BatchedDataDict[Any]:
-    """The contract's output of all rows; those without an answer had no room for one."""
+    """The NeMo-RL policy API's output of all rows; those without an answer had no room for one."""
     lengths = data["input_lengths"].tolist()
     given = [answers.get(row, NO_ROOM) for row in range(len(lengths))]
     width = max((length + len(answer.tokens) for length, answer in zip(lengths, given, strict=True)), default=0)
