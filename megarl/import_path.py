@@ -37,10 +37,11 @@ def load_object(path: str, key: str) -> Any:
     source, _, name = path.rpartition(":")
     if not source or not name.isidentifier():
         raise _refused(key, path, "it is no import path", "write path/to/file.py:name or package.module:name")
+    file = Path(source).expanduser()
+    if source.endswith(".py") and not file.is_file():
+        raise _refused(key, path, f"there is no file {file.absolute()}", "give the path of a Python file")
     try:
-        module = _load_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
-    except FileNotFoundError as error:
-        raise _refused(key, path, f"there is no file {Path(source).absolute()}", "give the path of a Python file") from error
+        module = _load_file(file) if source.endswith(".py") else importlib.import_module(source)
     # a user's code may fail in any way, and end itself
     except (Exception, SystemExit) as error:
         raise _refused(key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}") from error

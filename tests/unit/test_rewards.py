@@ -112,6 +112,9 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
         RewardPool(f"{broken}:reward", 1, 1.0)
     assert callable(get_reward("os.path:basename"))
+    broken.write_text("open('no such table')\n")
+    with pytest.raises(ConfigError, match=r"broken\.py fails: FileNotFoundError: .*no such table"):
+        get_reward(f"{broken}:reward")
     broken.write_text("raise SystemExit(0)\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: SystemExit: 0"):
         get_reward(f"{broken}:reward")
