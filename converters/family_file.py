@@ -27,15 +27,13 @@ The file runs only where a user names it: nothing in a checkpoint can cause that
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from pathlib import Path
-from types import ModuleType
 
 from converters.errors import ConversionError
 from converters.families import register_family
 from converters.families.base import Family
 from converters.mapping.rules import forget_rules
+from converters.python_file import PythonFileError, module_of_file
 
 
 def load_family_file(path: Path) -> Family:
@@ -45,19 +43,9 @@ def load_family_file(path: Path) -> Family:
         ConversionError: the file cannot be read, fails, or has no ``FAMILY`` that can be registered.
     """
     try:
-        text = path.read_bytes()
-        code = compile(text, str(path), "exec")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ConversionError(f"{path} cannot be read as a Python file ({error})", "give a file that defines FAMILY") from error
-    module = ModuleType(f"converters_family_{hashlib.sha256(text).hexdigest()[:16]}")
-    module.__file__ = str(path)
-    # where dataclasses and pickles look a class of the file up
-    sys.modules[module.__name__] = module
-    try:
-        exec(code, module.__dict__)
-    # a user's code may fail in any way
-    except Exception as error:
-        raise ConversionError(f"{path} failed ({type(error).__name__}: {error})", "mend the file; python FILE says where") from error
+        module = module_of_file(path)
+    except PythonFileError as error:
+        raise ConversionError(f"{path} {error}", "mend the file, which has to define FAMILY; python FILE says where it fails") from error
     family = getattr(module, "FAMILY", None)
     if not isinstance(family, Family):
         raise ConversionError(f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family")

@@ -1,8 +1,9 @@
-"""The one reader of the process environment. Nothing else in megarl touches ``os.environ``."""
+"""What the process finds around it: environment variables, of which this is the one reader in megarl, and installed packages."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
 
@@ -63,3 +64,11 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

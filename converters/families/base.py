@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from converters.mapping.rule import Rule
@@ -23,6 +23,10 @@ class Features:
     mlp_bias: bool
     qk_norm: bool
     sinks: bool = False
+
+
+PLAIN = Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
+"""None of them."""
 
 
 def no_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
@@ -64,6 +68,8 @@ class Family:
         rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
         config_like: ``model_type`` of the transformers config class that fills in what a ``config.json`` leaves out, for a family that
             transformers does not know; without it, such a config has to say everything.
+        defaults: what that class fills in for keys that decide which tensors there are, for those who read a ``config.json`` without
+            transformers. Sizes are not among them: a ``config.json`` says those.
     """
 
     model_type: str
@@ -80,3 +86,4 @@ class Family:
     read_gate_limit: Callable[[Mapping[str, object], list[str]], float | None] = no_limit
     rotates_partly: bool = False
     config_like: str | None = None
+    defaults: Mapping[str, object] = field(default_factory=dict)

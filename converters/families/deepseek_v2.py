@@ -36,4 +36,5 @@ FAMILY = Family(
     layer_rules=partial(layer_rules, names=NAMES),
     read_mixture=_read_mixture,
     read_latent_attention=latent_attention.read_latent_attention,
+    defaults={"first_k_dense_replace": 0, "n_shared_experts": 2, "topk_method": "greedy"},
 )

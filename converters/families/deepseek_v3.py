@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters.families.base import Family, Features
+from converters.families.base import PLAIN, Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import latent_attention, prediction_layers
@@ -43,7 +43,7 @@ CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
 def read_features(config: Mapping[str, object]) -> Features:
     """No bias anywhere: ``read_latent_attention`` refuses those that a config can ask for."""
     del config
-    return Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
+    return PLAIN
 
 
 def require(config: Mapping[str, object], key: str, only: object, why: str, problems: list[str]) -> None:
@@ -70,4 +70,5 @@ FAMILY = Family(
     read_mixture=_read_mixture,
     read_latent_attention=latent_attention.read_latent_attention,
     may_predict_further=True,
+    defaults={"first_k_dense_replace": 3, "n_group": 8, "n_shared_experts": 1, "topk_group": 4},
 )

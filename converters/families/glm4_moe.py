@@ -57,4 +57,5 @@ FAMILY = Family(
     read_mixture=_read_mixture,
     rotates_partly=True,
     may_predict_further=True,
+    defaults={"first_k_dense_replace": 1, "n_group": 1, "n_shared_experts": 1, "topk_group": 1},
 )

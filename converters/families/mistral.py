@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from converters.families.base import Family, Features
+from converters.families.base import PLAIN, Family, Features
 from converters.families.dense import layer_rules, model_rules
 
 
 def _read_features(config: Mapping[str, object]) -> Features:
     del config
-    return Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
+    return PLAIN
 
 
 FAMILY = Family(

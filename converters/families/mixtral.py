@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters.families.base import Family, Features
+from converters.families.base import PLAIN, Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
@@ -15,7 +15,7 @@ _NAMES = MixtureNames(blocks=("block_sparse_moe", "mlp"), gate="w1", up="w3", do
 
 def _read_features(config: Mapping[str, object]) -> Features:
     del config
-    return Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
+    return PLAIN
 
 
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:

@@ -15,6 +15,7 @@ from converters.model_config.heads import read_head
 from converters.model_config.inert_keys import INERT_KEYS
 from converters.model_config.prediction_layers import read_prediction_layers
 from converters.model_config.rope import read_rope, rotated_fraction
+from converters.model_config.sizes import SIZE_NEEDED
 
 _DTYPES = frozenset({"auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "double", "float", "half"})
 _INTERNALS = frozenset({"attribute_map", "sub_configs"})
@@ -216,7 +217,7 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
         value, largest = filled.get(key), _LARGEST.get(name, _LARGEST_DIMENSION)
         dimensions[name] = 1
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{key} = {value!r}: a positive whole number is needed")
+            problems.append(f"{key} = {value!r}: {SIZE_NEEDED}")
         elif value > largest:
             problems.append(f"{key} = {value}: at most {largest} is supported")
         else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+from converters.model_config.sizes import read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture
@@ -73,11 +74,11 @@ def read_latent_attention(config: Mapping[str, object], problems: list[str]) -> 
     if groups is not None and groups != heads:
         problems.append(f"num_key_value_heads = {groups!r}: latent attention has as many as num_attention_heads = {heads!r}")
     latent = LatentAttention(
-        q_lora_rank=None if config.get("q_lora_rank") is None else _width(config, "q_lora_rank", problems),
-        kv_lora_rank=_width(config, "kv_lora_rank", problems),
-        qk_nope_head_dim=_width(config, "qk_nope_head_dim", problems),
-        qk_rope_head_dim=_width(config, "qk_rope_head_dim", problems),
-        v_head_dim=_width(config, "v_head_dim", problems),
+        q_lora_rank=None if config.get("q_lora_rank") is None else read_size(config, "q_lora_rank", problems),
+        kv_lora_rank=read_size(config, "kv_lora_rank", problems),
+        qk_nope_head_dim=read_size(config, "qk_nope_head_dim", problems),
+        qk_rope_head_dim=read_size(config, "qk_rope_head_dim", problems),
+        v_head_dim=read_size(config, "v_head_dim", problems),
         mscale_all_dim=_mscale_all_dim(config, problems),
     )
     for key, width in (("head_dim", latent.qk_rope_head_dim), ("qk_head_dim", latent.qk_head_dim)):
@@ -112,14 +113,6 @@ def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
         Rule(f"decoder.layers.{layer}.{megatron}.weight", kind, (HuggingFaceTensor(f"model.layers.{layer}.{name}.weight", shape),))
         for megatron, kind, name, shape in rows
     )
-
-
-def _width(config: Mapping[str, object], key: str, problems: list[str]) -> int:
-    value = config.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    problems.append(f"{key} = {value!r}: a positive whole number is needed")
-    return 1
 
 
 def _mscale_all_dim(config: Mapping[str, object], problems: list[str]) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from converters.model_config.sizes import read_size
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -64,7 +66,7 @@ def read_deepseek_routing(
         grouped: False where the config's groups are not in use.
     """
     scale = _scaling_factor(config, problems)
-    groups, kept = (_whole(config, key, problems) for key in ("n_group", "topk_group")) if grouped else (1, 1)
+    groups, kept = (read_size(config, key, problems) for key in ("n_group", "topk_group")) if grouped else (1, 1)
     if experts % groups:
         problems.append(f"n_group = {groups}: it must divide the {experts} experts")
         groups = kept = 1
@@ -117,6 +119,11 @@ class MixtureOfExperts:
     shared_gate: bool = True
     routing: Routing = field(default_factory=Routing)
 
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether there is a shared expert that has a gate."""
+        return self.shared_gate and self.shared_ffn_hidden_size > 0
+
 
 def read_mixture(
     config: Mapping[str, object],
@@ -146,18 +153,18 @@ def read_mixture(
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if not any(sparse_layers) or config.get(key) == 0:
         return None
-    experts = _whole(config, key, problems)
-    chosen = _whole(config, "num_experts_per_tok", problems)
+    experts = read_size(config, key, problems)
+    chosen = read_size(config, "num_experts_per_tok", problems)
     if chosen > experts:
         problems.append(f"num_experts_per_tok = {chosen}: there are only {experts} experts ({key})")
     return MixtureOfExperts(
         num_experts=experts,
         experts_per_token=chosen,
-        ffn_hidden_size=_whole(config, width_key, problems),
+        ffn_hidden_size=read_size(config, width_key, problems),
         normalized=normalized,
         sparse_layers=sparse_layers,
         auxiliary_loss_coefficient=_coefficient(config, problems),
-        shared_ffn_hidden_size=_whole(config, shared_width_key, problems) if shared_width_key is not None else 0,
+        shared_ffn_hidden_size=read_size(config, shared_width_key, problems) if shared_width_key is not None else 0,
         routing=routing,
     )
 
@@ -186,8 +193,8 @@ def read_deepseek_mixture(
     sparse_layers = _read_dense_first(config, num_layers, problems)
     if not any(sparse_layers):
         return None
-    experts, chosen = _whole(config, "n_routed_experts", problems), _whole(config, "num_experts_per_tok", problems)
-    width, shared = _whole(config, "moe_intermediate_size", problems), config.get("n_shared_experts")
+    experts, chosen = read_size(config, "n_routed_experts", problems), read_size(config, "num_experts_per_tok", problems)
+    width, shared = read_size(config, "moe_intermediate_size", problems), config.get("n_shared_experts")
     if isinstance(shared, bool) or not isinstance(shared, (int, type(None))) or (shared or 0) < 0:
         problems.append(f"n_shared_experts = {shared!r}: a whole number of at least 0 is needed")
         shared = 0
@@ -213,14 +220,6 @@ def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: l
         problems.append(f"first_k_dense_replace = {dense!r}: a whole number of at least 0 is needed")
         dense = 0
     return tuple(layer >= dense for layer in range(num_layers))
-
-
-def _whole(config: Mapping[str, object], key: str, problems: list[str]) -> int:
-    value = config.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    problems.append(f"{key} = {value!r}: a positive whole number is needed")
-    return 1
 
 
 def _coefficient(config: Mapping[str, object], problems: list[str]) -> float:

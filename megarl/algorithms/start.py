@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.python_file import modules_from_files
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
-from megarl.import_path import modules_from_files
 from megarl.models.generation.engines import EngineKind, engine_kind, is_engine
 
 if TYPE_CHECKING:

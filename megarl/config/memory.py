@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from converters.model_config.latent_attention import LatentAttention
+from converters.model_config.mixture import MixtureOfExperts
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout, stage_layer_counts
@@ -56,20 +58,33 @@ def layer_parameters(facts: ModelFacts, tensor: int) -> int:
 
     Source: the shapes of Megatron-Core's ``SelfAttention`` and ``MLP``; output biases and norms are on every rank, all else is divided.
     """
-    divided = 3 * facts.hidden_size * facts.ffn_hidden_size + 2 * facts.ffn_hidden_size * facts.mlp_bias
-    return attention_parameters(facts, tensor) + divided // tensor + facts.hidden_size * facts.mlp_bias
+    divided = 3 * facts.hidden_size * facts.ffn_hidden_size + 2 * facts.ffn_hidden_size * facts.features.mlp_bias
+    return attention_parameters(facts, tensor) + divided // tensor + facts.hidden_size * facts.features.mlp_bias
 
 
 def attention_parameters(facts: ModelFacts, tensor: int) -> int:
     """Parameters of one layer on one tensor-parallel rank without its MLP: attention and norms."""
+    features = facts.features
     if facts.latent is not None:
-        return facts.latent.parameters(facts.hidden_size, facts.num_attention_heads, tensor) + 2 * facts.hidden_size
+        return _latent_attention_parameters(facts, facts.latent, tensor) + 2 * facts.hidden_size
     query = facts.num_attention_heads * facts.head_dim
     key_value = 2 * facts.num_key_value_heads * facts.head_dim
-    divided = facts.hidden_size * (query + key_value) + query * facts.hidden_size + (query + key_value) * facts.qkv_bias
-    divided += facts.num_attention_heads * facts.attention_sinks
-    whole = 2 * facts.hidden_size + 2 * facts.head_dim * facts.qk_norm + facts.hidden_size * facts.attention_output_bias
+    divided = facts.hidden_size * (query + key_value) + query * facts.hidden_size + (query + key_value) * features.qkv_bias
+    divided += facts.num_attention_heads * features.sinks
+    whole = 2 * facts.hidden_size + 2 * facts.head_dim * features.qk_norm + facts.hidden_size * features.attention_output_bias
     return divided // tensor + whole
+
+
+def _latent_attention_parameters(facts: ModelFacts, latent: LatentAttention, tensor: int) -> int:
+    """Parameters of one layer's latent attention on one tensor-parallel rank, its norms included, without the norm before it.
+
+    Source: the shapes of Megatron-Core's ``MLASelfAttention``; norms are on every rank, all else is divided.
+    """
+    hidden, heads, queries = facts.hidden_size, facts.num_attention_heads, latent.q_lora_rank or 0
+    query = queries * (hidden + heads * latent.qk_head_dim) if queries else hidden * heads * latent.qk_head_dim
+    down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+    up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return (query + down + up + heads * latent.v_head_dim * hidden) // tensor + queries + latent.kv_lora_rank
 
 
 def sparse_layer_parameters(facts: ModelFacts, tensor: int) -> int:
@@ -78,22 +93,30 @@ def sparse_layer_parameters(facts: ModelFacts, tensor: int) -> int:
     Source: the shapes of Megatron-Core's ``TopKRouter``, which every rank has, and of its ``SharedExpertMLP``, whose gate, where it has
     one, every rank has.
     """
-    shared = facts.shared_expert_ffn_hidden_size
-    whole = facts.hidden_size * (facts.num_experts + facts.shared_expert_gate) + facts.num_experts * facts.mlp_bias
-    return attention_parameters(facts, tensor) + 3 * facts.hidden_size * shared // tensor + whole
+    mixture = _mixture_of(facts)
+    whole = facts.hidden_size * (mixture.num_experts + mixture.has_shared_gate) + mixture.num_experts * mixture.routing.has_bias
+    return attention_parameters(facts, tensor) + 3 * facts.hidden_size * mixture.shared_ffn_hidden_size // tensor + whole
 
 
 def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
-    """Parameters of the routed experts of one layer on one rank.
+    """Parameters of the routed experts of one layer on one rank; 0 for a dense model.
 
     Args:
         facts: sizes of the model.
         expert: ranks that the experts are divided over.
         expert_tensor: ranks that each of them is cut over.
     """
-    width = facts.expert_ffn_hidden_size // expert_tensor
-    biases = (2 * width + facts.hidden_size) * facts.mlp_bias
-    return facts.num_experts // expert * (3 * facts.hidden_size * width + biases)
+    mixture = facts.mixture
+    if mixture is None:
+        return 0
+    width = mixture.ffn_hidden_size // expert_tensor
+    biases = (2 * width + facts.hidden_size) * facts.features.mlp_bias
+    return mixture.num_experts // expert * (3 * facts.hidden_size * width + biases)
+
+
+def _mixture_of(facts: ModelFacts) -> MixtureOfExperts:
+    assert facts.mixture is not None, facts.model_type
+    return facts.mixture
 
 
 def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
@@ -111,7 +134,9 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
     """
     vocabulary = padded_vocabulary(facts.vocab_size, tensor) // tensor * facts.hidden_size
     dense, sparse = stage_layers(facts, stage, layers)
-    count = dense * layer_parameters(facts, tensor) + sparse * sparse_layer_parameters(facts, tensor)
+    count = dense * layer_parameters(facts, tensor)
+    if sparse:
+        count += sparse * sparse_layer_parameters(facts, tensor)
     first, last = stage == 0, stage == len(layers) - 1
     if first:
         count += vocabulary
@@ -143,7 +168,10 @@ def layer_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence
     """
     attention, whole = 2 * (facts.num_attention_heads + facts.num_key_value_heads) * facts.head_dim, 0
     if facts.latent is not None:
-        attention, whole = facts.latent.kept_columns(facts.num_attention_heads)
+        latent = facts.latent
+        # queries, keys, values and output of the heads; the latent vectors before and after their norms, and the shared part of keys
+        attention = 2 * facts.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+        whole = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
     outside = (4 * facts.hidden_size + whole) * element
     inside = (attention + 4 * facts.ffn_hidden_size) * element + 4 * facts.num_attention_heads
     return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
@@ -159,12 +187,12 @@ def sparse_layer_activation_bytes(
     parallelism) float32 scores of all experts before and after softmax, the output of a gated shared expert and its weight, and for each of
     its chosen experts: input and output (whole on each of the expert's tensor ranks), gate, up, activated gate and their product.
     """
-    shared = facts.shared_expert_ffn_hidden_size
-    dense = replace(facts, ffn_hidden_size=shared)
+    mixture = _mixture_of(facts)
+    dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
     own = tokens // tensor if sequence_parallel else tokens
-    chosen = 2 * facts.hidden_size * expert_tensor + 4 * facts.expert_ffn_hidden_size
-    weighed = facts.hidden_size + 1 if facts.shared_expert_gate else 0
-    experts = own * ((facts.experts_per_token * chosen + weighed) * element + 8 * facts.num_experts)
+    chosen = 2 * facts.hidden_size * expert_tensor + 4 * mixture.ffn_hidden_size
+    weighed = facts.hidden_size + 1 if mixture.has_shared_gate else 0
+    experts = own * ((mixture.experts_per_token * chosen + weighed) * element + 8 * mixture.num_experts)
     return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element) + experts
 
 
@@ -231,11 +259,13 @@ def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts
     divided = megatron["sequence_parallel"]
     dense, sparse = stage_layers(facts, stage, layers)
     whole = layer_activation_bytes(facts, tokens, layout.tensor, divided, element)
-    with_experts = sparse_layer_activation_bytes(facts, tokens, layout.tensor, divided, _expert_sizes(megatron)[1], element)
+    with_experts = 0
+    if sparse:
+        with_experts = sparse_layer_activation_bytes(facts, tokens, layout.tensor, divided, _expert_sizes(megatron)[1], element)
     copies = in_flight(stage, layout.pipeline, plan.micro_batches)
     if megatron["activation_checkpointing"]:
         inputs = tokens * facts.hidden_size * element // (layout.tensor if divided else 1)
-        return copies * layers[stage] * inputs + max(whole if dense else 0, with_experts if sparse else 0)
+        return copies * layers[stage] * inputs + max(whole if dense else 0, with_experts)
     return copies * (dense * whole + sparse * with_experts)
 
 
@@ -252,9 +282,14 @@ def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelF
     if policy["generation"] is None or policy["generation"]["backend"] == "vllm":
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
-    # latent attention keeps keys and values of all heads, not what they are projected up from
-    width = 2 * facts.head_dim if facts.latent is None else facts.latent.head + facts.latent.value
+    width = cached_width(facts)
     return int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
+
+
+def cached_width(facts: ModelFacts) -> int:
+    """Numbers that generation keeps of a token for each of a layer's key-value heads: with latent attention keys and values of all heads,
+    not what they are projected up from."""
+    return 2 * facts.head_dim if facts.latent is None else facts.latent.qk_head_dim + facts.latent.v_head_dim
 
 
 MOMENTS = 2

@@ -40,7 +40,7 @@ class EngineMemory:
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
     """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
     layers = [facts.num_layers]
-    experts = stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor) if facts.num_experts else 0
+    experts = stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor)
     return stage_parameters(facts, tensor, 0, layers) + experts
 
 

@@ -6,12 +6,16 @@ For the models of the recipes they are at hand, so that a dry run can size them 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from converters.families import FAMILIES
+from converters.families.base import PLAIN, Features
+from converters.model_config.latent_attention import LatentAttention
+from converters.model_config.mixture import MixtureOfExperts
+from converters.model_config.sizes import SIZE_NEEDED
 from megarl.errors import ConfigError, Violation
 
 _QWEN2_5: dict[str, Any] = {
@@ -99,59 +103,6 @@ KNOWN_MODELS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
 """Content of ``config.json`` by Hugging Face id, without what neither the rules, the memory estimate nor the converters read."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatentWidths:
-    """Widths of its projections.
-
-    Attributes:
-        queries: of the queries between their two projections; 0 where there is one projection only.
-        keys_and_values: of what keys and values are projected up from.
-        rotated: of the part of a head's query and key that is rotated, which all heads share of a key.
-        head: of a head's query and key, the rotated part included.
-        value: of a head's value.
-    """
-
-    queries: int
-    keys_and_values: int
-    rotated: int
-    head: int
-    value: int
-
-    def parameters(self, hidden: int, heads: int, tensor: int) -> int:
-        """Parameters of one layer's attention on one tensor-parallel rank, its norms included, without the norm before it.
-
-        Source: the shapes of Megatron-Core's ``MLASelfAttention``; norms are on every rank, all else is divided.
-        """
-        query = self.queries * (hidden + heads * self.head) if self.queries else hidden * heads * self.head
-        down = hidden * (self.keys_and_values + self.rotated)
-        up = self.keys_and_values * heads * (self.head - self.rotated + self.value)
-        return (query + down + up + heads * self.value * hidden) // tensor + self.queries + self.keys_and_values
-
-    def kept_columns(self, heads: int) -> tuple[int, int]:
-        """Columns that one layer's attention keeps of a token for the backward pass: those divided over tensor-parallel ranks (queries,
-        keys, values and output of the heads) and those that are not (the latent vectors before and after their norms, the shared part of
-        keys)."""
-        return 2 * heads * (self.head + self.value), 2 * (self.queries + self.keys_and_values) + self.rotated
-
-
-def read_latent_widths(content: Mapping[str, Any]) -> LatentWidths | None:
-    """The widths in the content of a ``config.json``; None for ordinary attention.
-
-    Raises:
-        KeyError: one of them is missing.
-    """
-    if content.get("kv_lora_rank") is None:
-        return None
-    rotated = int(content["qk_rope_head_dim"])
-    return LatentWidths(
-        queries=int(content.get("q_lora_rank") or 0),
-        keys_and_values=int(content["kv_lora_rank"]),
-        rotated=rotated,
-        head=int(content["qk_nope_head_dim"]) + rotated,
-        value=int(content["v_head_dim"]),
-    )
-
-
 KEY = "policy.model_name"
 _SIZES = (
     "num_hidden_layers",
@@ -162,6 +113,8 @@ _SIZES = (
     "intermediate_size",
     "vocab_size",
 )
+# families that the torch backends alone run
+_NORMALISED_HEADS = frozenset({"gemma3_text", "gemma3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +132,8 @@ class ModelFacts:
         vocab_size: rows of the embedding, unpadded.
         tied: the output layer is the embedding.
         max_position: longest sequence the model was made for; None when it does not say.
-        num_experts: experts of a layer that has them; 0 for a dense model.
-        qkv_bias: query, key and value have biases.
-        attention_output_bias: so has the attention's output.
-        mlp_bias: so have the MLP and, in a mixture of experts, these and their router.
-        attention_sinks: each head has a learnt logit beside those of the keys.
-        qk_norm: query and key are normalised by head.
-        experts_per_token: experts that each token goes through; 0 for a dense model.
-        expert_ffn_hidden_size: width of the gated MLP of one expert; 0 for a dense model.
-        dense_layers: of a mixture of experts, the layers without experts, counted from 0.
-        shared_expert_ffn_hidden_size: width of the gated MLP of the expert that every token goes through; 0 without one.
-        shared_expert_gate: its output is weighed by a gate.
+        features: which of its layers' tensors that a family may leave out there are.
+        mixture: its experts; None for a dense model.
         latent: widths of latent attention; None for ordinary attention.
     """
 
@@ -203,27 +147,23 @@ class ModelFacts:
     vocab_size: int
     tied: bool
     max_position: int | None = None
-    num_experts: int = 0
-    qkv_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    attention_sinks: bool = False
-    qk_norm: bool = False
-    experts_per_token: int = 0
-    expert_ffn_hidden_size: int = 0
-    dense_layers: frozenset[int] = frozenset()
-    shared_expert_ffn_hidden_size: int = 0
-    shared_expert_gate: bool = False
-    latent: LatentWidths | None = None
+    features: Features = PLAIN
+    mixture: MixtureOfExperts | None = None
+    latent: LatentAttention | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has them; 0 for a dense model."""
+        return 0 if self.mixture is None else self.mixture.num_experts
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of that index has experts instead of a dense MLP."""
-        return self.num_experts > 0 and layer not in self.dense_layers
+        return self.mixture is not None and self.mixture.sparse_layers[layer]
 
     @property
     def has_dense_layers(self) -> bool:
         """Whether some layer has a dense MLP."""
-        return self.num_experts == 0 or len(self.dense_layers) > 0
+        return self.mixture is None or not all(self.mixture.sparse_layers)
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
@@ -292,7 +232,7 @@ def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
 
 
 def facts_of(content: dict[str, Any]) -> ModelFacts:
-    """The facts in the content of a ``config.json``.
+    """The facts in the content of a ``config.json``, as the model's family in ``converters`` reads them.
 
     Raises:
         KeyError: a size is missing.
@@ -302,14 +242,12 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     for key in _SIZES:
         if text.get(key) is not None and int(text[key]) < 1:
             raise ValueError(f"{key} = {text[key]}, at least 1 is needed")
-    heads = int(text["num_attention_heads"])
+    heads, num_layers = int(text["num_attention_heads"]), int(text["num_hidden_layers"])
     model_type = str(text.get("model_type") or content["model_type"])
-    attention_bias = bool(text.get("attention_bias", model_type == "gpt_oss"))
-    dense_layers = _dense_layers(text)
-    num_experts = _num_experts(text, model_type) if len(dense_layers) < int(text["num_hidden_layers"]) else 0
+    features, mixture, latent = _read_family(text, model_type, num_layers)
     return ModelFacts(
         model_type=model_type,
-        num_layers=int(text["num_hidden_layers"]),
+        num_layers=num_layers,
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
@@ -318,46 +256,44 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         vocab_size=int(text["vocab_size"]),
         tied=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
         max_position=_max_position(text),
-        num_experts=num_experts,
-        qkv_bias=attention_bias or model_type == "qwen2" or (model_type == "qwen2_moe" and bool(text.get("qkv_bias", True))),
-        attention_output_bias=attention_bias and model_type not in {"qwen2", "qwen2_moe", "glm4_moe"},
-        mlp_bias=bool(text.get("mlp_bias", False)) or model_type == "gpt_oss",
-        attention_sinks=model_type == "gpt_oss",
-        qk_norm=model_type in {"qwen3", "qwen3_moe", "gemma3_text", "gemma3"} or bool(text.get("use_qk_norm")),
-        experts_per_token=int(text.get("num_experts_per_tok") or 0) if num_experts else 0,
-        expert_ffn_hidden_size=int(text.get("moe_intermediate_size") or text["intermediate_size"]) if num_experts else 0,
-        dense_layers=dense_layers if num_experts else frozenset(),
-        shared_expert_ffn_hidden_size=_shared_expert_width(text, model_type) if num_experts else 0,
-        shared_expert_gate=num_experts > 0 and model_type == "qwen2_moe",
-        latent=read_latent_widths(text),
+        features=features,
+        mixture=mixture,
+        latent=latent,
     )
 
 
-def _num_experts(text: dict[str, Any], model_type: str) -> int:
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if text.get(key) is not None:
-            return int(text[key])
-    if model_type in {"mixtral", "qwen2_moe", "qwen3_moe"}:
-        raise KeyError("num_local_experts" if model_type == "mixtral" else "num_experts")
-    return 0
+def _read_family(
+    text: dict[str, Any], model_type: str, num_layers: int
+) -> tuple[Features, MixtureOfExperts | None, LatentAttention | None]:
+    family = FAMILIES.get(model_type)
+    if family is None:
+        return *_read_unknown_family(text, model_type, num_layers), None
+    problems: list[str] = []
+    config = {**family.defaults, **text}
+    mixture, latent = family.read_mixture(config, num_layers, problems), family.read_latent_attention(config, problems)
+    # what else there is to say is about Megatron-Core, which another backend need not care about
+    sizes = [problem for problem in problems if problem.endswith(SIZE_NEEDED)]
+    if sizes:
+        raise ValueError("; ".join(sizes))
+    return family.read_features(config), mixture, latent
 
 
-def _shared_expert_width(text: dict[str, Any], model_type: str) -> int:
-    """DeepSeek's shared experts, and those of the models that follow it, are one of their width together."""
-    if model_type == "qwen2_moe":
-        return int(text["shared_expert_intermediate_size"])
-    return int(text.get("n_shared_experts") or 0) * int(text.get("moe_intermediate_size") or 0)
-
-
-def _dense_layers(text: dict[str, Any]) -> frozenset[int]:
-    """Layers that mixtures leave dense: the first ``first_k_dense_replace`` (DeepSeek), those named, and all but every
-    ``decoder_sparse_step``-th, counted from one (Qwen)."""
-    first, named, step = (
-        int(text.get("first_k_dense_replace") or 0),
-        set(text.get("mlp_only_layers") or ()),
-        int(text.get("decoder_sparse_step") or 1),
+def _read_unknown_family(text: dict[str, Any], model_type: str, num_layers: int) -> tuple[Features, MixtureOfExperts | None]:
+    """By the keys that most families use; experts in every layer, which no backend runs."""
+    biased = bool(text.get("attention_bias"))
+    norms = model_type in _NORMALISED_HEADS or bool(text.get("use_qk_norm"))
+    features = Features(qkv_bias=biased, attention_output_bias=biased, mlp_bias=bool(text.get("mlp_bias")), qk_norm=norms)
+    experts = next((int(text[key]) for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0)
+    if not experts:
+        return features, None
+    return features, MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=int(text.get("num_experts_per_tok") or 1),
+        ffn_hidden_size=int(text.get("moe_intermediate_size") or text["intermediate_size"]),
+        normalized=True,
+        sparse_layers=(True,) * num_layers,
+        auxiliary_loss_coefficient=0.0,
     )
-    return frozenset(layer for layer in range(int(text["num_hidden_layers"])) if layer < first or layer in named or (layer + 1) % step)
 
 
 def _max_position(text: dict[str, Any]) -> int | None:

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from megarl import __version__
 from megarl.doctor.check import Check, Verdict
+from megarl.env import installed_version
 from megarl.models.generation.engines import ENGINES, engine_kind
 
 ROOM = "versions"
@@ -45,21 +46,13 @@ def check_versions() -> Iterator[Check]:
 
 def check_package(requirement: Requirement) -> Check:
     """Whether a package is there, in a version that is asked for."""
-    version = installed(requirement.name)
+    version = installed_version(requirement.name)
     fix = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None:
         return Check(ROOM, requirement.name, Verdict.FAILED, "not installed", fix)
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(ROOM, requirement.name, Verdict.FAILED, f"{version}, {requirement.specifier} is wanted", fix)
     return Check(ROOM, requirement.name, Verdict.OK, version)
-
-
-def installed(name: str) -> str | None:
-    """The version of an installed package; None without it."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:
@@ -92,7 +85,7 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
 
 def _optional(title: str, packages: Sequence[str], extra: str, what_for: str) -> Check:
     for name in packages:
-        version = installed(name)
+        version = installed_version(name)
         if version is not None:
             return Check(ROOM, title, Verdict.OK, f"{version} ({name})")
     wanted = " ".join(

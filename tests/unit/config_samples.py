@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from converters.families.base import Features
+from converters.model_config.mixture import MixtureOfExperts
 from megarl.config import complete_run
 from megarl.config.model_facts import ModelFacts
 
@@ -18,7 +21,7 @@ FACTS = ModelFacts(
     vocab_size=1003,
     tied=False,
     max_position=700,
-    qkv_bias=True,
+    features=Features(qkv_bias=True, attention_output_bias=False, mlp_bias=False, qk_norm=False),
 )
 
 
@@ -92,3 +95,9 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def complete(raw: dict[str, Any], changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """A changed run with its defaults."""
     return complete_run(changed(raw, changes or {}))
+
+
+def mixture(*, num_layers: int = 10, dense_layers: Collection[int] = (), **changes: Any) -> MixtureOfExperts:
+    """Three of eight experts of width 84 in all layers but those named."""
+    sizes = {"num_experts": 8, "experts_per_token": 3, "ffn_hidden_size": 84, "normalized": True, "auxiliary_loss_coefficient": 0.0}
+    return MixtureOfExperts(**{"sparse_layers": tuple(layer not in dense_layers for layer in range(num_layers)), **sizes, **changes})

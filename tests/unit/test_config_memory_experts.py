@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -22,6 +23,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from converters.families import FAMILIES
+from converters.families.read import read_architecture
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
 from megarl.config.memory import (
@@ -89,6 +92,23 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 }
 
 
+# where a class of transformers has defaults that make no valid model
+_VALID = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_what_a_file_leaves_out_is_what_transformers_fills_in(name: str) -> None:
+    """``Family.defaults`` are those of the config's class, and facts of a file that leaves them out are those of a converted model."""
+    family, config = FAMILIES[name], CONFIG_MAPPING[name]()
+    assert {key: getattr(config, key) for key in family.defaults} == dict(family.defaults)
+    said = {key: value for key, value in config.to_dict().items() if key not in family.defaults}
+    said |= _VALID.get(name, {})
+    architecture, facts = read_architecture(said), facts_of(said)
+    assert (facts.mixture, facts.latent) == (architecture.mixture, architecture.latent_attention)
+    names = ("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sinks")
+    assert all(getattr(facts.features, name) == getattr(architecture, name) for name in names)
+
+
 def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
     config_class, options = MODELS[name]
     config = config_class(**SHAPE, **options)
@@ -119,7 +139,7 @@ def test_ranks_and_stages_hold_each_parameter_once(
         outside += padded * facts.hidden_size
     assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
     sparse = sum(stage_layers(facts, stage, stages)[1] for stage in range(len(stages)))
-    if facts.mlp_bias:  # such experts are not cut
+    if facts.features.mlp_bias:  # such experts are not cut
         expert_tensor = 1
     assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor
     assert [facts.is_sparse(layer) for layer in range(6)] == [hasattr(layer.mlp, "experts") for layer in model.model.layers]
@@ -127,24 +147,22 @@ def test_ranks_and_stages_hold_each_parameter_once(
 
 def test_facts_of_experts() -> None:
     mixtral = facts_of({**SHAPE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
-    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.expert_ffn_hidden_size, mixtral.dense_layers) == (
-        8,
-        2,
-        132,
-        frozenset(),
-    )
+    assert mixtral.mixture is not None and not mixtral.has_dense_layers
+    assert (mixtral.num_experts, mixtral.mixture.experts_per_token, mixtral.mixture.ffn_hidden_size) == (8, 2, 132)
     qwen = {**SHAPE, "model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]}
     facts = facts_of(qwen)
-    assert (facts.num_experts, facts.experts_per_token, facts.expert_ffn_hidden_size) == (8, 3, 28)
-    assert (facts.dense_layers, facts.ffn_hidden_size, facts.qk_norm) == ({1}, 132, True)
+    assert facts.mixture is not None
+    assert (facts.num_experts, facts.mixture.experts_per_token, facts.mixture.ffn_hidden_size) == (8, 3, 28)
+    assert [facts.is_sparse(layer) for layer in range(6)] == [True, False, True, True, True, True]
+    assert (facts.has_dense_layers, facts.ffn_hidden_size, facts.features.qk_norm) == (True, 132, True)
     dense = facts_of({**qwen, "mlp_only_layers": list(range(6))})
-    assert (dense.num_experts, dense.experts_per_token, dense.expert_ffn_hidden_size, dense.dense_layers) == (0, 0, 0, frozenset())
+    assert (dense.num_experts, dense.mixture, dense.has_dense_layers) == (0, None, True)
 
 
-@pytest.mark.parametrize(("family", "key"), [("mixtral", "num_local_experts"), ("qwen2_moe", "num_experts"), ("qwen3_moe", "num_experts")])
-def test_a_mixture_that_does_not_say_how_many_experts_is_refused(family: str, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_mixture_that_does_not_say_how_many_experts_is_refused(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": family}))
-    with pytest.raises(ConfigError, match=f"lacks the key '{key}'"):
+    with pytest.raises(ConfigError, match="num_experts = None: a positive whole number is needed"):
         read_model_facts(str(tmp_path))
 
 
@@ -155,10 +173,10 @@ def test_activations_by_listing_the_tensors() -> None:
     tokens, tensor, element, expert_tensor = 24, 2, 2, 4
     attention = layer_activation_bytes(dataclasses.replace(FACTS, ffn_hidden_size=0), tokens, tensor, True, element)
     own = tokens // tensor
-    routed = own * FACTS.experts_per_token * expert_tensor
-    width = FACTS.expert_ffn_hidden_size // expert_tensor
+    routed = own * 3 * expert_tensor
+    width = 28 // expert_tensor
     listed = [routed * FACTS.hidden_size] * 2 + [routed * width] * 4
-    scores = [own * FACTS.num_experts] * 2
+    scores = [own * 8] * 2
     expected = attention + sum(listed) * element + sum(scores) * 4
     assert sparse_layer_activation_bytes(FACTS, tokens, tensor, True, expert_tensor, element) == expected
 
@@ -168,9 +186,12 @@ SHARED = facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "mlp_only_laye
 
 def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
     """Its gate and the scores that it weighs are each rank's own."""
-    without = dataclasses.replace(SHARED, shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
-    assert (SHARED.shared_expert_ffn_hidden_size, SHARED.qkv_bias, SHARED.attention_output_bias, SHARED.qk_norm) == (36, True, False, False)
-    assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).shared_expert_ffn_hidden_size == 0
+    assert SHARED.mixture is not None
+    without = dataclasses.replace(SHARED, mixture=dataclasses.replace(SHARED.mixture, shared_ffn_hidden_size=0))
+    features = SHARED.features
+    assert (features.qkv_bias, features.attention_output_bias, features.qk_norm) == (True, False, False)
+    assert (SHARED.mixture.shared_ffn_hidden_size, SHARED.mixture.has_shared_gate) == (36, True)
+    assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).mixture is None
     assert sparse_layer_parameters(SHARED, 3) - sparse_layer_parameters(without, 3) == 3 * 36 // 3 * 48 + 48
     tokens, tensor, element = 24, 2, 2
     listed = [tokens * 36 // tensor] * 4 + [tokens // tensor * 48, tokens // tensor]
@@ -182,7 +203,7 @@ def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
 
 def test_a_shared_expert_without_a_width_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": "qwen2_moe", **EXPERTS}))
-    with pytest.raises(ConfigError, match="lacks the key 'shared_expert_intermediate_size'"):
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size = None: a positive"):
         read_model_facts(str(tmp_path))
 
 
@@ -209,6 +230,6 @@ def test_experts_divide_over_their_own_ranks() -> None:
 def test_recomputation_keeps_the_largest_layer() -> None:
     plain, checkpointed = memory(4, 1)[0], memory(4, 1, activation_checkpointing=True)[0]
     assert checkpointed.activations < plain.activations
-    dense = memory(4, 1, dataclasses.replace(FACTS, num_experts=0))[0]
+    dense = memory(4, 1, dataclasses.replace(FACTS, mixture=None))[0]
     assert dense.parameters == 3 * layer_parameters(FACTS, 2) + 51 * 48
     assert layer_parameters(FACTS, 2) - attention_parameters(FACTS, 2) == 3 * 48 * 132 // 2

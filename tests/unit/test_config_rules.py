@@ -14,7 +14,7 @@ from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
-from tests.unit.config_samples import FACTS, complete, raw_grpo, raw_sft
+from tests.unit.config_samples import FACTS, complete, mixture, raw_grpo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
@@ -26,7 +26,7 @@ SHORT = {"m": MEGATRON, "d": DTENSOR, "o": OPTIMIZER, "s": SCHEDULER, "ddp": DAT
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 ON_FSDP1 = {"m.enabled": False}
 ON_VLLM = {"g.backend": "vllm"}
-MIXTURE = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 84}
+MIXTURE = {"mixture": mixture()}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
     "m.freeze_moe_router": True,
@@ -115,14 +115,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"m.num_layers_in_last_pipeline_stage"},
     ),
     ("widths_divide", {"m.tensor_model_parallel_size": 8}, {"num_key_value_heads": 3}, {"m.tensor_model_parallel_size"}),
-    ("widths_divide", {"m.sequence_parallel": True}, {**MIXTURE, "shared_expert_ffn_hidden_size": 33}, {"m.tensor_model_parallel_size"}),
+    ("widths_divide", {"m.sequence_parallel": True}, {"mixture": mixture(shared_ffn_hidden_size=33)}, {"m.tensor_model_parallel_size"}),
     ("widths_divide", {**ON_DTENSOR, "d.tensor_parallel_size": 8}, {}, {"d.tensor_parallel_size"}),
     ("hidden_divides", {}, {"num_key_value_heads": 5}, {"policy.model_name"}),
-    ("experts_divide", {"m.expert_model_parallel_size": 3}, {"num_experts": 8}, {"m.expert_model_parallel_size", "m.sequence_parallel"}),
+    ("experts_divide", {"m.expert_model_parallel_size": 3}, MIXTURE, {"m.expert_model_parallel_size", "m.sequence_parallel"}),
     (
         "expert_widths_divide",
         {"m.expert_tensor_parallel_size": 3},
-        {**MIXTURE, "expert_ffn_hidden_size": 20},
+        {"mixture": mixture(ffn_hidden_size=20)},
         {"m.expert_tensor_parallel_size"},
     ),
     ("expert_ranks_divide", {"m.expert_model_parallel_size": 4}, MIXTURE, {"m.expert_model_parallel_size"}),
@@ -387,7 +387,7 @@ def test_only_dense_layers_have_a_width_to_divide() -> None:
     facts = dataclasses.replace(FACTS, ffn_hidden_size=181)
     assert keys_named("widths_divide", config, facts) == {key}
     assert keys_named("widths_divide", config, dataclasses.replace(facts, **MIXTURE)) == set()
-    assert keys_named("widths_divide", config, dataclasses.replace(facts, **MIXTURE, dense_layers=frozenset({1}))) == {key}
+    assert keys_named("widths_divide", config, dataclasses.replace(facts, mixture=mixture(dense_layers=[1]))) == {key}
 
 
 @pytest.mark.parametrize("case", SAID_ANYWAY)

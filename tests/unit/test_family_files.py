@@ -178,7 +178,7 @@ FAMILY = replace(FAMILY, layer_rules=lambda *of: tuple({row} for rule in llama.F
     [
         ("FAMILY = 5", "defines FAMILY = 5"),
         ("", "defines FAMILY = None"),
-        ("raise RuntimeError('on purpose')", "failed (RuntimeError: on purpose)"),
+        ("raise RuntimeError('on purpose')", "fails: RuntimeError: on purpose"),
         ("def (", "cannot be read as a Python file"),
         ("from converters.families.llama import FAMILY", "'llama' is a family that is built in"),
     ],

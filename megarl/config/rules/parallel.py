@@ -188,12 +188,12 @@ def widths_divide(view: View) -> Iterator[Violation]:
     view.require(tensor >= 1)
     widths = {"attention heads": facts.num_attention_heads, "key-value heads": facts.num_key_value_heads}
     if facts.latent is not None and key == TENSOR:
-        widths["columns of latent keys and values"] = facts.latent.keys_and_values + facts.latent.rotated
-        widths["columns of latent queries"] = facts.latent.queries
+        widths["columns of latent keys and values"] = facts.latent.kv_lora_rank + facts.latent.qk_rope_head_dim
+        widths["columns of latent queries"] = facts.latent.q_lora_rank or 0
     if facts.has_dense_layers:
         widths["MLP columns"] = facts.ffn_hidden_size
-    if facts.shared_expert_ffn_hidden_size:
-        widths["columns of the shared expert"] = facts.shared_expert_ffn_hidden_size
+    if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
+        widths["columns of the shared expert"] = facts.mixture.shared_ffn_hidden_size
     for name, width in widths.items():
         if width % tensor:
             yield Violation(key, tensor, f"it must divide the model's {width} {name}", f"write a divisor of {width}")
@@ -257,11 +257,12 @@ def experts_divide(view: View) -> Iterator[Violation]:
 def expert_widths_divide(view: View) -> Iterator[Violation]:
     """The columns of an expert divide over the ranks that it is cut over."""
     _of_a_mixture(view)
-    size, width = view[EXPERT_TENSOR], view.facts.expert_ffn_hidden_size
+    size, mixture = view[EXPERT_TENSOR], view.facts.mixture
     view.require(size >= 1)
+    width = 0 if mixture is None else mixture.ffn_hidden_size
     if width % size:
         yield Violation(EXPERT_TENSOR, size, f"it must divide the {width} columns of the model's experts", "write a divisor of that")
-    if size > 1 and view.facts.mlp_bias:
+    if size > 1 and view.facts.features.mlp_bias:
         yield Violation(EXPERT_TENSOR, size, "Megatron-Core does not cut experts that have biases", f"write 1; raise {EXPERT} instead")
 
 

@@ -6,12 +6,12 @@ user's own engine is named by import path, ``policy.generation.backend: path/to/
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megarl.env import installed_version
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
 
@@ -55,7 +55,7 @@ class EngineKind:
         Raises:
             ConfigError: says how to install it.
         """
-        if self.distributions and not any(_is_installed(name) for name in self.distributions):
+        if self.distributions and not any(installed_version(name) for name in self.distributions):
             raise ConfigError(
                 f"{KEY}: {self.title} is not installed. Fix: install megarl's extra {self.extra}, or remove the line: then the policy "
                 "itself generates"
@@ -83,11 +83,3 @@ def engine_kind(backend: str) -> EngineKind:
         bound = f"it must be {', '.join((*OF_THE_POLICY, *ENGINES))} or the import path of an EngineKind"
         raise ConfigError([Violation(KEY, backend, bound, "write one of those names, or path/to/file.py:KIND")])
     return found
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

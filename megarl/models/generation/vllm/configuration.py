@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.defaults import fill
-from megarl.config.memory import BYTES
+from megarl.config.memory import BYTES, cached_width
 from megarl.config.memory_run import GIB, EngineMemory, model_parameters
 from megarl.config.model_facts import ModelFacts
 from megarl.config.rules.generation import LONGEST
@@ -56,11 +56,10 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
     """
     settings = generation["vllm_cfg"]
     tensor, element = settings["tensor_parallel_size"], BYTES[settings["precision"]]
-    width = 2 * facts.head_dim if facts.latent is None else facts.latent.head + facts.latent.value
     heads = -(-facts.num_key_value_heads // tensor)
     budget = int(settings["gpu_memory_utilization"] * cluster["device_memory_gib"] * GIB)
     share = f"{settings['gpu_memory_utilization']:g} of {cluster['device_memory_gib']:g} GiB"
-    return EngineMemory(model_parameters(facts, tensor) * element, budget, facts.num_layers * heads * width * element, share)
+    return EngineMemory(model_parameters(facts, tensor) * element, budget, facts.num_layers * heads * cached_width(facts) * element, share)
 
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
