@@ -24,14 +24,8 @@ from megarl.observe.launches import read_launches
 from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
-from tests.unit.tiny_model import make_tiny_model
 
 TAUGHT = 70
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), 5)
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> d
     config["checkpointing"]["enabled"] = False
     run(config, PolicyMaker())
     return {"sft": model, "grpo": str(run_dir / "hf" / f"step_{TAUGHT}")}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    # Seven records and batches of four: steps run over the ends of epochs.
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7)))
-    return str(path)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,21 +17,8 @@ from megarl.algorithms.run import run
 from megarl.algorithms.stopping import LAST_CHECKPOINT_FILE, STOP_FILE, STOPPED, Attempt, StopRequest, listening_for_stop, this_attempt
 from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
-from tests.unit.tiny_model import make_tiny_model
 
 WAYS = ["SIGTERM", "SIGUSR1", "file of the run", "file of the attempt"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), 5)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7)))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

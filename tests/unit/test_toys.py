@@ -13,21 +13,8 @@ from megarl.algorithms.run import run
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError, DataError
 from tests.unit.driver_runs import PolicyMaker, comparable, final_weights, make_config, rows
-from tests.unit.tiny_model import make_tiny_model
 
 TOYS = Path(__file__).parents[1] / "toys"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), 5)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7)))
-    return str(path)
 
 
 def reinforce(run_dir: Path, model: str, data: str) -> dict[str, Any]:
