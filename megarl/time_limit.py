@@ -12,6 +12,9 @@ class OutOfTimeError(BaseException):
     """Raised in a block whose time is over. No ``Exception``: libraries catch those and go on."""
 
 
+_depth = 0
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises OutOfTimeError inside a block that takes longer.
@@ -25,10 +28,18 @@ def time_limit(seconds: float) -> Iterator[None]:
     def ring(signum: int, frame: object) -> None:
         raise OutOfTimeError
 
+    global _depth
     before = signal.signal(signal.SIGALRM, ring)
+    _depth += 1
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
+        _depth -= 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def is_limited() -> bool:
+    """Whether the code that runs now stands under a ``time_limit``."""
+    return _depth > 0

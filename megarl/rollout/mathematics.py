@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 from megarl.errors import DeadlineError
-from megarl.time_limit import OutOfTimeError, time_limit
+from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
 CHECK_SECONDS = 5.0
-"""How long one answer may take to be judged."""
+"""How long one answer may take to be judged where the caller has set no time limit."""
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _BASE = re.compile(r"\d_\{?\d")
@@ -32,14 +32,16 @@ def math_verify(response: str, answer: str) -> float:
 
     A reference without ``\\boxed{}``, ``$...$``, ``\\(`` or ``\\[`` is taken as if the whole of it stood in a box: the library looks for
     LaTeX in marked places alone, and of a bare ``3\\sqrt{13}`` would take the 3. What it cannot hold as one value (a number in another
-    base, a sum of unit vectors) is compared as text with the last box of the response.
+    base, a sum of unit vectors) is compared as text with the last box of the response. Boxes that stand close to each other, with only a
+    word or a comma between them, are one answer of several values to the library.
 
     Args:
         response: the model's.
         answer: the reference, see ``fault_of_reference``.
 
     Raises:
-        JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``. Signals do that, so only in the main thread.
+        JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``, or than the caller's ``time_limit``. Signals do
+            that, so only in the main thread.
     """
     import math_verify as library
 
@@ -110,11 +112,11 @@ def _as_text(expression: str) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises JudgementTimeoutError where the block takes longer, in the main thread."""
+    """Raises JudgementTimeoutError where the block takes longer, in the main thread; a caller's ``time_limit`` holds in its place."""
     from math_verify.errors import TimeoutException  # no Exception either
 
     try:
-        with time_limit(seconds):
+        with nullcontext() if is_limited() else time_limit(seconds):
             yield
     except (OutOfTimeError, TimeoutException):
         raise JudgementTimeoutError(

@@ -3,7 +3,8 @@
 A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to no harm. Each process is this
 module run as a program: it reads tasks from its standard input and writes results to what was its standard output, a JSON list a line.
 What the function prints goes to standard error. Time that is over is told to the function by an alarm first, since a process that goes on
-saves its imports; one that does not listen is killed a moment later, and another takes its place.
+saves its imports; one that does not listen is killed a moment later, and another takes its place. Each answer bears the number of its
+task, so that none is taken for another's. What a function leaves behind, threads and children of its process group, ends with its process.
 """
 
 from __future__ import annotations
@@ -15,25 +16,33 @@ import json
 import math
 import os
 import selectors
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.errors import ConfigError, RewardError, Violation
+from megarl.errors import ConfigError, RewardError, StateError, Violation
 from megarl.import_path import is_import_path
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
 from megarl.rollout.rewards import KEY, RewardFunction, get_reward
 from megarl.time_limit import OutOfTimeError, time_limit
 
 START_SECONDS = 300.0
-"""How long a process may take to start and to import what the function needs."""
+"""How long a process may take to start and to import what the function needs, from when it is waited for."""
 
 GRACE_SECONDS = 1.0
 """Between the alarm and the kill."""
+
+_POLL_SECONDS = 0.5
+"""Between looks at whether a process is still there. One whose forked child holds the pipe open does not end it."""
+
+_LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
+"""Largest number of float32, which rewards are."""
 
 _READY, _VALUE, _ERROR, _TIMEOUT, _UNUSABLE = "ready", "value", "error", "timeout", "unusable"
 
@@ -63,34 +72,39 @@ class RewardPool:
 
     Raises:
         ConfigError: a user's function cannot be imported; found by the first process, which is waited for.
+        ValueError: no process is asked for.
     """
 
     def __init__(self, name: str, processes: int, timeout_s: float) -> None:
+        if processes < 1:
+            raise ValueError(f"a pool of {processes} processes computes nothing. Fix: ask for at least 1")
         self.name, self.timeout_s = name, timeout_s
-        self._processes: list[_Process] = []
+        self._sent = 0
         self._processes = [self._started() for _ in range(processes)]
         with self._closed_on_error():
             # a built-in function is there; its processes may start while the workers do
-            while is_import_path(name) and not self._processes[0].is_ready:
-                self._processes[0].receive(START_SECONDS)
+            if is_import_path(name):
+                self._wait_until_ready(self._processes[0])
 
     def score(self, tasks: Sequence[tuple[str, str]]) -> list[Score]:
-        """The score of each (response, reference answer), in their order."""
-        scores: list[Score | None] = [None] * len(tasks)
-        waiting = deque(range(len(tasks)))
+        """The score of each (response, reference answer), in their order.
+
+        Raises:
+            RewardError: a process does not start, or ends before it has.
+            StateError: the pool is closed, which an error of an earlier call does too.
+        """
+        if not self._processes:
+            raise StateError("the pool of rewards is closed. Fix: make another one")
+        scores: dict[int, Score] = {}
+        waiting, given_twice = deque(range(len(tasks))), set[int]()
         with self._closed_on_error():
-            while any(score is None for score in scores):
-                for process in self._processes:
-                    if waiting and process.is_ready and process.task is None:
-                        process.send(waiting.popleft(), tasks)
-                for place, process in enumerate(self._processes):
-                    if time.monotonic() > process.deadline:
-                        if process.task is None:
-                            raise RewardError(f"a process for {KEY} = {self.name!r} did not start within {START_SECONDS:g} s")
-                        scores[process.task] = Score(None, "timeout", f"no answer within {self.timeout_s:g} s")
-                        self._processes[place] = self._replaced(process)
-                self._receive(scores)
-        return [score for score in scores if score is not None]
+            for process in self._processes:
+                process.expect_start()
+            while len(scores) < len(tasks):
+                for place in range(len(self._processes)):
+                    self._advance(place, tasks, waiting, scores, given_twice)
+                self._wait_for_news()
+        return [scores[row] for row in range(len(tasks))]
 
     def close(self) -> None:
         """End the processes. The pool cannot be used afterwards."""
@@ -98,34 +112,70 @@ class RewardPool:
             process.kill()
         self._processes = []
 
-    def _receive(self, scores: list[Score | None]) -> None:
-        """Take what processes have to say, once at least one has, or a deadline is over."""
+    def _advance(
+        self, place: int, tasks: Sequence[tuple[str, str]], waiting: deque[int], scores: dict[int, Score], given_twice: set[int]
+    ) -> None:
+        """Take what one process has said, replace it if it is of no more use, and give it work.
+
+        What it has said comes before its deadline: a driver that was held up must not call an answer late that has long been there.
+        """
+        process = self._processes[place]
+        process.receive()
+        row = process.row
+        if row is not None and process.score is not None:
+            scores[row] = process.score
+            process.row = process.score = None
+        elif process.has_ended:
+            if not process.is_ready:
+                raise RewardError(f"a process for {KEY} = {self.name!r} ended before it was ready, with {process.exit_code()}")
+            if row in given_twice:
+                scores[row] = Score(None, "error", f"its process died ({process.exit_code()})")
+            elif row is not None:
+                # it may have been dying of what an earlier response left behind
+                given_twice.add(row)
+                waiting.appendleft(row)
+        elif time.monotonic() > process.deadline:
+            if row is None:
+                raise RewardError(f"a process for {KEY} = {self.name!r} did not start within {START_SECONDS:g} s")
+            scores[row] = Score(None, "timeout", f"no answer within {self.timeout_s:g} s")
+            process.has_ended = True
+        if process.has_ended:
+            process.kill()
+            self._processes[place] = process = self._started()
+            process.expect_start()
+        if waiting and process.is_ready and process.row is None:
+            row = waiting.popleft()
+            process.send(self._sent, row, tasks[row])
+            self._sent += 1
+
+    def _wait_for_news(self) -> None:
+        """Sleep until a process has something to say, can be told more, or a deadline is over."""
         with selectors.DefaultSelector() as selector:
-            for place, process in enumerate(self._processes):
-                selector.register(process.output, selectors.EVENT_READ, place)
-            wait = max(min(process.deadline for process in self._processes) - time.monotonic(), 0.0) + 0.01
-            for key, _ in selector.select(wait):
-                process = self._processes[key.data]
-                was_ready, task = process.is_ready, process.task
-                score = process.receive(0.0)
-                if score is not None and task is not None:
-                    scores[task] = score
-                elif process.has_ended:
-                    if not was_ready:
-                        raise RewardError(f"a process for {KEY} = {self.name!r} ended before it was ready, with {process.exit_code()}")
-                    if task is not None:
-                        scores[task] = Score(None, "error", f"its process died ({process.exit_code()})")
-                    self._processes[key.data] = self._replaced(process)
+            for process in self._processes:
+                selector.register(process.output, selectors.EVENT_READ)
+                if process.unsent:
+                    selector.register(process.input, selectors.EVENT_WRITE)
+            wait = min(process.deadline for process in self._processes) - time.monotonic()
+            for key, _ in selector.select(min(max(wait, 0.0) + 0.01, _POLL_SECONDS)):
+                for process in self._processes:
+                    if process.unsent and key.fd == process.input:
+                        process.send_more()
+
+    def _wait_until_ready(self, process: _Process) -> None:
+        process.expect_start()
+        while not process.is_ready:
+            self._wait_for_news()
+            process.receive()
+            if process.has_ended:
+                raise RewardError(f"a process for {KEY} = {self.name!r} ended before it was ready, with {process.exit_code()}")
+            if time.monotonic() > process.deadline:
+                raise RewardError(f"a process for {KEY} = {self.name!r} did not start within {START_SECONDS:g} s")
 
     def _started(self) -> _Process:
         return _Process.started(self.name, self.timeout_s)
 
-    def _replaced(self, process: _Process) -> _Process:
-        process.kill()
-        return self._started()
-
     @contextlib.contextmanager
-    def _closed_on_error(self) -> Any:
+    def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -141,26 +191,43 @@ class _Process:
         child: the process.
         name: of the reward function.
         timeout_s: seconds a response.
-        task: number of the task that it works on.
-        deadline: when it is over, by the monotonic clock.
+        row: of the task that it works on; None while it has none.
+        number: of that task, which its answer has to bear.
+        score: the answer to that task; None until it is there.
+        deadline: when its start or its task is over, by the monotonic clock.
         is_ready: it has imported what it needs.
-        has_ended: its output is closed.
+        has_ended: it is gone, or has said what was not asked for and cannot be trusted with more.
+        unsent: what the pipe to it has not taken yet.
     """
 
     child: subprocess.Popen[bytes]
     name: str
     timeout_s: float
-    task: int | None = None
+    row: int | None = None
+    number: int = -1
+    score: Score | None = None
     deadline: float = math.inf
     is_ready: bool = False
     has_ended: bool = False
+    unsent: bytes = b""
     _received: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def started(cls, name: str, timeout_s: float) -> _Process:
-        command = [sys.executable, "-m", "megarl.rollout.reward_pool", name, repr(timeout_s)]
+        # Linux counts as the parent the thread that starts it
+        dies_with = ["--die-with-parent"] if threading.current_thread() is threading.main_thread() else []
+        command = [sys.executable, "-m", "megarl.rollout.reward_pool", name, repr(timeout_s), *dies_with]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        return cls(child, name, timeout_s, deadline=time.monotonic() + START_SECONDS)
+        process = cls(child, name, timeout_s)
+        os.set_blocking(process.input, False)
+        os.set_blocking(process.output, False)
+        return process
+
+    @property
+    def input(self) -> int:
+        """File descriptor of what it is told."""
+        assert self.child.stdin is not None
+        return self.child.stdin.fileno()
 
     @property
     def output(self) -> int:
@@ -168,44 +235,56 @@ class _Process:
         assert self.child.stdout is not None
         return self.child.stdout.fileno()
 
-    def send(self, task: int, tasks: Sequence[tuple[str, str]]) -> None:
-        """Give it a task; its time begins."""
-        assert self.child.stdin is not None
-        self.task, self.deadline = task, time.monotonic() + self.timeout_s + GRACE_SECONDS
-        # a process that has died is found where its answer is waited for
-        with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.write(json.dumps(tasks[task]).encode() + b"\n")
-            self.child.stdin.flush()
+    def expect_start(self) -> None:
+        """Begin to wait for its start, if it has not been heard of."""
+        if not self.is_ready:
+            self.deadline = time.monotonic() + START_SECONDS
 
-    def receive(self, seconds: float) -> Score | None:
-        """Return what it says next, if that is a score.
+    def send(self, number: int, row: int, task: tuple[str, str]) -> None:
+        """Give it a task; its time begins."""
+        self.number, self.row, self.deadline = number, row, time.monotonic() + self.timeout_s + GRACE_SECONDS
+        self.unsent = json.dumps([number, *task]).encode() + b"\n"
+        self.send_more()
+
+    def send_more(self) -> None:
+        """Send what the pipe takes."""
+        try:
+            self.unsent = self.unsent[os.write(self.input, self.unsent) :]
+        except BlockingIOError:
+            pass
+        # a process that has died is found where its answer is waited for
+        except BrokenPipeError:
+            self.unsent = b""
+
+    def receive(self) -> None:
+        """Read all that it has said, and see whether it is still there.
 
         Raises:
             ConfigError: it cannot import the function.
-            RewardError: it says nothing for so long, or ends, before it is ready.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.output, selectors.EVENT_READ)
-            if seconds and not selector.select(seconds):
-                raise RewardError(f"a process for {KEY} = {self.name!r} did not start within {seconds:g} s")
-        data = os.read(self.output, 1 << 16)
-        if not data:
-            self.has_ended = True
-            if seconds:
-                raise RewardError(f"a process for {KEY} = {self.name!r} ended before it was ready, with {self.exit_code()}")
-        self._received += data
-        line, end, rest = bytes(self._received).partition(b"\n")
-        if not end:
-            return None
-        self._received = bytearray(rest)
-        kind, what = json.loads(line)
+        # before its output is read: what it said before it went is then all there
+        is_gone = self.child.poll() is not None
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.output, 1 << 16):
+                self._received += data
+            is_gone = True
+        *lines, rest = self._received.split(b"\n")
+        self._received = rest
+        for line in lines:
+            self._take(*json.loads(line))
+        self.has_ended |= is_gone
+
+    def _take(self, number: int, kind: Any, what: Any) -> None:
+        """Take one line."""
         if kind == _UNUSABLE:
             raise ConfigError([Violation(KEY, self.name, what[0], what[1])])
-        if kind == _READY:
+        if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
-            return None
-        self.task, self.deadline = None, math.inf
-        return Score(what) if kind == _VALUE else Score(None, kind, what)
+        elif self.row is None or number != self.number or self.score is not None:
+            self.has_ended = True
+        else:
+            self.deadline = math.inf
+            self.score = Score(what) if kind == _VALUE else Score(None, kind, what)
 
     def exit_code(self) -> str:
         """Return how it ended, in words; waits for its end."""
@@ -235,34 +314,50 @@ def _score(function: RewardFunction, response: str, answer: str, timeout_s: floa
     # a user's function may raise anything, SystemExit too
     except BaseException as error:
         return _ERROR, f"{type(error).__name__}: {error}"
-    return (_VALUE, value) if math.isfinite(value) else (_ERROR, f"it returned {value}, and a finite number is wanted")
+    if not abs(value) <= _LARGEST:
+        return _ERROR, f"it returned {value}, and a finite number is wanted"
+    return _VALUE, value
 
 
 def main(name: str, timeout_s: float) -> None:
-    """Serve tasks until standard input ends."""
+    """Serve tasks until standard input ends. What the function and its own processes find there is empty."""
+    own = os.getpid()
+    tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if isinstance(sys.stdout, io.TextIOWrapper):
         # what a model says need not be text that can be encoded
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
 
-    def tell(kind: str, what: Any) -> None:
-        results.write(json.dumps([kind, what]).encode() + b"\n")
+    def tell(number: int, kind: str, what: Any) -> None:
+        # a function may fork, and the child come back from it
+        if os.getpid() != own:
+            os._exit(0)
+        line = json.dumps([number, kind, what]).encode() + b"\n"
+        while line:
+            line = line[results.write(line) :]
 
-    _die_with_the_parent()
     try:
         function = get_reward(name)
-        if function is math_verify:
-            # its imports take more time than an answer
-            math_verify("1", "1")
+        if function is math_verify and not _judges():
+            tell(-1, _UNUSABLE, ["the installed math-verify says that 1 is not 1", "install the version that megarl's package asks for"])
+            return
     except ConfigError as error:
         violation = error.violations[0]
-        tell(_UNUSABLE, [violation.bound, violation.fix])
+        tell(-1, _UNUSABLE, [violation.bound, violation.fix])
         return
-    tell(_READY, None)
-    for line in sys.stdin.buffer:
-        response, answer = json.loads(line)
-        tell(*_score(function, response, answer, timeout_s))
+    tell(-1, _READY, None)
+    for line in tasks:
+        number, response, answer = json.loads(line)
+        tell(number, *_score(function, response, answer, timeout_s))
+
+
+def _judges() -> bool:
+    """Whether mathematics can be judged; the imports for it take more time than an answer. A library that has changed would raise errors,
+    which count as answers that are no mathematics."""
+    return math_verify("1", "1") == 1.0
 
 
 def _die_with_the_parent() -> None:
@@ -273,4 +368,6 @@ def _die_with_the_parent() -> None:
 
 
 if __name__ == "__main__":
+    if "--die-with-parent" in sys.argv[3:]:
+        _die_with_the_parent()
     main(sys.argv[1], float(sys.argv[2]))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.config.rules.run import BUILT_IN_REWARDS
 from megarl.data.datasets import Example
-from megarl.errors import BatchError, ConfigError, RewardError
+from megarl.errors import BatchError, ConfigError, RewardError, StateError
+from megarl.rollout import reward_pool
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
 from megarl.rollout.rewards import REWARDS, get_reward
 
 USERS = """
-import os, sys, time
+import os, subprocess, sys, time
 
 print("imported")
 
@@ -38,6 +42,18 @@ def reward(response, answer):
                 pass
     if response == "sleeps":
         time.sleep(60)
+    if response == "huge":
+        return 1e300
+    if response == "forks" and not os.fork():
+        return 0.5
+    if response == "forks":
+        os.wait()
+    if response == "reads":
+        child = subprocess.run(["cat"], capture_output=True, text=True).stdout
+        return float(sys.stdin.read() == child == "")
+    if response == "dies once" and not os.path.exists(answer):
+        open(answer, "w").close()
+        os._exit(3)
     return {"nan": float("nan"), "text": "many", "none": None}.get(response, len(response) / 8)
 
 def fault(answer):
@@ -86,13 +102,13 @@ def test_math_verify(response: str, answer: str, expected: float) -> None:
 def test_mathematics_in_processes() -> None:
     """The same scores in order, however many processes; what takes too long is stopped there."""
     with_bomb = [*MATHEMATICS, (r"\boxed{9^{9^{9^{9}}}}", "5", None)]
-    pool = RewardPool("math_verify", 2, 30.0)
+    pool = RewardPool("math_verify", 2, 8.0)
     try:
         scores = pool.score([(response, answer) for response, answer, _ in with_bomb])
     finally:
         pool.close()
     assert [score.value for score in scores] == [expected for _, _, expected in with_bomb]
-    assert scores[-1] == Score(None, "timeout", "no answer within 30 s")
+    assert scores[-1] == Score(None, "timeout", "no answer within 8 s")
 
 
 def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
@@ -125,6 +141,7 @@ FAULTS: Mapping[str, tuple[str | None, str]] = {
     "leaves": ("error", "SystemExit: 0"),
     "dies": ("error", "its process died (signal 9)"),
     "nan": ("error", "it returned nan, and a finite number is wanted"),
+    "huge": ("error", "it returned 1e+300, and a finite number is wanted"),
     "text": ("error", "ValueError: could not convert string to float: 'many'"),
     "none": ("error", "TypeError: float() argument must be a string or a real number, not 'NoneType'"),
     "hangs": ("timeout", "no answer within 1.5 s"),
@@ -134,7 +151,7 @@ FAULTS: Mapping[str, tuple[str | None, str]] = {
 
 def test_a_function_that_fails_harms_no_other_response(users: str, capfd: pytest.CaptureFixture[str]) -> None:
     good = ["a", "bb", "ccc\n", "dddd \ud800", '"', ""]
-    responses = [each for pair in zip([*FAULTS], [*good, "x", "y"], strict=True) for each in pair] + ["end"]
+    responses = [each for pair in zip([*FAULTS], [*good, "x", "y", "z"], strict=True) for each in pair] + ["end"]
     pool = RewardPool(users, 3, 1.5)
     try:
         for _ in range(2):
@@ -151,6 +168,100 @@ def test_a_function_that_fails_harms_no_other_response(users: str, capfd: pytest
             os.kill(pid, signal.SIG_DFL)
     said = capfd.readouterr()
     assert "judging end" in said.err and not said.out
+
+
+@pytest.fixture
+def pools() -> Iterator[list[RewardPool]]:
+    """Those that are put in are closed in the end."""
+    made: list[RewardPool] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def wait_until_heard(processes: Sequence[Any]) -> None:
+    """Until each process has said something that nobody has read yet."""
+    for process in processes:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.output, selectors.EVENT_READ)
+            assert selector.select(120)
+
+
+def test_a_driver_that_comes_late_takes_what_is_there(users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes have long been ready, and answers long been there, when the driver next looks."""
+    pools.append(RewardPool(users, 2, 5.0))
+    wait_until_heard(pools[0]._processes[1:])
+    monkeypatch.setattr(reward_pool, "START_SECONDS", 0.0)
+    late = 0.0
+    clock, wait = time.monotonic, pools[0]._wait_for_news
+
+    def hold_up() -> None:
+        nonlocal late
+        wait_until_heard([process for process in pools[0]._processes if process.row is not None and process.score is None])
+        late += 1000.0
+        wait()
+
+    monkeypatch.setattr(reward_pool, "time", SimpleNamespace(monotonic=lambda: clock() + late))
+    monkeypatch.setattr(pools[0], "_wait_for_news", hold_up)
+    assert [score.value for score in pools[0].score([("a", ""), ("bb", "")])] == [1 / 8, 2 / 8]
+
+
+def test_an_answer_is_taken_for_its_own_task_alone(users: str, pools: list[RewardPool]) -> None:
+    """Also where a function forks, and the child comes back from it."""
+    pools.append(RewardPool(users, 1, 5.0))
+    responses = ["a", "forks", "bb", "reads", "ccc"]
+    for _ in range(2):
+        assert [score.value for score in pools[0].score([(each, "") for each in responses])] == [1 / 8, 5 / 8, 2 / 8, 1.0, 3 / 8]
+    pools[0]._processes[0]._received += b'[99, "value", 7.0]\n'
+    assert pools[0].score([("a", "")]) == [Score(1 / 8)]
+
+
+def test_a_process_that_does_not_read_is_out_of_time(users: str, pools: list[RewardPool]) -> None:
+    """More than a pipe holds is sent to it, and the driver does not wait for the pipe."""
+    pools.append(RewardPool(users, 1, 0.5))
+    assert pools[0].score([("a", "")]) == [Score(1 / 8)]
+    os.kill(pools[0]._processes[0].child.pid, signal.SIGSTOP)
+    assert pools[0].score([("b" * 10**6, ""), ("cc", "")]) == [Score(None, "timeout", "no answer within 0.5 s"), Score(2 / 8)]
+    assert pools[0].score([("b" * 10**6, "")]) == [Score(10**6 / 8)]
+
+
+def test_a_process_that_died_of_something_else_costs_no_response(users: str, pools: list[RewardPool], tmp_path: Path) -> None:
+    pools.append(RewardPool(users, 1, 5.0))
+    child = pools[0]._processes[0].child
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert pools[0].score([("a", ""), ("dies once", str(tmp_path / "died"))]) == [Score(1 / 8), Score(9 / 8)]
+
+
+def test_a_pool_that_cannot_be_used_says_so(users: str, pools: list[RewardPool]) -> None:
+    with pytest.raises(ValueError, match="a pool of 0 processes"):
+        RewardPool(users, 0, 1.0)
+    pools.append(RewardPool(users, 1, 1.0))
+    pools[0].close()
+    with pytest.raises(StateError, match="the pool of rewards is closed"):
+        pools[0].score([("a", "")])
+
+
+def test_a_library_that_has_changed_is_not_a_model_that_is_wrong(
+    pools: list[RewardPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "math_verify").mkdir()
+    (tmp_path / "math_verify" / "errors.py").write_text("class TimeoutException(BaseException): ...")
+    (tmp_path / "math_verify" / "__init__.py").write_text("def parse(text): ...\ndef verify(gold, target): ...")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    pools.append(RewardPool("math_verify", 1, 5.0))
+    with pytest.raises(ConfigError, match="says that 1 is not 1"):
+        pools[0].score([(r"\boxed{1}", "1")])
+
+
+@pytest.mark.parametrize("argument", ["response", "answer"])
+def test_a_function_cannot_change_what_it_is_given(argument: str, tmp_path: Path, environments: list[SingleTurn]) -> None:
+    path = tmp_path / "greedy.py"
+    path.write_text(f"def reward(response, answer):\n    {argument} += '!'\n    return len(response + answer)")
+    environments.append(SingleTurn(section(f"{path}:reward")))
+    given = turn("aa", "bbb")
+    assert environments[0].step(given).rewards == environments[0].step(given).rewards == [9.0, 10.0]
+    assert (given.responses, given.records[0].answer) == (("aa", "bbb"), "answer")
 
 
 def records(count: int) -> list[Example]:
