@@ -11,10 +11,12 @@ Types are checked, bounds kept and defaults filled in by what the fields say (``
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from typing_extensions import is_typeddict
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,17 @@ def _key_in(annotation: Any) -> Key | None:
     if get_origin(annotation) is Annotated:
         return next((part for part in get_args(annotation)[1:] if isinstance(part, Key)), None)
     return next((key for part in get_args(annotation) if (key := _key_in(part)) is not None), None)
+
+
+def section_types(annotation: Any) -> Iterator[Any]:
+    """The TypedDicts inside an annotation, through NotRequired, unions and lists."""
+    if is_typeddict(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from section_types(part)
+
+
+@cache
+def keys_of(section: Any) -> dict[str, Any]:
+    """The keys of a TypedDict with their annotations."""
+    return get_type_hints(section, include_extras=True)

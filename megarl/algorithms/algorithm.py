@@ -32,16 +32,18 @@ class Role:
     Attributes:
         name: of the role.
         directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not trained.
+        has_workers: it has workers of its own, trained or not; else those of another role have its weights.
     """
 
     name: str
     directory: str | None
+    has_workers: bool = True
 
 
 ACTOR = Role("actor", "policy")
 """The policy that is trained."""
 
-REFERENCE = Role("reference", None)
+REFERENCE = Role("reference", None, has_workers=False)
 """The policy as it was before training. The actor's workers keep it."""
 
 
@@ -77,8 +79,8 @@ class Algorithm(ABC):
     """One way to train.
 
     Attributes:
-        SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name; its own comes first and has the keys of
-            ``ScheduleConfig``.
+        SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes first and has
+            ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start`` or ``val_at_end``, a run heeds them.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
         PROMPTS: dotted key of the prompts of a step; None for ``policy.train_global_batch_size``.
         GENERATIONS: dotted key of the responses to a prompt; None for one.
@@ -109,7 +111,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` among them."""
+        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` (of the samples) among them."""
 
     def validate(self) -> dict[str, float]:
         """Metrics on the validation data; empty without any. Changes nothing."""

@@ -99,6 +99,7 @@ class GRPO(Algorithm):
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
         from megarl.algorithms.train_results import step_metrics
+        from megarl.rollout.collector import add_metrics
         from megarl.rollout.samples import check_mismatch, mismatch_metrics, sampling_seeds
 
         examples = self.train_data.select(self.sampler.take(self.config["num_prompts_per_step"]))
@@ -118,12 +119,14 @@ class GRPO(Algorithm):
             self.policy.finish_training()
         if self.refit is not None:
             self.refit.stale = True
-        of_samples = {**_sample_metrics(samples, advantages), **rollouts.metrics}
-        return {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, "epoch": self.sampler.epoch}
+        own = {**step_metrics(result, self.loss_fn), **_sample_metrics(samples, advantages), **mismatch, "epoch": self.sampler.epoch}
+        return add_metrics(own, [rollouts.metrics])
 
     def validate(self) -> dict[str, float]:
         """Greedy responses to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths."""
         import torch
+
+        from megarl.rollout.collector import add_metrics
 
         if self.validation_data is None:
             return {}
@@ -139,13 +142,13 @@ class GRPO(Algorithm):
             self.policy.prepare_for_lp_inference()
         names = ("reward", "masked", "generation_lengths", "truncated")
         column = {name: torch.cat([rollouts.samples[name] for rollouts in collected]) for name in names}
-        return {
+        own = {
             "accuracy": _mean(column["reward"][~column["masked"]]),
-            **{name: sum(each.metrics[name] for each in collected) for name in collected[0].metrics},
             "samples": len(examples),
             "generation_length": float(column["generation_lengths"].double().mean()),
             "truncated": float(column["truncated"].double().mean()),
         }
+        return add_metrics(own, [rollouts.metrics for rollouts in collected])
 
     def _advantages(self, samples: BatchedDataDict[Any]) -> Tensor:
         """[B] float32."""

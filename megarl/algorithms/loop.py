@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.stopping import StopRequest
+from megarl.errors import StateError
 from megarl.observe.timing import STEP_SECONDS
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Reporting:
         memory = self.memory() if train else {}
         seconds = self.timer.collect()
         row = {**_prefixed("train", train), **_prefixed("validation", validation), **_prefixed("timing", seconds)}
-        if STEP_TOKENS in train and seconds[STEP_SECONDS] > 0:
+        if train and STEP_TOKENS not in train:
+            raise StateError(f"the metrics of step {step} lack {STEP_TOKENS}. Fix: let the algorithm's step return it")
+        if train and seconds[STEP_SECONDS] > 0:
             row["performance/tokens_per_s"] = train[STEP_TOKENS] / seconds[STEP_SECONDS]
         row.update(_prefixed("performance", memory))
         self.sinks.log(row, step)

@@ -25,7 +25,7 @@ from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.config.algorithms import algorithm_class, generates, roles, step_size
+from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
@@ -38,7 +38,7 @@ from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
-from megarl.rollout.environment import Environment, make_environment
+from megarl.rollout.environment import Environment, find_faults, make_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +102,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
         tell_worker_groups(config["profiler"])
-        models = {role: (make_policy or start_policy)(config, tokenizer, start, stack, role) for role in roles(config) if role.directory}
+        models = {role: (make_policy or start_policy)(config, tokenizer, start, stack, role) for role in roles(config) if role.has_workers}
         policy = models[ACTOR]
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures)
@@ -183,7 +183,7 @@ def _load_datasets(
 ) -> tuple[Dataset, Dataset | None]:
     """Training data and, where there is any, validation data."""
     data, with_answers = config["data"], environment is None
-    fault_of_answer = None if environment is None else environment.fault_of_reference
+    fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
 
     def load(source: DataSource) -> Dataset:
         dataset = load_dataset(source, data, tokenizer, with_answers, fault_of_answer)
@@ -204,7 +204,7 @@ def _warn_of_few_records(records: int, per_step: int) -> None:
 
 
 def _schedule(config: Config, num_records: int) -> Schedule:
-    section = config[algorithm_class(config["algorithm"]).section()]
+    section = own_section(config)
     # an algorithm of a user's own may neither count epochs nor validate
     return Schedule(
         total_steps(section["max_num_steps"], section.get("max_num_epochs"), num_records, step_size(config)[0]),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
 from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
-from megarl.key import Key
+from megarl.key import Key, keys_of, section_types
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Algorithm, Role
@@ -41,6 +41,8 @@ ORDER = (
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
 _NEEDED = ("SECTIONS", "GENERATES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
+_SHARED = frozenset({"algorithm", "seed", "run_dir", "cluster", "policy", "data", "checkpointing", "logger", "profiler", "deadlines"})
+"""What every run has, so that it is no algorithm's."""
 
 
 @cache
@@ -59,7 +61,36 @@ def algorithm_class(name: str) -> type[Algorithm]:
     if missing or not found.SECTIONS:
         bound = f"it is no algorithm: it lacks {', '.join(missing or ['a section'])}"
         raise ConfigError([Violation(KEY, name, bound, "name a subclass of megarl.algorithms.algorithm:Algorithm")])
+    fault = _fault_of(found)
+    if fault is not None:
+        raise ConfigError([Violation(KEY, name, *fault)])
     return found
+
+
+def _fault_of(algorithm: type[Algorithm]) -> tuple[str, str] | None:
+    """What is wrong with a class, and what to do; None where nothing is."""
+    abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
+    if abstract:
+        return f"it does not say how to {', '.join(abstract)}", "write these methods"
+    taken = sorted(_SHARED & algorithm.SECTIONS.keys())
+    if taken:
+        return f"its SECTIONS have {', '.join(taken)}, which every run has", "give its own sections other names"
+    keys = {name: keys_of(section).keys() for name, section in algorithm.SECTIONS.items()}
+    section = algorithm.section()
+    if "max_num_steps" not in keys[section]:
+        return f"its first section, {section}, has no max_num_steps", "add the key, and others of megarl.algorithms.algorithm:Algorithm"
+    for attribute in ("PROMPTS", "GENERATIONS"):
+        path = getattr(algorithm, attribute)
+        first, _, key = (path or "").partition(".")
+        if path is not None and key not in keys.get(first, ()):
+            return f"its {attribute} = {path!r} is no key of its SECTIONS", "write the dotted name of one"
+    return None
+
+
+def own_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a checked run that its algorithm has for itself."""
+    section: Mapping[str, Any] = config[algorithm_class(config[KEY]).section()]
+    return section
 
 
 def generates(config: Mapping[str, Any]) -> bool:
@@ -100,9 +131,11 @@ def run_type(name: object) -> Any:
 
 @cache
 def _run_type(sections: tuple[tuple[str, Any], ...]) -> Any:
-    keys: dict[str, Any] = get_type_hints(RunConfig, include_extras=True)
+    keys: dict[str, Any] = dict(keys_of(RunConfig))
     for name, section in {**built_in_sections(), **dict(sections)}.items():
-        keys.setdefault(name, NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]])
+        # an algorithm may have a loss or an environment of its own; one that has the built-in one keeps what is said of that
+        if name not in keys or section not in section_types(keys[name]):
+            keys[name] = NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]]
     ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}
     # made by a call: which sections there are is known only now
     make: Any = TypedDict

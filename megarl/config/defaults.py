@@ -23,7 +23,8 @@ from megarl.config.sections import (
     LoggerConfig,
     ProfilerConfig,
 )
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, Violation
+from megarl.import_path import is_import_path
 from megarl.key import defaults_of
 from megarl.models.generation.engines import engine_kind, is_engine
 from megarl.models.generation.interfaces import GenerationConfig
@@ -112,12 +113,21 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 
 def _complete_engine(generation: Config, policy: Config) -> Config:
-    """The section with what its engine fills in; as it is where there is no such engine, which a rule says."""
+    """The section with what its engine fills in; as it is where there is no such engine, which a rule says.
+
+    Raises:
+        ConfigError: the code of a user's own engine fails on it.
+    """
     filled = fill(generation, {"model_name": policy.get("model_name")})
     try:
         return engine_kind(filled["backend"]).complete(filled, policy)
     except ConfigError:
         return filled
+    except Exception as error:
+        if not is_import_path(filled["backend"]):
+            raise
+        bound = f"its kind cannot complete the section: {type(error).__name__}: {error}"
+        raise ConfigError([Violation("policy.generation.backend", filled["backend"], bound, "mend its complete")]) from error
 
 
 def _padding_of(policy: Config) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.algorithms import generates
+from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.memory import BYTES, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
 from megarl.config.model_facts import ModelFacts
@@ -77,7 +77,7 @@ def checkpoint_bytes(policy: Mapping[str, Any], facts: ModelFacts) -> int:
 def checkpoints_kept(config: Mapping[str, Any]) -> int:
     """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being written."""
     section = config["checkpointing"]
-    steps = config[config["algorithm"]]["max_num_steps"]
+    steps = own_section(config)["max_num_steps"]
     written = -(-steps // section["save_period"])
     return min(written, written if section["keep_top_k"] is None else section["keep_top_k"] + 2)
 

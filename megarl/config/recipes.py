@@ -10,6 +10,8 @@ from pathlib import Path
 import megarl
 from megarl.errors import ConfigError
 
+_SUFFIXES = frozenset({".yaml", ".yml"})
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -43,8 +45,7 @@ def recipes() -> Iterator[Recipe]:
 def inherited(name: str, start: Path) -> Path:
     """The file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a shipped one."""
     path = start / Path(name).expanduser()
-    shipped = directory() / Path(name).with_suffix(".yaml")
-    return shipped if not path.exists() and shipped.is_file() else path
+    return path if path.is_file() else _shipped(name) or path
 
 
 def find(text: str) -> Path:
@@ -54,16 +55,23 @@ def find(text: str) -> Path:
         ConfigError: it looks like a name, and there is no such recipe.
     """
     path = Path(text)
-    if path.exists() or (path.suffix in {".yaml", ".yml"} and path.parent != Path()):
+    is_yaml = path.suffix in _SUFFIXES
+    if path.is_file() or (is_yaml and path.parent != Path()):
         return path
-    name = path.with_suffix("") if path.suffix in {".yaml", ".yml"} else path
-    shipped = directory() / f"{name}.yaml"
-    if shipped.is_file():
+    shipped = _shipped(text)
+    if shipped is not None:
         return shipped
-    if len(path.parts) > 1 or name != path:
+    if path.exists() or len(path.parts) > 1 or is_yaml:
         # the reader says that there is no such file
         return path
     names = [recipe.name for recipe in recipes()]
     near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
     advice = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them")
+
+
+def _shipped(name: str) -> Path | None:
+    """The shipped file of a name, with or without its suffix; names have dots of their own."""
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    path = directory() / f"{stem}.yaml"
+    return path if stem and path.is_file() else None

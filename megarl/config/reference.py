@@ -20,9 +20,8 @@ from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.not_yet import NEVER_LEGAL
 from megarl.config.report import memory_of_run, size_text
-from megarl.config.schema import keys_of, section_types
 from megarl.config.validate import validate_config
-from megarl.key import fields_of
+from megarl.key import fields_of, keys_of, section_types
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
 _BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"

@@ -6,15 +6,16 @@ Keys of NeMo-RL's configurations (0.3 and after) that megarl does not have are r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from typing_extensions import is_typeddict
 
-from megarl.config.algorithms import run_type
+from megarl.config.algorithms import ORDER, run_type, sections_of
 from megarl.errors import Violation
+from megarl.import_path import is_import_path
+from megarl.key import keys_of, section_types
 from megarl.models.policy import PolicyConfig
 
 _VLLM, _MEGATRON = "policy.generation.vllm_cfg", "policy.megatron_cfg"
@@ -78,20 +79,6 @@ class Absent:
 ABSENT = Absent()
 
 
-def section_types(annotation: Any) -> Iterator[Any]:
-    """The TypedDicts inside an annotation, through NotRequired, unions and lists."""
-    if is_typeddict(annotation):
-        yield annotation
-    for part in get_args(annotation):
-        yield from section_types(part)
-
-
-@cache
-def keys_of(section: Any) -> dict[str, Any]:
-    """The keys of a TypedDict with their annotations."""
-    return get_type_hints(section, include_extras=True)
-
-
 @cache
 def known_paths(section: Any) -> tuple[str, ...]:
     """Every dotted path that a TypedDict allows, sections included."""
@@ -116,7 +103,12 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 
 def check_run(config: Mapping[str, Any]) -> list[Violation]:
     """All violations of the shape of a whole run's configuration."""
-    return check_section(config, run_type(config.get("algorithm")))
+    name = config.get("algorithm")
+    violations = check_section(config, run_type(name))
+    if isinstance(name, str) and is_import_path(name) and not sections_of(name):
+        # which sections such a run has, only its algorithm could say, and that cannot be loaded
+        return [violation for violation in violations if violation.key in ORDER or "." in violation.key]
+    return violations
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:

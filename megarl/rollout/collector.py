@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.errors import BatchError
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from megarl.observe.timing import PhaseTimer
 
 
-class RolloutEngine(Protocol):
+class RefittedEngine(Protocol):
     """Engines beside the policy, and how they come by its weights."""
 
     @property
@@ -68,7 +71,7 @@ class Collector:
     environment: Environment
     timer: PhaseTimer
     stop_token_ids: Sequence[int] | None = None
-    engine: RolloutEngine | None = None
+    engine: RefittedEngine | None = None
 
     def collect(
         self,
@@ -93,7 +96,12 @@ class Collector:
         Raises:
             BatchError: what came back does not fit the prompts, or the environment's answer does not fit the responses.
         """
-        filled = [*records, *([records[0]] * (pad_to - len(records)))]
+        if not records:
+            raise BatchError("there are no records to collect samples for. Fix: give at least one")
+        further = max(pad_to - len(records), 0)
+        filled = [*records, *[records[0]] * further]
+        if seeds is not None:
+            seeds = [*seeds, *list(seeds[:1]) * further * generations]
         samples = self._generate([record.prompt_ids for record in filled], generations, seeds, greedy)
         rows = len(records) * generations
         if len(filled) > len(records):
@@ -101,11 +109,11 @@ class Collector:
         of_rows = [record for record in records for _ in range(generations)]
         with self.timer.phase("reward"):
             result = self.environment.step(_turn(samples, of_rows))
-        _check_return(result, rows)
-        samples["reward"] = torch.tensor(list(result.rewards), dtype=torch.float32)
+        rewards, masked = _checked(result, rows)
+        samples["reward"] = rewards
         if weight_version is not None:
             samples["weight_version"] = torch.full((rows,), weight_version, dtype=torch.int64)
-        samples["masked"] = torch.tensor(list(result.masked), dtype=torch.bool)
+        samples["masked"] = masked
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
         return Rollouts(samples, of_rows, result.metrics)
 
@@ -126,19 +134,54 @@ class Collector:
         return samples
 
 
+def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step or a validation, and those of the environment for its batches, summed.
+
+    Raises:
+        BatchError: the environment has a metric under a name of the run's own.
+    """
+    total: dict[str, float] = {}
+    for metrics in of_environment:
+        for name, value in metrics.items():
+            total[name] = total.get(name, 0) + value
+    taken = sorted(own.keys() & total.keys())
+    if taken:
+        raise BatchError(f"the environment returned the metrics {', '.join(taken)}, which the run has itself. Fix: give them other names")
+    return {**own, **total}
+
+
 def _turn(samples: BatchedDataDict[Any], records: Sequence[Example]) -> Turn:
     starts, ends = samples["prompt_lengths"].tolist(), samples["input_lengths"].tolist()
     ids = [samples["input_ids"][row, starts[row] : ends[row]].tolist() for row in range(len(records))]
     return Turn(records, samples["response_text"], ids, [None] * len(records))
 
 
-def _check_return(result: EnvironmentReturn, rows: int) -> None:
-    """Refuse an answer of an environment that does not fit the responses."""
+def _checked(result: EnvironmentReturn, rows: int) -> tuple[Tensor, Tensor]:
+    """Rewards [rows] float32, 0 where a sample is masked without one, and masks [rows] bool, of an environment's answer.
+
+    Raises:
+        BatchError: the answer does not fit the responses.
+    """
     sizes = {"rewards": len(result.rewards), "terminated": len(result.terminated), "masked": len(result.masked)}
     wrong = {name: size for name, size in sizes.items() if size != rows}
     if wrong:
         raise BatchError(f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in their order")
     if not all(result.terminated):
         raise BatchError("the environment goes on after a response, and the collector takes one turn. Fix: return terminated = True")
-    if not torch.tensor(list(result.rewards), dtype=torch.float32).isfinite().all():
-        raise BatchError("the environment returned a reward that is not finite. Fix: return masked = True where there is no reward")
+    odd = next((value for value in result.masked if not isinstance(value, bool | np.bool_)), None)
+    if odd is not None:
+        raise BatchError(f"the environment returned masked = {odd!r}. Fix: return True or False")
+    masked = torch.tensor([bool(value) for value in result.masked], dtype=torch.bool)
+    return torch.tensor([_reward(*each) for each in zip(result.rewards, result.masked, strict=True)], dtype=torch.float32), masked
+
+
+def _reward(value: Any, masked: bool) -> float:
+    if value is None and masked:
+        return 0.0
+    if isinstance(value, Number | np.number | Tensor) and not isinstance(value, complex):
+        number = float(cast("float", value))
+        if abs(number) <= torch.finfo(torch.float32).max:
+            return number
+    raise BatchError(
+        f"the environment returned the reward {value!r}. Fix: return a finite number, or None and masked = True where there is no reward"
+    )

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.errors import ConfigError, RewardError, Violation
-from megarl.import_path import is_import_path, load_object
+from megarl.config.environments import environment_class
+from megarl.errors import RewardError
+from megarl.import_path import is_import_path
 from megarl.rollout.reward_pool import RewardPool, Score
 from megarl.rollout.rewards import fault_of_reference, get_reward, is_immediate
+from megarl.time_limit import OutOfTimeError, time_limit
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SINGLE_TURN = "single_turn"
+_TOLD = 3
+"""Responses of a batch without a reward that are reported one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class EnvironmentReturn:
     """Environment return: what an environment says to a turn of B conversations.
 
     Attributes:
-        rewards: B finite numbers.
+        rewards: B finite numbers; None for no reward, of a conversation that is masked.
         terminated: B, whether the conversation ends.
         masked: B, whether the conversation is left out of training, for example because its reward is not known.
         observations: B texts that the policy sees next; None where the conversation ends.
@@ -55,7 +59,7 @@ class EnvironmentReturn:
         metrics: figures of the whole batch, which are summed over batches.
     """
 
-    rewards: Sequence[float]
+    rewards: Sequence[float | None]
     terminated: Sequence[bool]
     masked: Sequence[bool]
     observations: Sequence[str | None] = ()
@@ -107,8 +111,14 @@ class SingleTurn:
         """
         tasks = [(response, record.answer) for response, record in zip(turn.responses, turn.records, strict=True)]
         scores = self._pool.score(tasks) if self._pool else [Score(self._reward(*task)) for task in tasks]
-        masked = [self._is_masked(score, turn, row) for row, score in enumerate(scores)]
         faults = [score.fault for score in scores]
+        told = 0
+        masked = []
+        for row, score in enumerate(scores):
+            masked.append(self._is_masked(score, turn, row, tell=told < _TOLD))
+            told += score.fault is not None
+        if told > _TOLD:
+            logger.warning("%d further responses of this batch have no reward either", told - _TOLD)
         return EnvironmentReturn(
             rewards=[0.0 if score.value is None else score.value for score in scores],
             terminated=[True] * len(scores),
@@ -119,18 +129,14 @@ class SingleTurn:
     def fault_of_reference(self, answer: str) -> str | None:
         """Return why nothing can be compared with a reference answer, as the reward function says."""
         find = fault_of_reference(self._reward)
-        try:
-            return None if find is None else find(answer)
-        # a user's code may fail in any way
-        except Exception as error:
-            return f"the reward function's fault_of_reference fails on it: {type(error).__name__}: {error}"
+        return None if find is None else find(answer)
 
     def close(self) -> None:
         """End the processes of the pool."""
         if self._pool is not None:
             self._pool.close()
 
-    def _is_masked(self, score: Score, turn: Turn, row: int) -> bool:
+    def _is_masked(self, score: Score, turn: Turn, row: int, *, tell: bool) -> bool:
         """Whether a sample is not trained on; reports one that has no reward."""
         if score.fault is None:
             return False
@@ -138,8 +144,29 @@ class SingleTurn:
         decision = self._on_fault[score.fault]
         if decision == "raise":
             raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{score.fault} to zero or mask")
-        logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
+        if tell:
+            logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
         return decision == "mask"
+
+
+def find_faults(environment: Environment, timeout_s: float) -> Callable[[str], str | None]:
+    """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
+
+    Args:
+        environment: that is asked.
+        timeout_s: seconds that it may take.
+    """
+
+    def find(answer: str) -> str | None:
+        try:
+            with time_limit(timeout_s):
+                return environment.fault_of_reference(answer)
+        except OutOfTimeError:
+            return f"fault_of_reference did not come back within {timeout_s:g} s"
+        except (Exception, SystemExit) as error:
+            return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
+
+    return find
 
 
 def make_environment(section: Mapping[str, Any]) -> Environment:
@@ -151,9 +178,5 @@ def make_environment(section: Mapping[str, Any]) -> Environment:
     name = section["environment"]
     if not is_import_path(name):
         return SingleTurn(section)
-    kind = load_object(name, "env.environment")
-    missing = [method for method in ("step", "fault_of_reference", "close") if not callable(getattr(kind, method, None))]
-    if not callable(kind) or missing:
-        bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"
-        raise ConfigError([Violation("env.environment", name, bound, "name a class like megarl.rollout.environment:SingleTurn")])
-    return kind(section)
+    environment: Environment = environment_class(name)(section)
+    return environment

@@ -26,10 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.config.environments import REWARD
 from megarl.errors import ConfigError, RewardError, StateError, Violation
 from megarl.import_path import is_import_path
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
-from megarl.rollout.rewards import KEY, RewardFunction, get_reward
+from megarl.rollout.rewards import RewardFunction, get_reward
 from megarl.time_limit import OutOfTimeError, time_limit
 
 START_SECONDS = 300.0
@@ -127,7 +128,7 @@ class RewardPool:
             process.row = process.score = None
         elif process.has_ended:
             if not process.is_ready:
-                raise RewardError(f"a process for {KEY} = {self.name!r} ended before it was ready, with {process.exit_code()}")
+                raise RewardError(f"a process for {REWARD} = {self.name!r} ended before it was ready, with {process.exit_code()}")
             if row in given_twice:
                 scores[row] = Score(None, "error", f"its process died ({process.exit_code()})")
             elif row is not None:
@@ -136,7 +137,7 @@ class RewardPool:
                 waiting.appendleft(row)
         elif time.monotonic() > process.deadline:
             if row is None:
-                raise RewardError(f"a process for {KEY} = {self.name!r} did not start within {START_SECONDS:g} s")
+                raise RewardError(f"a process for {REWARD} = {self.name!r} did not start within {START_SECONDS:g} s")
             scores[row] = Score(None, "timeout", f"no answer within {self.timeout_s:g} s")
             process.has_ended = True
         if process.has_ended:
@@ -167,9 +168,9 @@ class RewardPool:
             self._wait_for_news()
             process.receive()
             if process.has_ended:
-                raise RewardError(f"a process for {KEY} = {self.name!r} ended before it was ready, with {process.exit_code()}")
+                raise RewardError(f"a process for {REWARD} = {self.name!r} ended before it was ready, with {process.exit_code()}")
             if time.monotonic() > process.deadline:
-                raise RewardError(f"a process for {KEY} = {self.name!r} did not start within {START_SECONDS:g} s")
+                raise RewardError(f"a process for {REWARD} = {self.name!r} did not start within {START_SECONDS:g} s")
 
     def _started(self) -> _Process:
         return _Process.started(self.name, self.timeout_s)
@@ -277,7 +278,7 @@ class _Process:
     def _take(self, number: int, kind: Any, what: Any) -> None:
         """Take one line."""
         if kind == _UNUSABLE:
-            raise ConfigError([Violation(KEY, self.name, what[0], what[1])])
+            raise ConfigError([Violation(REWARD, self.name, what[0], what[1])])
         if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
         elif self.row is None or number != self.number or self.score is not None:

@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import ConfigError, Violation
+from megarl.config.environments import REWARD, check_reward
 from megarl.import_path import is_import_path, load_object
 from megarl.rollout import mathematics
 
 RewardFunction = Callable[[str, str], float]
 """(response, reference answer) -> reward."""
-
-KEY = "env.reward"
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -52,14 +50,10 @@ def get_reward(name: str, strip: bool = True) -> RewardFunction:
     Raises:
         ConfigError: there is no such reward, or nothing at the import path that can be called.
     """
+    check_reward(name)
     if is_import_path(name):
-        function = load_object(name, KEY)
-        if not callable(function):
-            raise ConfigError([Violation(KEY, name, f"it is {type(function).__name__}, which cannot be called", "name a function")])
+        function: RewardFunction = load_object(name, REWARD)
         return function
-    if name not in REWARDS:
-        known = f"must be {', '.join(sorted(REWARDS))} or an import path"
-        raise ConfigError([Violation(KEY, name, known, "write one of those names, or path/to/file.py:function")])
     return literal_match if name == "exact_match" and not strip else REWARDS[name]
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
+from megarl.config.algorithms import ORDER
 from megarl.config.backend import enabled_backend
+from megarl.import_path import is_import_path
 
 CONFIG_FILE = "config.yaml"
 _CHECKPOINTS = "checkpoints"
@@ -20,7 +22,7 @@ class Configured:
     """Configured: what a run was told to do.
 
     Attributes:
-        algorithm: what trains; None where the file does not say it, like the next three.
+        algorithm: what trains, by its section; None where the file does not say it, like the next three.
         model: its policy.
         backend: what that runs on.
         total_steps: the configured number of the last step; the data may end a run before it.
@@ -43,9 +45,14 @@ def read_configured(run_dir: Path) -> Configured:
     config = _read(run_dir / CONFIG_FILE)
     policy = _section(config, "policy")
     algorithm = _text(config.get("algorithm"))
-    steps = _section(config, algorithm or "").get("max_num_steps")
+    section = algorithm or ""
+    if is_import_path(section):
+        # not loaded for a look at its run: its section is the one that no other algorithm has
+        own = (name for name in config if name not in ORDER and "max_num_steps" in _section(config, name))
+        section = next(own, section.rpartition(":")[2])
+    steps = _section(config, section).get("max_num_steps")
     return Configured(
-        algorithm=algorithm,
+        algorithm=section or None,
         model=_text(policy.get("model_name")),
         backend=enabled_backend({name: _section(policy, name) for name in ("megatron_cfg", "dtensor_cfg")}) if policy else None,
         total_steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.models.generation.engines import is_engine
+from megarl.models.generation.engines import engine_kind
 from tests.system.whole_runs import CONFIGS, ROOT, make_material
 
 TOYS = ROOT / "tests" / "toys"
@@ -21,7 +21,7 @@ def test_a_program_of_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     """
     material = make_material(tmp_path, teach=False)
     backend = f"{TOYS}/transformers_engine.py:KIND"
-    assert is_engine(backend)
+    assert engine_kind(backend).title == "transformers"
     overrides = {
         "algorithm": f"{TOYS}/reinforce.py:Reinforce",
         "+reinforce": "{prompts: 8, max_num_steps: 3, scale: 3.0}",
@@ -36,7 +36,8 @@ def test_a_program_of_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
         "data.max_input_seq_length": "28",
         "data.validation": "null",
     }
-    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    arguments = ["~grpo", "~loss_fn", *(f"{key}={value}" for key, value in overrides.items())]
+    assert main(["train", str(CONFIGS / "grpo.yaml"), *arguments, "--dry-run"]) == 0
     code = main(["train", str(CONFIGS / "grpo.yaml"), *arguments])
     said = capfd.readouterr()
     assert code == 0, said.out[-3000:] + said.err[-3000:]

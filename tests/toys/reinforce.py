@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NotRequired
+from typing import Annotated, Any, ClassVar, NotRequired
 
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
 from megarl.config.sections import EnvConfig
+from megarl.key import ABOVE_0, AT_LEAST_1, Key
 
 
 class ReinforceConfig(TypedDict):
-    """REINFORCE.
+    """REINFORCE."""
 
-    Attributes:
-        prompts: prompts a step, with one response each.
-        max_num_steps: steps of the run.
-        scale: of the rewards.
-    """
-
-    prompts: int
-    max_num_steps: int
-    scale: NotRequired[float]
+    prompts: Annotated[int, Key("prompts a step, with one response each.", AT_LEAST_1)]
+    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    scale: NotRequired[Annotated[float, Key("of the rewards.", ABOVE_0, default=1.0)]]
 
 
 class WeightedLikelihood:
@@ -54,13 +49,15 @@ class Reinforce(Algorithm):
         super().__init__(parts)
         assert parts.environment is not None
         self.parts, self.config, self.policy = parts, parts.config["reinforce"], parts.models[ACTOR]
-        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, engine=parts.refit)
+        stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
+        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
         self.loss_fn = WeightedLikelihood()
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, weigh, train."""
         from megarl.algorithms.train_results import step_metrics
         from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.collector import add_metrics
         from megarl.rollout.samples import MODEL_INPUTS, mismatch_metrics, sampling_seeds
 
         records = self.parts.train_data.select(self.sampler.take(self.config["prompts"]))
@@ -71,12 +68,14 @@ class Reinforce(Algorithm):
         self.policy.prepare_for_lp_inference()
         logprobs = self.policy.get_logprobs(batch)["logprobs"]
         mismatch = mismatch_metrics(samples["generation_logprobs"], logprobs, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
-        advantages = self.config.get("scale", 1.0) * (samples["reward"] - samples["reward"].mean())
+        known = samples["reward"][~samples["masked"]]
+        baseline = float(known.mean()) if len(known) else 0.0
+        advantages = self.config["scale"] * (samples["reward"] - baseline)
         batch["advantages"] = advantages.unsqueeze(1).expand_as(batch["token_mask"]).contiguous()
         self.policy.prepare_for_training()
         result = self.parts.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
         self.policy.finish_training()
         if self.parts.refit is not None:
             self.parts.refit.stale = True
-        figures = {"reward": float(samples["reward"].mean()), "num_tokens": int(batch["input_lengths"].sum())}
-        return {**step_metrics(result, self.loss_fn), **rollouts.metrics, **mismatch, **figures}
+        figures = {"reward": baseline, "num_tokens": int(batch["input_lengths"].sum())}
+        return add_metrics({**step_metrics(result, self.loss_fn), **mismatch, **figures}, [rollouts.metrics])

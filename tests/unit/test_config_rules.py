@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ SHORT = {"m": MEGATRON, "d": DTENSOR, "o": OPTIMIZER, "s": SCHEDULER, "ddp": DAT
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 ON_FSDP1 = {"m.enabled": False}
 ON_VLLM = {"g.backend": "vllm"}
+OWN = {"algorithm": f"{Path(__file__).parents[1]}/toys/reinforce.py:Reinforce"}
 MIXTURE = {"mixture": mixture()}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
@@ -276,10 +278,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("changes_go_to_engines_apart", {"g.vllm_cfg.refit_delta_share": 0.5, **ON_VLLM}, {}, {"g.vllm_cfg.refit_delta_share"}),
     (
-        "engines_stay_the_policy_s",
-        {"g.vllm_kwargs": {"logprobs_mode": "raw_logprobs", "enable_prefix_caching": True, "max_num_seqs": 4}, **ON_VLLM},
+        "engine_arguments_are_free",
+        {"g.vllm_kwargs": {"logprobs_mode": "raw_logprobs", "seed": 3, "dtype": "float16", "max_num_seqs": 4}, **ON_VLLM},
         {},
-        {"g.vllm_kwargs.logprobs_mode", "g.vllm_kwargs.enable_prefix_caching"},
+        {"g.vllm_kwargs.logprobs_mode", "g.vllm_kwargs.seed", "g.vllm_kwargs.dtype"},
     ),
     ("engine_reaches_length", {"g.vllm_cfg.max_model_len": 609, **ON_VLLM}, {}, {"g.vllm_cfg.max_model_len"}),
     (
@@ -295,6 +297,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("token_ids_exist", {"g.stop_token_ids": [1002, 1003], "g.pad_token_id": 1003}, {}, {"g.stop_token_ids", "g.pad_token_id"}),
     ("algorithm_is_known", {"algorithm": "ppo"}, {}, {"algorithm"}),
     ("sections_of_algorithm", {"loss_fn": ..., "env": ..., "g": None}, {}, {"loss_fn", "env", "g"}),
+    (
+        "steps_are_counted",
+        {**OWN, "reinforce": {"prompts": 0, "max_num_steps": True}},
+        {},
+        {"reinforce.prompts", "reinforce.max_num_steps"},
+    ),
+    ("sections_have_a_reader", {**OWN, "reinforce": {"prompts": 6, "max_num_steps": 4}}, {}, {"grpo", "loss_fn"}),
     ("megatron_trains", {"o": ...}, {}, {"o"}),
     ("one_source", {"data.train.name": "owner/records"}, {}, {"data.train"}),
     ("one_source", {"data.validation.name": ...}, {}, {"data.validation"}),

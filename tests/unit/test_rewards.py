@@ -11,13 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from megarl.config.rules.run import BUILT_IN_REWARDS
+from megarl.config.environments import BUILT_IN_REWARDS
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
-from megarl.rollout import reward_pool
-from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, make_environment
+from megarl.rollout import collector, reward_pool
+from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
 from megarl.rollout.rewards import REWARDS, get_reward
 
@@ -113,7 +115,7 @@ def test_mathematics_in_processes() -> None:
 
 def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     assert set(REWARDS) == set(BUILT_IN_REWARDS)
-    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': must be exact_match, math_verify or an import path"):
+    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': it must be exact_match, math_verify or an import path"):
         get_reward("exakt")
     with pytest.raises(ConfigError, match=r"has no rewart.*write one of its names \(.*reward"):
         get_reward(users.replace(":reward", ":rewart"))
@@ -303,7 +305,7 @@ def test_what_becomes_of_a_response_without_a_reward(users: str, environments: l
     environments.append(SingleTurn(section(users, on_error="zero")))
     assert environments[2].step(turn("raises")).masked == [False]
     assert environments[2].fault_of_reference("") == "it is empty" and environments[2].fault_of_reference("1") is None
-    assert environments[2].fault_of_reference("trouble") == "the reward function's fault_of_reference fails on it: OSError: no disk"
+    assert find_faults(environments[2], 5.0)("trouble") == "fault_of_reference fails on it: OSError: no disk"
     exact = SingleTurn(section("exact_match"))
     assert exact.step(turn(" answer", "x")).rewards == [1.0, 0.0] and exact.fault_of_reference("") is None
     assert SingleTurn(section("math_verify")).fault_of_reference("") is not None
@@ -336,11 +338,19 @@ class Answering:
     [
         (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
         (EnvironmentReturn([1.0, 1.0], [True, False], [False, False]), "goes on after a response"),
-        (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "a reward that is not finite"),
+        (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "the reward inf"),
+        (EnvironmentReturn([1.0, 1e300], [True, True], [False, False]), r"the reward 1e\+300"),
+        (EnvironmentReturn([1.0, None], [True, True], [True, False]), "the reward None"),
+        (EnvironmentReturn([1.0, "1"], [True, True], [False, False]), "the reward '1'"),  # type: ignore[list-item]
+        (EnvironmentReturn([1.0, 1.0], [True, True], [0.4, False]), r"masked = 0\.4"),  # type: ignore[list-item]
     ],
 )
 def test_what_an_environment_returns_has_to_fit(result: EnvironmentReturn, message: str) -> None:
-    from megarl.rollout import collector
-
     with pytest.raises(BatchError, match=message):
-        collector._check_return(result, 2)
+        collector._checked(result, 2)
+
+
+def test_numbers_of_any_kind_are_rewards() -> None:
+    given = [1, True, 0.5, np.float32(0.25), torch.tensor(2.0), None]
+    rewards, masked = collector._checked(EnvironmentReturn(given, [True] * 6, [False] * 4 + [np.True_, True]), 6)  # type: ignore[arg-type,list-item]
+    assert rewards.tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and masked.tolist() == [False] * 4 + [True, True]

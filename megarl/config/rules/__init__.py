@@ -18,9 +18,8 @@ from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
 from megarl.config.rules.view import Rule, View, apply_rules
-from megarl.config.schema import keys_of, section_types
 from megarl.errors import Violation
-from megarl.key import Key, fields_of
+from megarl.key import Key, fields_of, keys_of, section_types
 
 
 @cache

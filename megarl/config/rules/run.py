@@ -6,17 +6,18 @@ import fnmatch
 import math
 from collections.abc import Iterator
 
-from megarl.config.algorithms import algorithm_class
+from megarl.config.algorithms import algorithm_class, built_in_sections
 from megarl.config.arithmetic import sequence_share
+from megarl.config.environments import ENVIRONMENT, REWARD, check_reward, environment_class
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
+from megarl.import_path import is_import_path
 
 POLICY_WORKERS = "lm_policy"
 """What the policy's worker group is called."""
-BUILT_IN_REWARDS = ("exact_match", "math_verify")
 
 
 def algorithm_is_known(view: View) -> Iterator[Violation]:
@@ -76,12 +77,31 @@ def prompt_template_has_place(view: View) -> Iterator[Violation]:
 
 def validation_has_data(view: View) -> Iterator[Violation]:
     """A run that validates has data to validate on."""
-    algorithm = view["algorithm"]
+    section = view.algorithm.section()
     view.require(view.has("data") and view["data.validation"] is None)
-    asked = [key for key in ("val_period", "val_at_start", "val_at_end") if view.get(f"{algorithm}.{key}", 0)]
+    asked = [key for key in ("val_period", "val_at_start", "val_at_end") if view.get(f"{section}.{key}", 0)]
     if asked:
-        key = f"{algorithm}.{asked[0]}"
+        key = f"{section}.{asked[0]}"
         yield Violation(key, view[key], "there is no data.validation", "give data.validation, or turn validation off")
+
+
+def steps_are_counted(view: View) -> Iterator[Violation]:
+    """Steps, prompts and responses are numbers of at least 1 in the section of a user's own algorithm, whatever its fields say."""
+    algorithm = view.algorithm
+    view.require(is_import_path(view["algorithm"]))
+    for key in (f"{algorithm.section()}.max_num_steps", algorithm.PROMPTS, algorithm.GENERATIONS):
+        value = None if key is None else view.get(key)
+        if key is not None and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            yield Violation(key, value, "a whole number of at least 1 is needed", "write one")
+
+
+def sections_have_a_reader(view: View) -> Iterator[Violation]:
+    """A run has no section of another algorithm, which would do nothing."""
+    algorithm, name = view.algorithm, view["algorithm"]
+    for section in {*built_in_sections(), "loss_fn", "env"} - algorithm.SECTIONS.keys():
+        if view.get(section) is not None:
+            fix = f"remove it: ~{section} on the command line, or {section}: null beside defaults"
+            yield Violation(section, view[section], f"algorithm {name!r} does not read this section", fix)
 
 
 def single_turn(view: View) -> Iterator[Violation]:
@@ -93,19 +113,24 @@ def single_turn(view: View) -> Iterator[Violation]:
 
 def reward_is_known(view: View) -> Iterator[Violation]:
     """An environment of one turn has a reward function: a built-in one, or one at an import path."""
-    key = "env.reward"
-    view.require(view["env.environment"] == "single_turn")
-    value = view.get(key)
-    if not _faulty(view, key) and (value is None or (value not in BUILT_IN_REWARDS and ":" not in value)):
-        bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
-        yield Violation(key, ABSENT if value is None else value, bound, "write one of those names, or path/to/file.py:function")
+    view.require(view["env.environment"] == "single_turn" and not _faulty(view, REWARD))
+    try:
+        check_reward(view.get(REWARD))
+    except ConfigError as error:
+        yield from error.violations
 
 
 def environment_is_known(view: View) -> Iterator[Violation]:
-    """An environment is the built-in one, or a class at an import path."""
-    key = "env.environment"
-    if view[key] != "single_turn" and ":" not in view[key]:
-        yield Violation(key, view[key], "it must be single_turn or an import path", "write single_turn, or path/to/file.py:Name")
+    """An environment of another kind is one at an import path."""
+    name = view[ENVIRONMENT]
+    view.require(name != "single_turn")
+    if not is_import_path(name):
+        yield Violation(ENVIRONMENT, name, "it must be single_turn or an import path", "write one, such as path/to/file.py:Name")
+        return
+    try:
+        environment_class(name)
+    except ConfigError as error:
+        yield from error.violations
 
 
 def wandb_is_named(view: View) -> Iterator[Violation]:
@@ -150,6 +175,8 @@ def profiled_workers(view: View) -> Iterator[Violation]:
 RUN_RULES: tuple[Rule, ...] = (
     algorithm_is_known,
     sections_of_algorithm,
+    sections_have_a_reader,
+    steps_are_counted,
     megatron_trains,
     one_source,
     prompt_template_has_place,

@@ -23,8 +23,24 @@ FIXED_ARGUMENTS = {
     "weight_transfer_config": _REFIT,
     "worker_extension_cls": _REFIT,
     "logprobs_mode": "training scores the tokens after the temperature, and what generates has to score them alike",
+    "tokenizer": "stop strings are looked for in the texts of the policy's",
+    "seed": "it is drawn from the run's",
+    "trust_remote_code": "code of a model's author would run in the engine",
+    "distributed_executor_backend": "the places of an engine's ranks are the run's",
     "enable_prefix_caching": "a prefix that was computed with older weights would be used after a refit",
 }
+KEYS_OF_ARGUMENTS = {
+    "model": "model_name",
+    "max_model_len": "vllm_cfg.max_model_len",
+    "tensor_parallel_size": "vllm_cfg.tensor_parallel_size",
+    "dtype": "vllm_cfg.precision",
+    "load_format": "vllm_cfg.load_format",
+    "enforce_eager": "vllm_cfg.enforce_eager",
+    "gpu_memory_utilization": "vllm_cfg.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "vllm_cfg.kv_cache_gb",
+    "enable_sleep_mode": "colocated.enabled",
+}
+"""Arguments of vLLM that other keys of the section give."""
 
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
@@ -117,12 +133,14 @@ def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
         )
 
 
-def engines_stay_the_policy_s(view: View) -> Iterator[Violation]:
-    """Engines stay the policy s of vLLM's arguments some are what refits and log-probabilities rest on."""
+def engine_arguments_are_free(view: View) -> Iterator[Violation]:
+    """What ``vllm_kwargs`` adds is not what megarl gives an engine itself."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
-    for name, why in FIXED_ARGUMENTS.items():
-        if name in given:
-            yield Violation(f"{key}.{name}", given[name], why, "remove it")
+    for name in given:
+        if name in FIXED_ARGUMENTS:
+            yield Violation(f"{key}.{name}", given[name], FIXED_ARGUMENTS[name], "remove it")
+        elif name in KEYS_OF_ARGUMENTS:
+            yield Violation(f"{key}.{name}", given[name], "another key decides on it", f"write {GENERATION}.{KEYS_OF_ARGUMENTS[name]}")
 
 
 RULES: tuple[Rule, ...] = (
@@ -131,5 +149,5 @@ RULES: tuple[Rule, ...] = (
     heads_divide_over_an_engine,
     engine_reaches_length,
     changes_go_to_engines_apart,
-    engines_stay_the_policy_s,
+    engine_arguments_are_free,
 )
