@@ -9,7 +9,8 @@ Of each variant of a tiny config (``variants``) it checks that
 * ``accounting``: each tensor, taken away or renamed, is missed by name;
 * ``log-probabilities``: Megatron-Core computes from the rules' parameters what plain transformers computes. This alone can tell whether
   two tensors of one shape have changed places; it runs where a Megatron-Core worker is at hand (``megarl convert``, not
-  ``python -m converters``) and transformers knows the family. Where it does not run, the result says why.
+  ``python -m converters``) and transformers knows the family. Where it does not run, the result says why;
+* ``config keys``: names those that a user's family calls its own and does not read.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from converters.check import check_source
 from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
-from converters.families import family_of
+from converters.families import family_of, is_built_in
 from converters.families.base import Family
-from converters.families.read import read_architecture
+from converters.families.read import read_architecture, unread_keys, with_defaults
 from converters.family_file import load_family_file
 from converters.importing import import_model, plan_import
 from converters.mapping.layouts import padded_vocab_size
@@ -204,6 +205,10 @@ class _Variant:
         if thorough:
             yield self._checked("accounting", self._accounting)
         yield self._logprobs(compute)
+        unread = unread_keys(with_defaults(self.config), self.family) if thorough and not is_built_in(self.family) else []
+        if unread:
+            text = f"nothing reads {', '.join(unread)}: right if they change nothing, which a comparison of tiny models cannot show"
+            yield Finding(self.name, "config keys", "left out", text)
 
     @property
     def model(self) -> Path:

@@ -21,7 +21,8 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 42,
     "intermediate_size": 52,
-    "num_hidden_layers": 3,
+    # the models of transformers that treat some layers in another way do so every second to fourth
+    "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 12,

@@ -40,6 +40,11 @@ def register_family(family: Family) -> None:
     _known[family.model_type] = family
 
 
+def is_built_in(family: Family) -> bool:
+    """Whether a family is part of this package."""
+    return family.model_type in _BUILT_IN
+
+
 def family_of(model_type: object, architectures: object = None) -> Family:
     """The family of a config.
 
@@ -64,6 +69,6 @@ def family_of(model_type: object, architectures: object = None) -> Family:
         )
     raise ConversionError(
         f"model_type = {model_type!r} has no mapping rules; known families are {', '.join(sorted(FAMILIES))}",
-        "use a model of a known family, describe this one (megarl convert --family-file), or use a backend that runs the transformers "
-        "model itself",
+        "use a model of a known family, describe this one (megarl convert --family-file, policy.megatron_cfg.family_file), or use a "
+        "backend that runs the transformers model itself",
     )

@@ -136,10 +136,43 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
     if problems:
         raise ConversionError(
             f"this {family.model_type} config cannot be carried over to Megatron-Core",
-            "take the keys out of config.json if the model does not depend on them, or use a backend that runs the transformers model",
+            "take the keys out of config.json if the model does not depend on them (for a family of your own, name them in its "
+            "config_keys), or use a backend that runs the transformers model",
             problems,
         )
     return architecture
+
+
+def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
+    """Return which of its own keys a family does not read in a config that has them: they had better change nothing.
+
+    Args:
+        config: flat, with the defaults of its class filled in (``with_defaults``).
+        family: that has ``config_keys``.
+    """
+    recording = _Recording(config)
+    _read(recording, frozenset())
+    return sorted(key for key in family.config_keys - recording.read if not _is_off(config.get(key)))
+
+
+class _Recording(dict[str, Any]):
+    """A config that knows which of its keys were asked for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
 
 
 def with_defaults(hf_config: Any) -> dict[str, Any]:

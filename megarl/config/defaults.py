@@ -99,6 +99,9 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
 
 def _complete_megatron(megatron: Config, policy: Config) -> Config:
     filled = fill(megatron, defaults_of(MegatronConfig))
+    if isinstance(filled["family_file"], str):
+        # workers may run in another directory
+        filled["family_file"] = str(Path(filled["family_file"]).expanduser().absolute())
     precision = policy.get("precision")
     filled.setdefault("pipeline_dtype", precision)
     data_parallel = "distributed_data_parallel_config"

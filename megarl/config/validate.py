@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from converters.errors import ConversionError
+from converters.family_file import load_family_file
+from megarl.config.algorithms import ORDER
 from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules import check
@@ -23,6 +27,8 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
     Raises:
         ConfigError: carries every violation found.
     """
+    # by null a file or a command line takes a section away that it inherits
+    config = {key: value for key, value in config.items() if value is not None or key not in ORDER}
     completed = complete_run(config, name)
     return _finish(completed, check_run(config), check_run(completed))
 
@@ -75,6 +81,15 @@ def _finish(completed: Config, found: list[Violation], after: list[Violation]) -
 def facts_or_violations(config: Mapping[str, Any], faulty: set[str]) -> tuple[ModelFacts | None, list[Violation]]:
     """The sizes of the configured model, as far as they are on this disk, and what is wrong with it."""
     model_name = config["policy"].get("model_name")
+    megatron = config["policy"].get("megatron_cfg")
+    family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
+    if isinstance(family_file, str):
+        try:
+            load_family_file(Path(family_file))
+        except ConversionError as error:
+            return None, [
+                Violation("policy.megatron_cfg.family_file", family_file, str(error), "megarl convert selftest checks such a file")
+            ]
     if not isinstance(model_name, str) or faulty & {"policy", "policy.model_name"}:
         return None, []
     try:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from converters.errors import ConversionError
-from converters.family_file import load_family_file
 from megarl.config import validate_policy_config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.parity.pool import WorkerPool
@@ -29,11 +28,11 @@ def logprobs_by(pool: WorkerPool, family_files: Sequence[Path]) -> Callable[[Pat
 
     Args:
         pool: runs the worker.
-        family_files: to be loaded by the worker (``converters.family_file``).
+        family_files: the last one defines the family (``converters.family_file``).
     """
 
     def compute(directory: Path, tokens: Tensor) -> Tensor:
-        (found,) = pool.run(1, _compute, _policy(directory, tokens), tokens, list(family_files))
+        (found,) = pool.run(1, _compute, _policy(directory, tokens, family_files), tokens)
         if isinstance(found, ConversionError):
             raise found
         return found
@@ -41,7 +40,7 @@ def logprobs_by(pool: WorkerPool, family_files: Sequence[Path]) -> Callable[[Pat
     return compute
 
 
-def _policy(directory: Path, tokens: Tensor) -> Mapping[str, Any]:
+def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path]) -> Mapping[str, Any]:
     rows, length = tokens.shape
     policy = {
         "model_name": str(directory),
@@ -51,16 +50,14 @@ def _policy(directory: Path, tokens: Tensor) -> Mapping[str, Any]:
         "logprob_batch_size": rows,
         "precision": "float32",
         "max_total_sequence_length": length,
-        "megatron_cfg": {"enabled": True},
+        "megatron_cfg": {"enabled": True, "family_file": str(family_files[-1]) if family_files else None},
     }
     return policy
 
 
-def _compute(policy: Mapping[str, Any], tokens: Tensor, family_files: Sequence[Path]) -> Tensor | ConversionError:
+def _compute(policy: Mapping[str, Any], tokens: Tensor) -> Tensor | ConversionError:
     from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
-    for path in family_files:
-        load_family_file(path)
     try:
         config: Any = validate_policy_config(policy, world_size=1)
         worker = MegatronPolicyWorker(config, None, init_optimizer=False, init_reference_model=False)

@@ -43,6 +43,7 @@ OF_MEGATRON: dict[str, Demonstration] = {
     f"{M}.empty_unused_memory_level": Changes(2, "trained.emptied", before=1),
     f"{M}.activation_checkpointing": Changes(True, "trained.modules"),
     f"{M}.converter_type": Refused(("LlamaForCausalLM", "Qwen3ForCausalLM"), ("Qwen2ForCausalLM",), "the model's own config.json decides"),
+    f"{M}.family_file": ShownBy("tests.dist.test_selftest:test_a_family_of_a_user"),
     f"{M}.apply_rope_fusion": ShownBy("test_rope_fusion_reaches_megatron_where_its_kernel_is"),
     f"{M}.env_vars": ShownBy("tests.system.test_worker_environment:test_workers_have_the_environment_of_their_section"),
 }

@@ -80,8 +80,10 @@ def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and found["passed"] and found["family"] == "my_family"
     checks = {finding["check"] for finding in found["findings"] if finding["result"] == "passed"}
     assert checks == {"rules", "tensors", "shards", "round trip", "accounting"}
-    left_out = {finding["text"] for finding in found["findings"] if finding["result"] == "left out"}
-    assert left_out == {"no Megatron-Core worker at hand: run this as megarl convert selftest"}
+    left_out = {finding["check"]: finding["text"] for finding in found["findings"] if finding["result"] == "left out"}
+    assert left_out["log-probabilities"] == "no Megatron-Core worker at hand: run this as megarl convert selftest"
+    # of Qwen2, whose layer_types alone decide
+    assert left_out.keys() == {"log-probabilities", "config keys"} and "nothing reads max_window_layers" in left_out["config keys"]
     family = family_of("my_family")
     config = tiny_config(family)
     save_random(tmp_path / "hf", config, family, read_architecture(config))
@@ -214,3 +216,27 @@ def test_nothing_in_a_checkpoint_runs_a_file(tmp_path: Path, capsys: pytest.Capt
     assert "no mapping rules" in capsys.readouterr().err and not exploded.exists()
     with pytest.raises(ConversionError):
         family_of("my_family")
+
+
+SMOLLM3 = """
+from dataclasses import replace
+from converters.families import llama
+
+FAMILY = replace(
+    llama.FAMILY,
+    model_type="smollm3",
+    architecture_class="SmolLM3ForCausalLM",
+    config_keys=llama.FAMILY.config_keys
+    | {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window"},
+)
+"""
+
+
+def test_keys_that_a_family_calls_its_own_and_does_not_read_are_named(tmp_path: Path) -> None:
+    """SmolLM3 rotates nothing in every fourth layer, which one of its keys says; the tiny model has such a layer."""
+    family = load_family_file(written(tmp_path, SMOLLM3))
+    config = tiny_config(family)
+    assert 0 in config["no_rope_layers"]
+    findings = list(selftest(family, config))
+    said = next(finding for finding in findings if finding.check == "config keys")
+    assert "nothing reads no_rope_layer_interval, no_rope_layers" in said.text

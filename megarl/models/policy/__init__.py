@@ -165,6 +165,16 @@ class MegatronConfig(TypedDict):
     converter_type: NotRequired[
         Annotated[str, Key("accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.")]
     ]
+    family_file: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "Python file that defines the model's family (``megarl convert --family-file``), on every machine; it is run. Null for the "
+                "built-in families.",
+                default=None,
+            ),
+        ]
+    ]
     tensor_model_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
     pipeline_model_parallel_size: NotRequired[Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]]
     virtual_pipeline_model_parallel_size: NotRequired[

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from converters.checkpoint.source import open_source
+from converters.family_file import load_family_file
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.worker import EngineWorker
@@ -21,6 +23,9 @@ class MegatronPolicyWorker(EngineWorker):
     @staticmethod
     def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> MegatronBackend:
         """See ``EngineWorker``."""
+        family_file = config["megatron_cfg"]["family_file"]
+        if family_file is not None:
+            load_family_file(Path(family_file))
         return MegatronBackend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
