@@ -119,6 +119,7 @@ def causal_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    row_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention in which the queries are the *last* S of K positions (all of them when training, a few when decoding with a cache).
 
@@ -129,27 +130,46 @@ def causal_attention(
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
         sinks: [H] logits, one a head, that take their share of every softmax beside the scores and have no value; None for none.
+        row_lengths: [B] int64, of each row its last positions that are no padding on the left, which nothing but itself sees; a row may
+            have more of them than there are keys. None for no padding.
 
     Returns:
         [B, H, S, D] in the dtype of ``query``.
     """
     queries, keys = query.shape[2], key.shape[2]
     if sinks is not None:
-        return _with_sinks(query, key, value, scale, window, sinks)
+        return _with_sinks(query, key, value, scale, window, sinks, row_lengths)
     grouped = query.shape[1] != key.shape[1]
     narrow = window is not None and window < keys
-    if queries == keys and not narrow:
+    if queries == keys and not narrow and row_lengths is None:
         return scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
     mask = None
-    if queries > 1 or narrow:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(diagonal=keys - queries)
-        if narrow and window is not None:
-            mask = mask.triu(diagonal=keys - queries - window + 1)
+    if queries > 1 or narrow or row_lengths is not None:
+        mask = _seen(queries, keys, window if narrow else None, row_lengths, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
+def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
+    if window is not None:
+        mask = mask.triu(diagonal=keys - queries - window + 1)
+    if row_lengths is None:
+        return mask
+    is_real = torch.arange(keys, device=device) >= keys - row_lengths[:, None]
+    # a softmax over nothing would be no number
+    itself = torch.ones_like(mask).tril(diagonal=keys - queries).triu(diagonal=keys - queries)
+    return (mask & is_real[:, None, None]) | itself
+
+
 def _with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None, sinks: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor,
+    row_lengths: torch.Tensor | None,
 ) -> torch.Tensor:
     """The sinks as one more key, in front of the others, which every query sees and whose value is zero.
 
@@ -161,14 +181,11 @@ def _with_sinks(
     logits = (sinks / scale).to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
     sink = torch.nn.functional.one_hot(torch.tensor([width], device=key.device), width + 1).to(key.dtype)
     key = torch.cat([sink.view(1, 1, 1, -1).expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(diagonal=keys - queries)
-    if window is not None:
-        mask = mask.triu(diagonal=keys - queries - window + 1)
     mixed = scaled_dot_product_attention(
         torch.cat([query, logits], dim=3),
         key,
         pad(value, (0, 1, 1, 0)),
-        attn_mask=pad(mask, (1, 0), value=True),
+        attn_mask=pad(_seen(queries, keys, window, row_lengths, query.device), (1, 0), value=True),
         scale=scale,
         enable_gqa=heads != groups,
     )
@@ -184,25 +201,28 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    row_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside every sequence of ``layout``.
 
     Args:
         query: [B, H, s, D], this context rank's part; packed sequences have B = 1.
-        key: [B, G, s, D].
+        key: [B, G, s, D]; with a key-value cache more positions than queries, which are the last.
         value: [B, G, s, V]; V may be another width than D.
         layout: packed sequences and context parallelism. Packed lengths, and without packing the row length, are multiples of
             2 * context size.
-        scale, window, sinks: as in ``causal_attention``; sinks do not go with a ring of context-parallel ranks.
+        scale, window, sinks, row_lengths: as in ``causal_attention``; sinks do not go with a ring of context-parallel ranks, and padding on
+            the left neither with packed sequences nor with context parallelism.
 
     Returns:
         [B, H, s, V], the part of the queries.
     """
     if value.shape[3] != key.shape[3]:
-        return _of_equal_widths(query, key, value, layout, scale=scale, window=window, sinks=sinks)
+        return _of_equal_widths(query, key, value, layout, scale=scale, window=window, sinks=sinks, row_lengths=row_lengths)
     context = layout.context
     if layout.starts is None and context.size == 1:
-        return causal_attention(query, key, value, scale, window, sinks)
+        return causal_attention(query, key, value, scale, window, sinks, row_lengths)
+    assert row_lengths is None, "rows that are decoded are whole"
     starts = layout.starts or (0, query.shape[2] * context.size)
     if context.size > 1 and context.ring:
         assert sinks is None, "refused where the model is built"
@@ -227,6 +247,7 @@ def _of_equal_widths(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None,
+    row_lengths: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros, which change no score and give
     zeros that are cut off."""
@@ -234,7 +255,8 @@ def _of_equal_widths(
     wide = max(keys, values)
     query, key, value = (pad(tensor, (0, wide - tensor.shape[3])) for tensor in (query, key, value))
     scale = keys**-0.5 if scale is None else scale
-    return attention(query, key, value, layout, scale=scale, window=window, sinks=sinks)[..., :values]
+    mixed = attention(query, key, value, layout, scale=scale, window=window, sinks=sinks, row_lengths=row_lengths)
+    return mixed[..., :values]
 
 
 def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice, slice]]:

@@ -1,8 +1,7 @@
-"""Lockstep decoding, the same for every backend: the same seeds draw the same tokens from the same logits.
+"""Decoding, the same for every backend: the same seeds draw the same tokens from the same logits.
 
-Rows of a batch go forward together: the cache is first filled up to the shortest prompt, then one position at a time; a row whose prompt is
-longer takes its next prompt token instead of a sampled one. All rows of a batch so share one position, which is what static caches want,
-and no row ever sees padding. Rows are batched by prompt length to keep the difference small.
+Prompts of a batch are padded on the left, so that one pass fills the cache for all of them and their answers begin together; what a row
+computes does not depend on its padding. Rows with one prompt share its pass. Rows that have ended leave the batch.
 
 Legend: b rows of a batch, V vocabulary.
 """
@@ -26,19 +25,27 @@ from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
 SEED_RANGE = 2**62
 
 
+LEAVING_SHARE = 1 / 8
+"""Rows leave a batch once so large a share of it has ended: the cache is copied then."""
+
+
 class Forward(Protocol):
     """A model with the key-value cache of one batch."""
 
-    def __call__(self, tokens: torch.Tensor, first: int) -> torch.Tensor | None:
+    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """The next positions of all rows.
 
         Args:
-            tokens: [b, n] int64 on the device, at positions ``first`` to ``first + n - 1``; everything before is in the cache.
-            first: position of the first of them.
+            tokens: [b, n] int64 on the device, behind those that are in the cache.
+            lengths: [b] int64 on the device, of each row its tokens up to now, the last of these n among them. What it has more in the
+                cache is padding, on the left.
 
         Returns:
             [b, V] logits over the true vocabulary after the last of them; None on pipeline stages that have none.
         """
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows of the batch, int64 on the device, in their order; one may come several times."""
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
@@ -119,7 +126,7 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
 
 
 class _Decoding:
-    """Lockstep decoding of one batch of prompts; ``names`` are their rows in the data, for messages."""
+    """Decoding of one batch of prompts; ``names`` are their rows in the data, for messages."""
 
     def __init__(
         self,
@@ -134,10 +141,6 @@ class _Decoding:
         self.prompts = prompts
         self.uniforms = uniforms
         self.allowed = [min(max_new_tokens, decoder.longest - len(prompt)) for prompt in prompts]
-        self.total = max(len(prompt) + allowed for prompt, allowed in zip(prompts, self.allowed, strict=True))
-        self.tokens = torch.zeros(len(prompts), self.total, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
         self.answers: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.open = [allowed > 0 for allowed in self.allowed]
@@ -145,40 +148,73 @@ class _Decoding:
 
     def run(self, settings: SamplingSettings, stop: StopRules) -> None:
         """Fill ``answers``, ``logprobs`` and ``stopped``, row by row."""
-        forward = self.decoder.start(len(self.prompts), self.total)
-        done, position = 0, min(len(prompt) for prompt in self.prompts)
-        while any(self.open) and position < self.total:
-            logits = forward(self.tokens[:, done:position].to(self.decoder.device), done)
-            writing = [row for row, open_ in enumerate(self.open) if open_ and len(self.prompts[row]) <= position]
-            if writing:
-                self._write(writing, position, logits, settings, stop)
-            done, position = position, position + 1
+        rows = [row for row, is_open in enumerate(self.open) if is_open]
+        if not rows:
+            return
+        forward, logits = self._prefill(rows)
+        lengths = self._on_device([len(self.prompts[row]) for row in rows])
+        while True:
+            newest = self._write(rows, logits, settings, stop)
+            staying = [place for place, row in enumerate(rows) if self.open[row]]
+            if not staying:
+                return
+            if len(staying) <= (1 - LEAVING_SHARE) * len(rows):
+                chosen = self._on_device(staying)
+                forward.keep(chosen)
+                rows, newest, lengths = [rows[place] for place in staying], newest[chosen], lengths[chosen]
+            lengths = lengths + 1
+            logits = forward(newest[:, None], lengths)
 
-    def _write(self, rows: list[int], position: int, logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules) -> None:
-        """Choose the tokens at ``position`` for ``rows``; the last pipeline stage chooses, all stages learn."""
+    def _prefill(self, rows: list[int]) -> tuple[Forward, torch.Tensor | None]:
+        """One pass over each different prompt; the cache and the logits [rows, V] after the prompts."""
+        places: dict[tuple[int, ...], int] = {}
+        prompt_of = [places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows]
+        lengths = [len(prompt) for prompt in places]
+        tokens = torch.zeros(len(places), max(lengths), dtype=torch.int64)
+        for prompt, place in places.items():
+            tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+        forward = self.decoder.start(len(places), tokens.shape[1] + max(self.allowed[row] for row in rows))
+        logits = forward(tokens.to(self.decoder.device), self._on_device(lengths))
+        if prompt_of != list(range(len(places))):
+            chosen = self._on_device(prompt_of)
+            forward.keep(chosen)
+            logits = None if logits is None else logits[chosen]
+        return forward, logits
+
+    def _write(self, rows: list[int], logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules) -> torch.Tensor:
+        """Choose the next tokens [rows], on the device, and keep those of the rows that are open.
+
+        The last pipeline stage chooses, all stages learn. Each row that is open has as many tokens as any other.
+        """
         device = self.decoder.device
+        done = max(len(self.answers[row]) for row in rows)
         chosen = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
         if logits is not None:
-            numbers = torch.tensor([float(self.uniforms[row, len(self.answers[row])]) for row in rows], dtype=torch.float64)
-            tokens, values = choose_tokens(logits[torch.tensor(rows, device=device)], numbers, settings)
+            tokens, values = choose_tokens(logits, self.uniforms[rows, done], settings)
             chosen[0], chosen[1] = tokens.double(), values.double()
-        tokens, values = self.decoder.groups.from_last_stage(chosen).cpu().unbind(0)
-        self._refuse_nan(rows, position, values)
-        newest = tokens.long()
-        self.tokens[rows, position] = newest
-        for row, token, value in zip(rows, newest.tolist(), values.tolist(), strict=True):
+        chosen = self.decoder.groups.from_last_stage(chosen)
+        is_open = [self.open[row] for row in rows]
+        writing = [row for row, open_ in zip(rows, is_open, strict=True) if open_]
+        tokens, values = chosen.cpu()[:, torch.tensor(is_open)].unbind(0)
+        self._refuse_nan(writing, values)
+        for row, token, value in zip(writing, tokens.long().tolist(), values.tolist(), strict=True):
             self.answers[row].append(token)
             self.logprobs[row].append(value)
-        for row, finished in zip(rows, stop.finished(rows, newest, [self.answers[row] for row in rows]), strict=True):
+        for row, finished in zip(writing, stop.finished(writing, tokens.long(), [self.answers[row] for row in writing]), strict=True):
             self.stopped[row] = finished
             self.open[row] = not finished and len(self.answers[row]) < self.allowed[row]
+        return chosen[0].long()
 
-    def _refuse_nan(self, rows: list[int], position: int, values: torch.Tensor) -> None:
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self.decoder.device)
+
+    def _refuse_nan(self, rows: list[int], values: torch.Tensor) -> None:
         """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the chosen token's."""
         wrong = [row for row, value in zip(rows, values.tolist(), strict=True) if not math.isfinite(value)]
         if wrong:
+            token = len(self.answers[wrong[0]])
             raise GenerationError(
-                f"row {self.names[wrong[0]]}: the logits of answer token {len(self.answers[wrong[0]])} (position {position}) are not "
+                f"row {self.names[wrong[0]]}: the logits of answer token {token} (position {len(self.prompts[wrong[0]]) + token}) are not "
                 f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. Fix: see whether the weights are "
                 "finite, or use float32 or bfloat16 instead of float16"
             )

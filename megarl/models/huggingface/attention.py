@@ -45,6 +45,7 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     sequence_layout: SequenceLayout | None = None,
+    row_lengths: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it.
@@ -59,6 +60,7 @@ def attention_forward(
         scaling: factor of the scores.
         sliding_window: positions that a query sees, itself among them; None for all before it.
         sequence_layout: packed sequences and context parallelism; rows that are sequences when None.
+        row_lengths: [n] int64, of each row its positions that are no padding on the left (``causal_attention``); only when generating.
         others: further keywords of transformers.
 
     Returns:
@@ -68,8 +70,8 @@ def attention_forward(
         ModelError: the model asks for attention that this is not.
     """
     _refuse_unknown(module, attention_mask, dropout, others)
-    if key.shape[2] > query.shape[2]:
-        mixed = causal_attention(query, key, value, scaling, sliding_window)
+    if key.shape[2] > query.shape[2] or row_lengths is not None:
+        mixed = causal_attention(query, key, value, scaling, sliding_window, row_lengths=row_lengths)
     else:
         mixed = attention(query, key, value, sequence_layout or _default[-1], scale=scaling, window=sliding_window)
     return mixed.transpose(1, 2), None

@@ -66,11 +66,22 @@ class _CachedForward:
         self.model = model
         self.vocabulary = vocabulary
         self.cache = cache
+        self.is_padded = True
 
-    def __call__(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        output = self.model(input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        new = tokens.shape[1]
+        positions = (lengths[:, None] - new + torch.arange(new, device=tokens.device)).clamp(min=0)
+        if new > 1:
+            self.is_padded = bool((lengths < new).any())
+        further = {"row_lengths": lengths} if self.is_padded else {}
+        output = self.model(
+            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **further
+        )
         return _all_columns(output.logits[:, -1], self.vocabulary)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See ``Forward``."""
+        self.cache.batch_select_indices(rows)
 
 
 def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:

@@ -22,7 +22,8 @@ from megarl.models.engine.context import ContextShare
 from megarl.models.engine.decoding import Decoder, decode
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
-from megarl.models.megatron.specs import PortableAttention
+from megarl.models.megatron.cached_attention import DecodedRows, decoding
+from megarl.models.megatron.specs import PortableAttention, portable_core
 from megarl.patched import patched
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def generate(
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
         decoder = Decoder(
-            lambda rows, positions: _StaticForward(backend, rows, positions),
+            lambda rows, positions: _StaticForward(backend, decoded, rows, positions),
             groups,
             backend.runtime.device,
             backend.policy["max_total_sequence_length"],
@@ -106,7 +107,7 @@ def generate(
         )
         return decode(decoder, rows, config, tokenizer, greedy=greedy)
 
-    with evaluation_mode(backend), _whole_sequences(backend.stages):
+    with evaluation_mode(backend), _whole_sequences(backend.stages), decoding(backend.stages, portable_core) as decoded:
         if backend.experts.replicas is None:
             return decode_rows(backend.groups, data)
         return decode_together(decode_rows, data, backend.groups, backend.experts.replicas)
@@ -115,14 +116,18 @@ def generate(
 class _StaticForward:
     """All model chunks of all pipeline stages, with Megatron's static cache for b rows."""
 
-    def __init__(self, backend: MegatronBackend, rows: int, positions: int) -> None:
+    def __init__(self, backend: MegatronBackend, decoded: DecodedRows, rows: int, positions: int) -> None:
         self.backend = backend
+        self.decoded = decoded
         self.rows = rows
         self.context = StaticInferenceContext(rows, positions)
 
-    def __call__(self, tokens: torch.Tensor, first: int) -> torch.Tensor | None:
+    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """See ``Forward``; logits are on the last stage."""
         groups, stages = self.backend.groups, self.backend.stages
+        self.decoded.lengths = lengths
+        if self.context.sequence_len_offset == 0:
+            self.decoded.are_padded = bool((lengths < tokens.shape[1]).any())
         output = None
         for chunk, stage in enumerate(stages):
             if not (groups.is_first_stage and chunk == 0):
@@ -130,9 +135,16 @@ class _StaticForward:
             output = stage(tokens, None, None, inference_context=self.context, runtime_gather_output=True)
             if not (groups.is_last_stage and chunk == len(stages) - 1):
                 self._send(output)
-        self.context.sequence_len_offset = first + tokens.shape[1]
+        self.context.sequence_len_offset += tokens.shape[1]
         self.context.enable_decode_mode()
         return output[:, -1, : self.backend.vocabulary.size] if groups.is_last_stage and output is not None else None
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See ``Forward``."""
+        self.rows = len(rows)
+        memory = self.context.key_value_memory_dict
+        for layer, (keys, values) in memory.items():
+            memory[layer] = keys[:, rows], values[:, rows]
 
     def _receive(self, config: Any, positions: int) -> torch.Tensor:
         """Hidden states [positions, b, hidden] of the stage before this one; for the first stage that is the last, of the chunk before."""

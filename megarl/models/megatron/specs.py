@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -35,6 +35,7 @@ from converters.mapping.rule import fused_norms
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
+from megarl.models.megatron.cached_attention import DecodedRows, RowSelfAttention
 from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
 
@@ -54,10 +55,13 @@ class PortableAttention(MegatronModule):
 
     Attributes:
         softmax_offset: [H of this rank] logits of the sinks, under the name that Megatron's own attention gives them; None without.
+        rows: that are being decoded, see ``megarl.models.megatron.cached_attention``.
 
     Raises:
         ModelError: the model has sinks, and keys and values are to be sent round the context-parallel ranks.
     """
+
+    rows: DecodedRows | None = None
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
@@ -104,7 +108,10 @@ class PortableAttention(MegatronModule):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-        return attention(query, key, value, layout, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
+        lengths = self.rows.lengths if self.rows is not None and self.rows.are_padded else None
+        return attention(
+            query, key, value, layout, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset, row_lengths=lengths
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
@@ -113,6 +120,16 @@ class PortableAttention(MegatronModule):
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
         return sharded
+
+
+def portable_core(attention: Any) -> PortableAttention:
+    """The engine's portable attention for an attention layer that has another core, with the sinks of that core, where it has any."""
+    core = attention.core_attention
+    config = attention.config
+    portable = PortableAttention(config, attention.layer_number, getattr(core, "softmax_scale", None))
+    if portable.softmax_offset is not None:
+        portable.softmax_offset = core.softmax_offset
+    return portable
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
@@ -133,7 +150,7 @@ def with_our_router(experts: Any) -> Any:
 def _attention(config: TransformerConfig) -> ModuleSpec:
     head_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=RowSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
@@ -211,8 +228,8 @@ def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlo
         logger.info("layer spec: Transformer Engine")
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, has_experts in zip(block.layer_specs, sparse, strict=True):
-            if config.multi_latent_attention:
-                layer.submodules.self_attention.module = LatentSelfAttention
+            latent = config.multi_latent_attention
+            layer.submodules.self_attention.module = LatentSelfAttention if latent else RowSelfAttention
             if has_experts:
                 with_our_router(layer.submodules.mlp)
         return block
