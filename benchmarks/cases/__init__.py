@@ -38,5 +38,6 @@ CASES = {
     ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "step.overhead": Case("a training step of each backend against a plain loop on transformers", "benchmarks.cases.step_overhead"),
+    "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }
