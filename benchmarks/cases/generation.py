@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig
 
 VOCABULARY, NEW_TOKENS, LONGEST = 379, 8, 80
-PROMPTS = {"14": (14, 14), "7 to 19": (7, 19), "8 to 64": (8, 64)}
-"""Shortest and longest prompt, tokens."""
+PROMPTS = {"14": (14, 14, 1), "7 to 19": (7, 19, 1), "8 to 64": (8, 64, 1), "8 to 64, 8 answers each": (8, 64, 8)}
+"""Shortest and longest prompt, tokens, and rows that have one."""
 
 
 def measure(quick: bool) -> Iterator[Point]:
@@ -29,8 +29,8 @@ def measure(quick: bool) -> Iterator[Point]:
     with tempfile.TemporaryDirectory() as directory, WorkerPool() as pool:
         model = _save_model(Path(directory) / "model")
         for backend in ("megatron", "dtensor", "fsdp1"):
-            for lengths, (shortest, longest) in PROMPTS.items():
-                [measured] = pool.run(1, _compare, _config(model, backend, rows), _prompts(rows, shortest, longest), repeats)
+            for lengths, sizes in PROMPTS.items():
+                [measured] = pool.run(1, _compare, _config(model, backend, rows), _prompts(rows, *sizes), repeats)
                 yield Point({"backend": backend, "rows": rows, "prompts": lengths, "new_tokens": NEW_TOKENS}, _metrics(measured, rows))
 
 
@@ -62,11 +62,12 @@ def _config(model: Path, backend: str, rows: int) -> dict[str, Any]:
     return tiny.policy_config(model, micro_batch=tiny.ROWS, backend=backend, **changes)
 
 
-def _prompts(rows: int, shortest: int, longest: int) -> list[list[int]]:
+def _prompts(rows: int, shortest: int, longest: int, alike: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(longest)
-    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator).tolist()
+    lengths = torch.randint(shortest, longest + 1, (rows // alike,), generator=generator).tolist()
     lengths[:2] = [shortest, longest]
-    return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    different = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [prompt for prompt in different for _ in range(alike)]
 
 
 def _metrics(measured: Mapping[str, Any], rows: int) -> dict[str, Metric]:
