@@ -23,7 +23,7 @@ from megarl.errors import ModelError
 from megarl.models.dtensor.gradients import LossScale, global_norm, local_gradients, refuse_optimizer_without_steps
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.mover import move_model, move_optimizer
-from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reshard, shard_fully
+from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reduced_once, reshard, shard_fully
 from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
 from megarl.models.dtensor.plans import choose_plan, is_plan_ours
 from megarl.models.dtensor.shards import EvenState, gather_part, read_block
@@ -91,6 +91,8 @@ class DTensorBackend:
             self.groups.tensor if tensor > 1 else None,
         )
         self.model = self._build(source)
+        # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
+        self._reduces_once = self.groups.data_size * context == 1 and not self._offloads
         self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
         self._weights = WeightStream(
             in_sending_order(self._divided(), self.hf_config),
@@ -151,7 +153,9 @@ class DTensorBackend:
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         try:
-            return forward_backward(self.model, inputs, head, backward=backward, loss_scale=self.loss_scale.factor)
+            with reduced_once(self.model if self._reduces_once else None) as before_last:
+                scale = self.loss_scale.factor
+                return forward_backward(self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last)
         except BaseException:
             # torch below 2.13 has no way back from a pass that was broken off
             getattr(self.model, "reset_iter_state", lambda: None)()

@@ -3,6 +3,8 @@ ranks, and gives it memory for what this rank keeps."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,6 +76,26 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the next pass gathers them anew, with whatever was written to them meanwhile."""
     for module in sharded_modules(model):
         module.reshard()
+
+
+@contextlib.contextmanager
+def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
+    """Inside, gradients add up as whole ones until what this gives is called, before the last micro-batch, whose pass reduces them all.
+
+    Args:
+        model: with sharded modules; None where each micro-batch's gradients are reduced.
+    """
+    modules = [] if model is None else sharded_modules(model)
+
+    def reduce(now: bool) -> None:
+        for module in modules:
+            module.set_requires_gradient_sync(now, recurse=False)
+
+    reduce(False)
+    try:
+        yield lambda: reduce(True)
+    finally:
+        reduce(True)
 
 
 def give_memory(model: Any, device: torch.device) -> None:

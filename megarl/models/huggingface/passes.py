@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,13 @@ def logits_of(model: torch.nn.Module, model_input: ModelInput) -> torch.Tensor:
 
 
 def forward_backward(
-    model: torch.nn.Module, inputs: Sequence[ModelInput], head: Head, *, backward: bool, loss_scale: float = 1.0
+    model: torch.nn.Module,
+    inputs: Sequence[ModelInput],
+    head: Head,
+    *,
+    backward: bool,
+    loss_scale: float = 1.0,
+    before_last: Callable[[], None] = lambda: None,
 ) -> list[HeadOutput]:
     """Run ``head`` on every micro-batch, one after the other, and with ``backward`` add up the gradients of the losses.
 
@@ -34,12 +40,15 @@ def forward_backward(
         head: gets the logits [n, t, V] of each.
         backward: also go backward from the head's loss.
         loss_scale: factor of every loss on its way backward, for float16.
+        before_last: called before the last micro-batch.
 
     Returns:
         What the head returned, in order; losses detached.
     """
     outputs = []
-    for model_input in inputs:
+    for number, model_input in enumerate(inputs, start=1):
+        if number == len(inputs):
+            before_last()
         result = head(logits_of(model, model_input), model_input)
         if backward:
             assert result.loss is not None, "a backward pass needs a head that returns a loss"
