@@ -8,27 +8,15 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from converters.checkpoint.manifest import dtype_name
-from converters.checkpoint.quantized import DequantizedSource
-from converters.checkpoint.work import BYTES_A_WORKER, resident_memory
 from converters.errors import ConversionError
-from converters.exporting import ExportPlan
-from converters.families import FAMILIES
-from converters.foreign.flags import MEGATRON_LM, add_layout_flag, add_opening_flags, opening_options
-from converters.importing import ImportPlan
-from converters.mapping.logical import HuggingFaceModel, MegatronModel
-from converters.mapping.rules import hf_tensors
-from converters.verify import Opened
+from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOptions
 
+MEGARL, MEGATRON_LM = "megarl", "megatron-lm"
 Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -168,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.checkpoint.quantized import open_dequantized
-    from converters.foreign.flags import import_for_megatron_lm
+    from converters.foreign.arguments import import_for_megatron_lm
     from converters.importing import import_model, plan_import
 
     plan = plan_import(
@@ -241,6 +229,7 @@ def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.describe import describe
     from converters.verify import open_any
 
     facts = describe(open_any(arguments.paths[0], opening_options(arguments)))
@@ -250,6 +239,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.checkpoint.quantized import open_dequantized
+    from converters.describe import describe_export, describe_import
     from converters.exporting import plan_export
     from converters.importing import plan_import
     from converters.opening import MEGATRON, kind_of, open_megatron
@@ -277,6 +267,7 @@ def _adapter(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.describe import describe_families
 
     families = describe_families()
     return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
@@ -306,82 +297,64 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.2f} MB"
 
 
-_EMBEDDING = "embedding.word_embeddings.weight"
+def add_opening_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags to a command that reads Megatron checkpoints."""
+    group = command.add_argument_group("what a Megatron checkpoint does not say itself")
+    group.add_argument("--hf-config", type=Path, metavar="DIR", help="config and tokenizer of a checkpoint that has none with it")
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer for a config made of the trainer's settings")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, for such a config")
+    group.add_argument(
+        "--eos-token-id", type=read_token_ids, metavar="N[,N]", help="ends of a text, for such a config: numbers, or the word none"
+    )
+    group.add_argument(
+        "--ignore-setting", action="append", default=[], metavar="NAME", help="setting of the trainer that is harmless; several times"
+    )
+    group.add_argument(
+        "--rope-scaling-factor",
+        type=float,
+        metavar="X",
+        help="factor of Llama 3's rope scaling that a model of Megatron-LM was trained with: its own trainer takes 8 whatever it is told",
+    )
+    group.add_argument(
+        "--source-weights",
+        choices=[MODEL_WEIGHTS, MASTER_WEIGHTS],
+        default=MODEL_WEIGHTS,
+        help="master: the float32 weights of the optimizer (default: the model's own)",
+    )
 
 
-def describe(opened: Opened) -> dict[str, Any]:
-    """Format, family, sizes, dtypes and layout of a checkpoint."""
-    architecture = opened.model.architecture
-    dtypes: Counter[str] = Counter()
-    elements = size = 0
-    missing = []
-    for tensor in hf_tensors(architecture):
-        if not opened.model.holds(tensor):
-            missing.append(tensor.name)
-            continue
-        dtype, count = opened.model.dtype(tensor), torch.Size(tensor.shape).numel()
-        dtypes[dtype_name(dtype)] += 1
-        elements += count
-        size += count * dtype.itemsize
-    facts: dict[str, Any] = {
-        "path": str(opened.path),
-        "format": opened.kind,
-        "family": architecture.family,
-        "parameters": elements,
-        "bytes": size,
-        "dtypes": dict(dtypes),
-        "tied_embeddings": architecture.tied_embeddings,
-    }
-    if missing:
-        facts["missing"] = missing
-    if isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
-        facts |= opened.model.source.notes()
-    if isinstance(opened.model, MegatronModel):
-        facts["layers"] = "stacked" if opened.model.stacked else "indexed"
-        if _EMBEDDING in opened.model.checkpoint:
-            facts["padded_vocabulary"] = opened.model.checkpoint.shape(_EMBEDDING)[0]
-        facts |= {"optimizer_state": any(key.startswith("optimizer.") for key in opened.model.checkpoint)}
-    if opened.manifest is not None:
-        facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}
-    return facts | {"architecture": asdict(architecture)}
+def add_layout_flag(command: argparse.ArgumentParser) -> None:
+    """Add the flag that says for whom a checkpoint is written."""
+    command.add_argument(
+        "--layout",
+        choices=[MEGARL, MEGATRON_LM],
+        default=MEGARL,
+        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
+    )
 
 
-def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
-    """Return what an import would write."""
-    tensors = [
-        {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": _size(tensor.shape, tensor.dtype)}
-        for tensor in plan.tensors
-    ]
-    return _described("import", plan.architecture.family, tensors, [name for name, _ in plan.files], workers)
+def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
+    """The options that the flags say."""
+    return OpeningOptions(
+        hf_directory=arguments.hf_config,
+        tokenizer=arguments.tokenizer,
+        vocab_size=arguments.vocab_size,
+        eos_token_ids=arguments.eos_token_id,
+        ignored_settings=tuple(arguments.ignore_setting),
+        rope_scaling_factor=arguments.rope_scaling_factor,
+        weights=arguments.source_weights,
+    )
 
 
-def describe_export(plan: ExportPlan, workers: int) -> dict[str, Any]:
-    """Return what an export would write."""
-    tensors = [
-        {"key": tensor.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size}
-        for tensor in plan.written
-    ]
-    return _described("export", plan.architecture.family, tensors, list(plan.files), workers)
+def read_token_ids(text: str) -> tuple[int, ...]:
+    """``2``, ``151643,151645`` or ``none``.
 
-
-def _described(direction: str, family: str, tensors: list[dict[str, Any]], files: list[str], workers: int) -> dict[str, Any]:
-    return {
-        "direction": direction,
-        "family": family,
-        "tensors": tensors,
-        "bytes": sum(tensor["bytes"] for tensor in tensors),
-        "files": files,
-        "peak_memory": resident_memory() + workers * BYTES_A_WORKER,
-    }
-
-
-def describe_families() -> list[dict[str, Any]]:
-    """The families that can be converted."""
-    return [
-        {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
-        for family in FAMILIES.values()
-    ]
-
-
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    if text == "none":
+        return ()
+    numbers = text.split(",")
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id; write for example 2 or 151643,151645, or none")
+    return tuple(map(int, numbers))

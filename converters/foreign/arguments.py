@@ -1,15 +1,19 @@
-"""Arguments that Megatron-LM wants to find beside the tensors to take a checkpoint with ``--load``, and the file that names it."""
+"""Imports to where Megatron-LM's ``--load`` looks: arguments that it wants to find beside the tensors, and the file that names them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
 from converters.foreign.settings import ROPE_FACTOR
+from converters.importing import ImportPlan, import_model
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import MegatronSettings, megatron_settings
 from converters.torch_dist.index import TRACKER_FILE
@@ -186,3 +190,40 @@ def _multiple(vocab_size: int, padded_vocab: int) -> int:
     if padded_vocab == vocab_size:
         return 1
     return next(one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab)
+
+
+def import_for_megatron_lm(
+    plan: ImportPlan,
+    target: Path,
+    options: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> ConversionResult:
+    """Write the checkpoint that a plan describes to ``target/release``, with the arguments of Megatron-LM.
+
+    The notes of the outcome say which flags a run needs beside ``--load`` and ``--use-checkpoint-args``.
+
+    Args:
+        plan, options: as for ``import_model``.
+        target: directory to make, or one that holds such a checkpoint.
+
+    Raises:
+        ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or Megatron-LM has no such model.
+    """
+    state = megatron_lm_state(plan.architecture, plan.padded_vocab, _main_dtype(plan))
+    # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet
+    write_tracker(target)
+    try:
+        outcome = import_model(plan, target / RELEASE, options, common_state=state)
+    except Exception:
+        if not (target / RELEASE).exists():
+            (target / TRACKER_FILE).unlink(missing_ok=True)
+        raise
+    flags = further_flags(state)
+    return dataclasses.replace(outcome, target=target, notes=outcome.notes | ({"further_flags": flags} if flags else {}))
+
+
+def _main_dtype(plan: ImportPlan) -> torch.dtype:
+    """The dtype that most bytes have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for rule in plan.rules:
+        sizes[plan.dtype(rule)] += plan.size(rule)
+    return max(sizes, key=lambda dtype: sizes[dtype])

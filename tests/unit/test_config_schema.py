@@ -222,6 +222,7 @@ def test_configuration_needs_neither_torch_nor_ray() -> None:
         "import sys, megarl, megarl.config, megarl.cli, megarl.config.report, megarl.models.policy.interfaces\n"
         "import megarl.models.generation.interfaces\n"
         "megarl.config.read_model_facts('owner/none')\n"
+        "megarl.cli.build_parser()\n"
         "sys.exit(','.join(name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules) or None)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

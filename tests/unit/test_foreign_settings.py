@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from converters.command import read_token_ids
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.foreign.agreement import check_agreement
-from converters.foreign.flags import read_token_ids
 from converters.foreign.known_settings import NEUTRAL, NEUTRAL_OF_MIXTURES, READ, is_inert, is_suspicious
 from converters.foreign.settings import ForeignSettings, settings_from_arguments
 from tests.tiers import newest_megatron

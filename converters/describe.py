@@ -1,0 +1,106 @@
+"""Facts of checkpoints, plans and families, as ``megarl convert inspect``, ``plan`` and ``families`` print them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from converters.checkpoint.manifest import dtype_name
+from converters.checkpoint.quantized import DequantizedSource
+from converters.checkpoint.work import BYTES_A_WORKER, resident_memory
+from converters.exporting import ExportPlan
+from converters.families import FAMILIES
+from converters.importing import ImportPlan
+from converters.mapping.logical import HuggingFaceModel, MegatronModel
+from converters.mapping.rules import hf_tensors
+from converters.verify import Opened
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def describe(opened: Opened) -> dict[str, Any]:
+    """Format, family, sizes, dtypes and layout of a checkpoint.
+
+    Returns:
+        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors that are there, ``dtypes`` (tensors by dtype),
+        ``tied_embeddings``, ``architecture`` (as ``Architecture``); where it applies ``missing`` (names), what quantised weights were, of
+        Megatron's ``layers`` (stacked or indexed), ``padded_vocabulary`` and ``optimizer_state``, of conversions ``converted_from`` and
+        ``manifest_tensors``.
+    """
+    architecture = opened.model.architecture
+    dtypes: Counter[str] = Counter()
+    elements = size = 0
+    missing = []
+    for tensor in hf_tensors(architecture):
+        if not opened.model.holds(tensor):
+            missing.append(tensor.name)
+            continue
+        dtype, count = opened.model.dtype(tensor), torch.Size(tensor.shape).numel()
+        dtypes[dtype_name(dtype)] += 1
+        elements += count
+        size += count * dtype.itemsize
+    facts: dict[str, Any] = {
+        "path": str(opened.path),
+        "format": opened.kind,
+        "family": architecture.family,
+        "parameters": elements,
+        "bytes": size,
+        "dtypes": dict(dtypes),
+        "tied_embeddings": architecture.tied_embeddings,
+    }
+    if missing:
+        facts["missing"] = missing
+    if isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
+        facts |= opened.model.source.notes()
+    if isinstance(opened.model, MegatronModel):
+        facts["layers"] = "stacked" if opened.model.stacked else "indexed"
+        if _EMBEDDING in opened.model.checkpoint:
+            facts["padded_vocabulary"] = opened.model.checkpoint.shape(_EMBEDDING)[0]
+        facts |= {"optimizer_state": any(key.startswith("optimizer.") for key in opened.model.checkpoint)}
+    if opened.manifest is not None:
+        facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}
+    return facts | {"architecture": asdict(architecture)}
+
+
+def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
+    """Return what an import would write."""
+    tensors = [
+        {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": _size(tensor.shape, tensor.dtype)}
+        for tensor in plan.tensors
+    ]
+    return _described("import", plan.architecture.family, tensors, [name for name, _ in plan.files], workers)
+
+
+def describe_export(plan: ExportPlan, workers: int) -> dict[str, Any]:
+    """Return what an export would write."""
+    tensors = [
+        {"key": tensor.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size}
+        for tensor in plan.written
+    ]
+    return _described("export", plan.architecture.family, tensors, list(plan.files), workers)
+
+
+def _described(direction: str, family: str, tensors: list[dict[str, Any]], files: list[str], workers: int) -> dict[str, Any]:
+    return {
+        "direction": direction,
+        "family": family,
+        "tensors": tensors,
+        "bytes": sum(tensor["bytes"] for tensor in tensors),
+        "files": files,
+        "peak_memory": resident_memory() + workers * BYTES_A_WORKER,
+    }
+
+
+def describe_families() -> list[dict[str, Any]]:
+    """The families that can be converted."""
+    return [
+        {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
+        for family in FAMILIES.values()
+    ]
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
