@@ -66,9 +66,7 @@ def _schedule_stands_still(worker: Any, case: Case) -> None:
 
 
 def _future_is_seen(original: Any) -> Any:
-    def see(
-        query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def see(query: Any, key: Any, value: Any, scale: float | None = None, *others: Any, **options: Any) -> torch.Tensor:
         grouped = query.shape[1] != key.shape[1]
         mixed: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
         return mixed
@@ -80,7 +78,7 @@ def _forget_window(stack: contextlib.ExitStack, case: Case) -> None:
     """No query has a window, nor in a ring of context-parallel ranks, which attends by itself."""
 
     def forgetful(original: Any) -> Any:
-        return lambda query, key, value, scale=None, window=None, sinks=None: original(query, key, value, scale, sinks=sinks)
+        return lambda query, key, value, scale=None, window=None, *others: original(query, key, value, scale, None, *others)
 
     def forgetful_ring(original: Any) -> Any:
         return lambda starts, context, source, window, device: original(starts, context, source, None, device)
