@@ -165,7 +165,7 @@ class LoopbackSlurm:
     def _state(self, job: str, end: str = "") -> str:
         """State of a job that may still go on, or has ended in ``end``."""
         state = self.property(job, "JobState")
-        assert state in (end, "PENDING", "RUNNING", "COMPLETING"), f"job {job} is {state}{self._log(job)}"
+        assert state in (end, "PENDING", "RUNNING", "SIGNALING", "COMPLETING"), f"job {job} is {state}{self._log(job)}"
         return state
 
     def await_free_nodes(self) -> None:
