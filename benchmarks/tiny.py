@@ -24,18 +24,21 @@ CLIP = 1.0
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 
 
-def save_model(directory: Path, longest: int = LENGTH) -> Path:
-    """A random Qwen2 of 256 x 4 in Hugging Face form, for sequences of at most ``longest`` tokens."""
+def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
+    """A random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most ``longest`` tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 688,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=688,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        **{**sizes, **changes},
         max_position_embeddings=longest,
         tie_word_embeddings=False,
         pad_token_id=0,

@@ -19,39 +19,29 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig
 
 VOCABULARY, NEW_TOKENS, LONGEST = 379, 8, 80
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 PROMPTS = {"14": (14, 14, 1), "7 to 19": (7, 19, 1), "8 to 64": (8, 64, 1), "8 to 64, 8 answers each": (8, 64, 8)}
 """Shortest and longest prompt, tokens, and rows that have one."""
 
 
 def measure(quick: bool) -> Iterator[Point]:
     """Backends x lengths of the prompts."""
+    from benchmarks import tiny
+
     rows, repeats = (64, 3) if quick else (256, 7)
     with tempfile.TemporaryDirectory() as directory, WorkerPool() as pool:
-        model = _save_model(Path(directory) / "model")
+        model = tiny.save_model(Path(directory) / "model", LONGEST, **SIZES)
         for backend in ("megatron", "dtensor", "fsdp1"):
             for lengths, sizes in PROMPTS.items():
                 [measured] = pool.run(1, _compare, _config(model, backend, rows), _prompts(rows, *sizes), repeats)
                 yield Point({"backend": backend, "rows": rows, "prompts": lengths, "new_tokens": NEW_TOKENS}, _metrics(measured, rows))
-
-
-def _save_model(directory: Path) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def _config(model: Path, backend: str, rows: int) -> dict[str, Any]:

@@ -41,8 +41,8 @@ ORDER = (
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
 _NEEDED = ("SECTIONS", "GENERATES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-_SHARED = frozenset({"algorithm", "seed", "run_dir", "cluster", "policy", "data", "checkpointing", "logger", "profiler", "deadlines"})
-"""What every run has, so that it is no algorithm's."""
+OF_ALGORITHMS = ("grpo", "sft", "loss_fn", "env")
+"""Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 
 @cache
@@ -72,7 +72,7 @@ def _fault_of(algorithm: type[Algorithm]) -> tuple[str, str] | None:
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:
         return f"it does not say how to {', '.join(abstract)}", "write these methods"
-    taken = sorted(_SHARED & algorithm.SECTIONS.keys())
+    taken = sorted(algorithm.SECTIONS.keys() & set(ORDER) - set(OF_ALGORITHMS))
     if taken:
         return f"its SECTIONS have {', '.join(taken)}, which every run has", "give its own sections other names"
     keys = {name: keys_of(section).keys() for name, section in algorithm.SECTIONS.items()}

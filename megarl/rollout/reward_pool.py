@@ -122,22 +122,19 @@ class RewardPool:
         """
         process = self._processes[place]
         process.receive()
+        process.check_start()
         row = process.row
         if row is not None and process.score is not None:
             scores[row] = process.score
             process.row = process.score = None
         elif process.has_ended:
-            if not process.is_ready:
-                raise RewardError(f"a process for {REWARD} = {self.name!r} ended before it was ready, with {process.exit_code()}")
             if row in given_twice:
                 scores[row] = Score(None, "error", f"its process died ({process.exit_code()})")
             elif row is not None:
                 # it may have been dying of what an earlier response left behind
                 given_twice.add(row)
                 waiting.appendleft(row)
-        elif time.monotonic() > process.deadline:
-            if row is None:
-                raise RewardError(f"a process for {REWARD} = {self.name!r} did not start within {START_SECONDS:g} s")
+        elif row is not None and time.monotonic() > process.deadline:
             scores[row] = Score(None, "timeout", f"no answer within {self.timeout_s:g} s")
             process.has_ended = True
         if process.has_ended:
@@ -167,10 +164,7 @@ class RewardPool:
         while not process.is_ready:
             self._wait_for_news()
             process.receive()
-            if process.has_ended:
-                raise RewardError(f"a process for {REWARD} = {self.name!r} ended before it was ready, with {process.exit_code()}")
-            if time.monotonic() > process.deadline:
-                raise RewardError(f"a process for {REWARD} = {self.name!r} did not start within {START_SECONDS:g} s")
+            process.check_start()
 
     def _started(self) -> _Process:
         return _Process.started(self.name, self.timeout_s)
@@ -240,6 +234,19 @@ class _Process:
         """Begin to wait for its start, if it has not been heard of."""
         if not self.is_ready:
             self.deadline = time.monotonic() + START_SECONDS
+
+    def check_start(self) -> None:
+        """Refuse a process that does not start, to be asked once what it has said was read.
+
+        Raises:
+            RewardError: it ended before it was ready, or takes too long.
+        """
+        if self.is_ready:
+            return
+        if self.has_ended:
+            raise RewardError(f"a process for {REWARD} = {self.name!r} ended before it was ready, with {self.exit_code()}")
+        if time.monotonic() > self.deadline:
+            raise RewardError(f"a process for {REWARD} = {self.name!r} did not start within {START_SECONDS:g} s")
 
     def send(self, number: int, row: int, task: tuple[str, str]) -> None:
         """Give it a task; its time begins."""

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterator
 
-from megarl.config.algorithms import algorithm_class, built_in_sections
+from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
 from megarl.config.arithmetic import sequence_share
 from megarl.config.environments import ENVIRONMENT, REWARD, check_reward, environment_class
 from megarl.config.rules.backends import MEGATRON, backend_of
@@ -98,8 +98,8 @@ def steps_are_counted(view: View) -> Iterator[Violation]:
 def sections_have_a_reader(view: View) -> Iterator[Violation]:
     """A run has no section of another algorithm, which would do nothing."""
     algorithm, name = view.algorithm, view["algorithm"]
-    for section in {*built_in_sections(), "loss_fn", "env"} - algorithm.SECTIONS.keys():
-        if view.get(section) is not None:
+    for section in OF_ALGORITHMS:
+        if section not in algorithm.SECTIONS and view.get(section) is not None:
             fix = f"remove it: ~{section} on the command line, or {section}: null beside defaults"
             yield Violation(section, view[section], f"algorithm {name!r} does not read this section", fix)
 
