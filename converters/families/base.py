@@ -47,6 +47,31 @@ def no_latent_attention(config: Mapping[str, object], problems: list[str]) -> La
     return None
 
 
+def read_windows(config: Mapping[str, object], num_layers: int, *, uniform: bool, by_layer: bool) -> tuple[int | None, ...]:
+    """The window of each layer, in tokens: a token sees itself and the ``window - 1`` tokens before it; None for all before it.
+
+    Args:
+        config: with the defaults of its family filled in.
+        num_layers: layers of the model.
+        uniform: ``sliding_window`` holds for every layer.
+        by_layer: it holds for the layers that ``layer_types`` says. What transformers fills in for those where the config does not say:
+            with ``max_window_layers`` the layers from that on, otherwise every other layer, beginning with the first.
+    """
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or not (uniform or by_layer) or config.get("use_sliding_window") is False:
+        return (None,) * num_layers
+    if not by_layer:
+        return (window,) * num_layers
+    kinds, first = config.get("layer_types"), config.get("max_window_layers")
+    if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    elif isinstance(first, int):
+        sliding = [layer >= first for layer in range(num_layers)]
+    else:
+        sliding = [layer % 2 == 0 for layer in range(num_layers)]
+    return tuple(window if slides else None for slides in sliding)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model family.

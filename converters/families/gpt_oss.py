@@ -135,4 +135,5 @@ FAMILY = Family(
     read_mixture=_read_mixture,
     has_layer_windows=True,
     read_gate_limit=_read_gate_limit,
+    defaults={"sliding_window": 128},
 )

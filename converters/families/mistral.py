@@ -21,4 +21,5 @@ FAMILY = Family(
     model_rules=model_rules,
     layer_rules=layer_rules,
     has_uniform_window=True,
+    defaults={"sliding_window": 4096},
 )

@@ -43,5 +43,11 @@ FAMILY = Family(
     model_rules=model_rules,
     layer_rules=partial(layer_rules, names=_NAMES),
     read_mixture=partial(read_qwen_mixture, shared_width_key="shared_expert_intermediate_size"),
-    defaults={"decoder_sparse_step": 1, "qkv_bias": True},
+    defaults={
+        "decoder_sparse_step": 1,
+        "max_window_layers": 28,
+        "qkv_bias": True,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
 )

@@ -22,4 +22,5 @@ FAMILY = Family(
     model_rules=model_rules,
     layer_rules=layer_rules,
     has_layer_windows=True,
+    defaults={"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": False},
 )

@@ -39,5 +39,5 @@ FAMILY = Family(
     layer_rules=partial(layer_rules, names=_NAMES),
     read_mixture=read_qwen_mixture,
     has_uniform_window=True,
-    defaults={"decoder_sparse_step": 1},
+    defaults={"decoder_sparse_step": 1, "use_sliding_window": False},
 )

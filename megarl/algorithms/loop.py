@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megarl.observe.console import TrainingConsole
     from megarl.observe.sinks import MetricSinks
     from megarl.observe.timing import PhaseTimer
+    from megarl.throughput.step import StepThroughput
 
 STEP_TOKENS = "num_tokens"
 """Metric of a step that counts its tokens without padding; the throughput comes from it."""
@@ -55,22 +56,26 @@ class Reporting:
         console: what a person sees.
         timer: told the phases of a step.
         memory: the memory figures of the workers, in GiB.
+        throughput: turns seconds and sequences into rates; None for tokens a second of the step alone.
     """
 
     sinks: MetricSinks
     console: TrainingConsole
     timer: PhaseTimer
     memory: Callable[[], Mapping[str, float]] = dict
+    throughput: StepThroughput | None = None
 
     def report(self, step: int, train: Mapping[str, float], validation: Mapping[str, float]) -> None:
         """One row in the log and the lines on the console; what the timer has collected goes with them."""
         memory = self.memory() if train else {}
-        seconds = self.timer.collect()
+        seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {**_prefixed("train", train), **_prefixed("validation", validation), **_prefixed("timing", seconds)}
         if train and STEP_TOKENS not in train:
             raise StateError(f"the metrics of step {step} lack {STEP_TOKENS}. Fix: let the algorithm's step return it")
         if train and seconds[STEP_SECONDS] > 0:
             row["performance/tokens_per_s"] = train[STEP_TOKENS] / seconds[STEP_SECONDS]
+        if train and self.throughput is not None:
+            row.update(_prefixed("performance", self.throughput.metrics(int(train[STEP_TOKENS]), seconds, sequences)))
         row.update(_prefixed("performance", memory))
         self.sinks.log(row, step)
         if train:

@@ -26,6 +26,9 @@ from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
+from megarl.config.model_facts import read_model_facts
+from megarl.config.rules.parallel import generation_shape
+from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset, load_dataset
 from megarl.data.sampler import ResumableSampler
@@ -39,6 +42,7 @@ from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
 from megarl.rollout.environment import Environment, find_faults, make_environment
+from megarl.throughput.step import Devices, StepThroughput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +109,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         models = {role: (make_policy or start_policy)(config, tokenizer, start, stack, role) for role in roles(config) if role.has_workers}
         policy = models[ACTOR]
         refit = start_engines(config, policy, stack)
-        reporting = replace(reporting, memory=policy.memory_figures)
+        reporting = replace(reporting, memory=policy.memory_figures, throughput=_throughput(config, policy))
         skipped = SkippedBatches(run_dir / DIRECTORY)
         parts = Parts(config, models, refit, tokenizer, environment, train_data, validation_data, sampler, reporting.timer, skipped)
         algorithm = algorithm_class(config["algorithm"])(parts)
@@ -234,6 +238,14 @@ def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: Re
     console = TrainingConsole(schedule.total_steps, f"{section.upper()} {Path(config['policy']['model_name']).name}")
     stack.push(console)
     return Reporting(sinks, console, PhaseTimer())
+
+
+def _throughput(config: Config, policy: Policy) -> StepThroughput:
+    """What turns a step's seconds into rates: sizes of the model, devices and their peak."""
+    peaks, own = policy.peak_flops(), generation_shape(View(config))
+    training, apart = len(peaks), 0 if own is None else own[0] * own[1]
+    devices = Devices(training, apart or training, training + apart, sum(peaks) / training)
+    return StepThroughput.of(config["policy"], read_model_facts(config["policy"]["model_name"]), devices)
 
 
 def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
+from megarl.observe.timing import Sequences
 
 
 class SFTConfig(TypedDict):
@@ -60,6 +61,7 @@ class SFT(Algorithm):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [example.index for example in examples])
             self.policy.finish_training()
+            self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions")))
         return {**step_metrics(result, self.loss_fn), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
 
     def validate(self) -> dict[str, float]:

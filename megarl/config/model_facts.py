@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from converters.families import FAMILIES
-from converters.families.base import PLAIN, Features
+from converters.families.base import PLAIN, Family, Features, read_windows
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
 from converters.model_config.sizes import SIZE_NEEDED
@@ -135,6 +135,7 @@ class ModelFacts:
         features: which of its layers' tensors that a family may leave out there are.
         mixture: its experts; None for a dense model.
         latent: widths of latent attention; None for ordinary attention.
+        windows: for each layer, how many tokens a token sees, itself among them; None for all before it. Empty where no layer has one.
     """
 
     model_type: str
@@ -150,6 +151,7 @@ class ModelFacts:
     features: Features = PLAIN
     mixture: MixtureOfExperts | None = None
     latent: LatentAttention | None = None
+    windows: tuple[int | None, ...] = ()
 
     @property
     def num_experts(self) -> int:
@@ -259,6 +261,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         features=features,
         mixture=mixture,
         latent=latent,
+        windows=_windows(text, FAMILIES.get(model_type), num_layers),
     )
 
 
@@ -276,6 +279,17 @@ def _read_family(
     if sizes:
         raise ValueError("; ".join(sizes))
     return family.read_features(config), mixture, latent
+
+
+def _windows(text: dict[str, Any], family: Family | None, num_layers: int) -> tuple[int | None, ...]:
+    """Of a family that ``converters`` does not know, what ``layer_types`` says."""
+    if family is None:
+        found = read_windows(text, num_layers, uniform=False, by_layer=bool(text.get("layer_types")))
+    else:
+        config = {**family.defaults, **text}
+        by_layer = "layer_types" in family.config_keys
+        found = read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
+    return found if any(found) else ()
 
 
 def _read_unknown_family(text: dict[str, Any], model_type: str, num_layers: int) -> tuple[Features, MixtureOfExperts | None]:

@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megarl.observe.step_line import format_number, format_seconds, step_fields
+from megarl.observe.step_line import format_number, format_seconds, step_fields, throughput_line
 from megarl.observe.timing import STEP_SECONDS
 
 logger = logging.getLogger(__name__)
 
 _PLAIN_WIDTH = 100
 _ETA_WINDOW = 20
+_STEADY_STEP = 2
 _STYLES = {
     "progress": "bold",
     "loss": "cyan",
@@ -69,6 +70,8 @@ class TrainingConsole:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last_step: int | None = None
+        self._steps = 0
+        self._performance: dict[str, float] = {}
         self._finished = False
 
     def start(self, first_step: int = 0) -> None:
@@ -99,6 +102,8 @@ class TrainingConsole:
         now = self._clock()
         self._recent_seconds.append(now - self._last_step_at)
         self._last_step_at, self._last_step = now, step
+        self._steps += 1
+        self._add_performance(metrics)
         if self._quiet:
             return
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
@@ -107,6 +112,8 @@ class TrainingConsole:
         eta_in_line = remaining_s if self._progress is None and step < self._total_steps else None
         fields = step_fields(step, self._total_steps, metrics, eta_in_line, self._width())
         self._print(Text("  ").join(Text(text, style=_STYLES[kind]) for kind, text in fields))
+        if self._steps == _STEADY_STEP:
+            self._throughput("throughput", metrics)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, eta=f"ETA {format_seconds(remaining_s)}")
 
@@ -126,8 +133,23 @@ class TrainingConsole:
         if self._finished:
             return
         self._finished = True
+        counted = self._steps - _STEADY_STEP + 1
+        if counted > 1:
+            self._throughput(f"mean of {counted} steps", {name: total / counted for name, total in self._performance.items()})
         reached = f"step {self._last_step}/{self._total_steps}" if self._last_step is not None else "no step"
         self._say(Text(f"finished: {reached} in {format_seconds(self._clock() - self._started_at)}", style="bold"))
+
+    def _add_performance(self, metrics: Mapping[str, Any]) -> None:
+        """Sum up the rates of the steps from the second one on: the first also pays for what is made once."""
+        if self._steps >= _STEADY_STEP:
+            for name, value in metrics.items():
+                if name.startswith("performance/"):
+                    self._performance[name] = self._performance.get(name, 0.0) + float(value)
+
+    def _throughput(self, title: str, metrics: Mapping[str, Any]) -> None:
+        line = throughput_line(metrics)
+        if line:
+            self._say(Text(f"{title}: {line}", style="magenta"))
 
     def __enter__(self) -> TrainingConsole:
         self.start()

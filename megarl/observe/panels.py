@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+_LINES = ("-", ":", "-.")
+"""Line styles of the curves of a panel where the colour tells the run."""
+
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by its label."""
 _SIZE = (6.4, 3.5)
@@ -90,6 +93,16 @@ PANELS = (
     ),
     Panel("Throughput", "tokens a second", (Curve(THROUGHPUT_NAMES, "tokens of the step, without padding"),), from_zero=True),
     Panel(
+        "Model FLOP utilisation",
+        "share of the devices' peak",
+        (
+            Curve(("performance/train_mfu",), "training"),
+            Curve(("performance/logprobs_mfu",), "log-probabilities"),
+            Curve(("performance/generation_mfu",), "generation"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
         "Memory of the fullest rank",
         "GiB",
         (
@@ -141,9 +154,9 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -
                 continue
             drawn += found.values
             if len(runs) > 1:
-                kinds[index] = _draw_beside_others(axes, curve, found, run_colour, first=index == 0)
+                kinds[index] = _draw_beside_others(axes, curve, found, run_colour, _LINES[index])
             else:
-                _draw_alone(axes, curve, found, (COLOURS[1], COLOURS[4])[index])
+                _draw_alone(axes, curve, found, (COLOURS[1], COLOURS[4], COLOURS[0])[index])
     if not drawn:
         return False
     low, high = min(drawn), max(drawn)
@@ -179,15 +192,15 @@ def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
     axes.plot(steps, values, color=colour, linewidth=1.8, marker=_marker(curve, series), markersize=4, label=curve.name)
 
 
-def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, first: bool) -> Line2D:
-    """Broken lines tell the second curve of a panel from the first, as the colour tells the run."""
+def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, solid_or_broken: str) -> Line2D:
+    """Broken lines tell a further curve of a panel from the first, as the colour tells the run."""
     steps, values = _few_points(series)
     label, window = curve.name, 1 if curve.sparse or curve.plain else smoothing_window(len(values))
     if len(values) < len(series.values):
         label += " (mean)"
     elif window > 1:
         values, label = running_mean(values, window), f"{label} (running mean)"
-    style = "--" if curve.sparse else "-" if first else ":"
+    style = "--" if curve.sparse else solid_or_broken
     marker = _marker(curve, series)
     (line,) = axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, marker=marker, markersize=4, label=label)
     return line

@@ -1,13 +1,41 @@
-"""Seconds spent in each phase of a step."""
+"""Seconds spent in each phase of a step, and the sequences that it went through."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.errors import StateError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GENERATION, TRAIN = "generation", "train"
+"""Phases whose work is counted in another way than that of a forward pass."""
 
 STEP_SECONDS = "step_s"
 """Name of the wall time of the whole step in ``PhaseTimer.collect``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences that a phase went through.
+
+    Attributes:
+        lengths: [B] int64, tokens of each row, prompt and response.
+        prompt_lengths: [B] int64, tokens of the prompt of each row; of generation only.
+        prompts: [P] int64, tokens of the prompts, each once; of generation only.
+        positions: that the passes computed, padding among them; None where nobody counted.
+    """
+
+    lengths: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64] | tuple[()] = ()
+    prompts: NDArray[np.int64] | tuple[()] = ()
+    positions: int | None = None
 
 
 class PhaseTimer:
@@ -23,6 +51,7 @@ class PhaseTimer:
         """
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._sequences: dict[str, list[Sequences]] = {}
         self._open: list[tuple[str, float]] = []
         self._step_start = clock()
 
@@ -36,6 +65,21 @@ class PhaseTimer:
         finally:
             path, start = self._open.pop()
             self._add(path, self._clock() - start)
+
+    def passed(self, sequences: Sequences) -> None:
+        """Count what the open phase goes through.
+
+        Raises:
+            StateError: no phase is open.
+        """
+        if not self._open:
+            raise StateError("sequences are counted for a phase, and none is open. Fix: call passed() inside the block of phase()")
+        self._sequences.setdefault(self._open[-1][0], []).append(sequences)
+
+    def take_sequences(self) -> dict[str, list[Sequences]]:
+        """What the phases went through since the last call, by phase (an inner one as ``outer/inner``), and start afresh."""
+        taken, self._sequences = self._sequences, {}
+        return taken
 
     def collect(self) -> dict[str, float]:
         """The seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ..., "step_s": ...}``, and start afresh.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import BatchError
+from megarl.observe.timing import Sequences
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
 from megarl.rollout.samples import generate_samples
 
@@ -131,6 +132,8 @@ class Collector:
                 engine.prepare_for_generation()
             samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids)
             engine.finish_generation()
+            lengths = {name: samples[name].numpy() for name in ("input_lengths", "prompt_lengths")}
+            self.timer.passed(Sequences(lengths["input_lengths"], lengths["prompt_lengths"], np.array([len(prompt) for prompt in prompts])))
         return samples
 
 

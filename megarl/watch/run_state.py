@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager
@@ -23,6 +24,7 @@ from megarl.watch.configured import read_configured
 RECENT_STEPS = 20
 MARKS = (FILE_NAME, LOCK_NAME, LAUNCHES_NAME)
 """What tells the directory of a run; a configuration is in that of a checkpoint too."""
+_RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu", "hfu", "padding_efficiency", "idle_s")
 _STEP_SECONDS = f"timing/{STEP_SECONDS}"
 # How often checkpoints are listed anew, because the run removed one that was being read.
 _LISTINGS = 3
@@ -69,6 +71,7 @@ class RunState:
         phases: mean seconds of each phase of the recent steps, longest first, with ``other``.
         step_s: median seconds of a recent step; the step before a checkpoint or validation does not move it.
         tokens_per_s: mean over the recent steps.
+        rates: means over the recent steps of tokens a second, TFLOP/s and utilisation of the phases, by metric without ``performance/``.
         checkpoints: steps that have one, newest first.
         checkpoint: the newest whole one, or the newest when none is whole.
         unfinished: checkpoints that were begun.
@@ -91,6 +94,7 @@ class RunState:
     phases: Mapping[str, float]
     step_s: float | None
     tokens_per_s: float | None
+    rates: Mapping[str, float]
     checkpoints: tuple[int, ...]
     checkpoint: CheckpointState | None
     unfinished: tuple[str, ...]
@@ -147,6 +151,7 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
         phases=_phases(recent),
         step_s=step_s,
         tokens_per_s=_mean(recent.get("performance/tokens_per_s")),
+        rates=_rates(recent),
         checkpoints=checkpoints,
         checkpoint=checkpoint,
         unfinished=unfinished,
@@ -217,6 +222,11 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
     seconds = {name.removeprefix("timing/").removesuffix("_s"): sum(recent[name]) / len(steps) for name in names if recent[name]}
     seconds["other"] = max(sum(steps) / len(steps) - sum(seconds.values()), 0.0)
     return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))
+
+
+def _rates(recent: Mapping[str, list[float]]) -> dict[str, float]:
+    names = [name.removeprefix("performance/") for name in recent if name.startswith("performance/")]
+    return {name: fmean(recent[f"performance/{name}"]) for name in names if name.endswith(_RATES) and recent[f"performance/{name}"]}
 
 
 def _mean(values: Sequence[float] | None) -> float | None:

@@ -17,7 +17,15 @@ from rich.text import Text
 
 from megarl.config.report import WIDTH, size_text
 from megarl.observe.series import Series
-from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, format_number, format_seconds
+from megarl.observe.step_line import (
+    ACCURACY_NAMES,
+    LOSS_NAMES,
+    RATED_PHASES,
+    REWARD_NAMES,
+    format_number,
+    format_seconds,
+    format_share,
+)
 from megarl.watch.run_state import RECENT_STEPS, CheckpointState, RunState, read_run_state
 
 MISMATCH = "train/token_mult_prob_error"
@@ -89,6 +97,8 @@ def render(state: RunState) -> RenderableType:
         parts += [Text(), _metrics_table(metrics)]
     if state.phases:
         parts += [Text(), _phase_table(state)]
+    if any(f"{phase}_tokens_per_s" in state.rates for phase in RATED_PHASES):
+        parts += [Text(), _rate_table(state.rates)]
     return Group(*parts)
 
 
@@ -105,7 +115,10 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         yield "restarts", Text(f"{restarts}; {start} at {since}")
     yield "checkpoint", _checkpoint(state)
     if state.tokens_per_s is not None and state.step_s is not None:
-        yield "throughput", Text(f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step")
+        padding, idle = state.rates.get("padding_efficiency"), state.rates.get("idle_s")
+        more = "" if padding is None else f"; padding efficiency {format_share(padding)}"
+        more += "" if idle is None else f"; idle {format_seconds(idle)}"
+        yield "throughput", Text(f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step{more}")
     if MEMORY in state.series:
         peak = state.series.get(PEAK_MEMORY, state.series[MEMORY]).values[-1]
         now = state.series[MEMORY].values[-1]
@@ -198,6 +211,26 @@ def _phase_table(state: RunState) -> Table:
     for name, seconds in state.phases.items():
         share = seconds / total if total else 0.0
         table.add_row(Text(name.replace("_", " ")), f"{seconds:.3f}", f"{share:.0%}", _bar(share))
+    return table
+
+
+def _rate_table(rates: Mapping[str, float]) -> Table:
+    """Tokens a second, TFLOP/s and utilisation of each phase and of the whole step."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("throughput", style="bold", no_wrap=True)
+    for heading in ("tokens/s", "a device", "TFLOP/s a device", "MFU"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for prefix, title in (*((f"{phase}_", title) for phase, title in RATED_PHASES.items()), ("", "whole step")):
+        if f"{prefix}tokens_per_s" not in rates:
+            continue
+        tflops, share = rates.get(f"{prefix}tflops"), rates.get(f"{prefix}mfu")
+        table.add_row(
+            title,
+            f"{rates[f'{prefix}tokens_per_s']:,.0f}",
+            f"{rates.get(f'{prefix}tokens_per_s_per_device', 0.0):,.0f}",
+            "" if tflops is None else format_number(tflops),
+            "" if share is None else format_share(share),
+        )
     return table
 
 

@@ -72,6 +72,9 @@ class ReferencePolicy:
     def memory_figures(self) -> dict[str, float]:
         return {"memory_gib": 0.5, "peak_memory_gib": 0.75}
 
+    def peak_flops(self) -> list[float]:
+        return [1e10]
+
     def start_gpu_profiling(self) -> None:
         self.profiled.append(("start", self.trained_steps))
 
@@ -136,7 +139,8 @@ class ReferencePolicy:
             if not eval_mode:
                 norms.append(self._apply_gradients(learning_rate))
         self.train_calls += not eval_mode
-        return {"loss": torch.tensor(losses), "grad_norm": None if eval_mode else torch.tensor(norms), "all_mb_metrics": metrics}
+        grad_norm, positions = None if eval_mode else torch.tensor(norms), data["input_ids"].numel()
+        return {"loss": torch.tensor(losses), "grad_norm": grad_norm, "all_mb_metrics": metrics, "positions": positions}
 
     def _forward_backward(
         self, batch: dict[str, Any], loss_fn: Any, mbs: int, count: int, metrics: dict[str, list[float]], learning_rate: float

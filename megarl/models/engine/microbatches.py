@@ -41,6 +41,11 @@ class MicroBatch:
         """b."""
         return self.input_ids.shape[0]
 
+    @property
+    def positions(self) -> int:
+        """Positions in front of the model, padding among them, over all context-parallel ranks."""
+        return self.length * (1 if self.packed else self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Shapes:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megarl.errors import BatchError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
-from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead
+from megarl.models.engine.heads import HeadOutput, LogprobHead, LossHead
 from megarl.models.engine.microbatches import fit_sequences
-from megarl.models.engine.model_input import lay_out_all
+from megarl.models.engine.model_input import ModelInput, lay_out_all
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
 from megarl.models.generation.sampling import SamplingSettings
@@ -33,12 +33,14 @@ class TrainResult:
         grad_norms: one a global batch; empty in evaluation.
         micro_batch_metrics: a list for each metric over this rank's micro-batches.
         skipped: global batches after which no step was taken, because their loss or gradient was not finite.
+        positions: of this rank's micro-batches, padding among them, over all context-parallel ranks.
     """
 
     losses: torch.Tensor
     grad_norms: list[float]
     micro_batch_metrics: dict[str, list[float]]
     skipped: list[SkippedBatch]
+    positions: int
 
 
 @contextlib.contextmanager
@@ -53,9 +55,8 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
         backend.set_training(training)
 
 
-def _run(backend: Backend, chunk: Chunk, head: Head, *, backward: bool) -> list[HeadOutput]:
-    inputs = lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
-    return backend.forward_backward(inputs, head, backward=backward)
+def _lay_out(backend: Backend, chunk: Chunk) -> list[ModelInput]:
+    return lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
 
 
 def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
@@ -98,7 +99,7 @@ def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batch
     parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
-            outputs = _run(backend, cut, head, backward=False)
+            outputs = backend.forward_backward(_lay_out(backend, cut), head, backward=False)
             rectangles = [fit_sequences({"logprobs": output.tensors["logprobs"]}, length)["logprobs"] for output in outputs]
             parts.extend([torch.cat(rectangles)[: chunk.rows]] if rectangles else [])
     if backend.groups.is_last_stage:
@@ -137,13 +138,14 @@ def train_on_batch(
     grad_norms: list[float] = []
     metrics: dict[str, list[float]] = defaultdict(list)
     skipped: list[SkippedBatch] = []
-    steps = 0
+    steps = positions = 0
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
     chunks = batching.chunks(data)
     with mode:
         for number, chunk in enumerate(chunks):
             done = _global_batch(backend, chunk, loss_fn, sampling, update)
             losses.append(done.loss)
+            positions += done.positions
             extra = done.metrics
             if limit is not None:
                 outcome, is_finite = _step(backend, done.loss)
@@ -170,7 +172,7 @@ def train_on_batch(
         figures["skipped_steps"] = [float(len(chunks) - steps)]
         if steps:
             backend.lr_step()
-    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, figures, skipped)
+    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, figures, skipped, positions)
 
 
 def _step(backend: Backend, loss: torch.Tensor) -> tuple[StepOutcome, bool]:
@@ -182,13 +184,14 @@ def _step(backend: Backend, loss: torch.Tensor) -> tuple[StepOutcome, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """Global batch: what came of one: its loss, float64 0-d, this rank's results a micro-batch, metrics a micro-batch, and of the batch as
-    a whole."""
+    """Global batch: what came of one: its loss, float64 0-d, this rank's results a micro-batch, metrics a micro-batch, of the batch as a
+    whole, and the positions of this rank's micro-batches."""
 
     loss: torch.Tensor
     outputs: Sequence[HeadOutput]
     measured: Sequence[Mapping[str, float]]
     metrics: Mapping[str, float]
+    positions: int
 
 
 def _global_batch(
@@ -203,7 +206,8 @@ def _global_batch(
     head = LossHead(loss_fn, LogprobHead(backend.vocabulary, sampling), normalizers)
     if update:
         backend.zero_grad()
-    outputs = _run(backend, chunk, head, backward=update)
+    inputs = _lay_out(backend, chunk)
+    outputs = backend.forward_backward(inputs, head, backward=update)
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
@@ -213,7 +217,7 @@ def _global_batch(
         "global_valid_toks": float(normalizers.valid_tokens),
         **backend.schedule_values(),
     }
-    return _GlobalBatch(loss, outputs, measured, batch_metrics)
+    return _GlobalBatch(loss, outputs, measured, batch_metrics, sum(each.micro_batch.positions for each in inputs))
 
 
 def _averaged_over_batches(metrics: Mapping[str, list[float]], loss_fn: Any, count: int) -> dict[str, list[float]]:

@@ -32,6 +32,7 @@ from megarl.models.engine.nonfinite import SkipLimit, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
+from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.colocated import WeightSender
 from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
@@ -201,6 +202,7 @@ class EngineWorker(ABC):
             "rank": dist.get_rank(),
             "all_mb_metrics": result.micro_batch_metrics,
             "skipped": [batch.as_record() for batch in result.skipped],
+            "positions": result.positions,
         }
 
     def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
@@ -497,6 +499,10 @@ class EngineWorker(ABC):
     def get_gpu_info(self) -> dict[str, Any]:
         """Rank, device, memory figures (MiB) and one parameter as a sample."""
         return self.runtime.facts(self.backend.parameters())
+
+    def measure_peak_flops(self) -> float:
+        """FLOP/s of a large matrix product on this worker's device, at the policy's precision."""
+        return measured_rate(self.runtime.device, self.cfg["precision"])
 
     def report_device_id(self) -> str:
         """Return what tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""

@@ -33,6 +33,7 @@ from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from megarl.throughput.peaks import known_peak
 from megarl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
         ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all
         micro-batches of all data-parallel replicas. ``skipped`` says which global batches no step was taken after, why, and in which rows
-        of ``data`` that was seen first.
+        of ``data`` that was seen first. ``positions`` counts those that the forward passes computed, padding among them.
 
         Raises:
             ConfigError: ``loss_fn`` is not called as a loss is, for example one written for logits.
@@ -205,6 +206,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "grad_norm": results[0]["grad_norm"],
             "all_mb_metrics": dict(metrics),
             "skipped": _with_rows_of_batch(results[0]["skipped"], sharded, global_batch),
+            "positions": sum(result["positions"] for result in results),
         }
 
     def _check_batch_arithmetic(self, rows: int, global_batch: int, micro_batch: int, together: int) -> None:
@@ -389,6 +391,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         figures = {"memory_gib": "memory_reserved_mb", "peak_memory_gib": "peak_memory_reserved_mb"}
         memory = {name: max(info[key] for info in infos) / 1024 for name, key in figures.items()}
         return memory | gpu_metrics(infos)
+
+    def peak_flops(self) -> list[float]:
+        """Peak of each worker's device in FLOP/s at the policy's precision: the maker's where the device is known, else that of a large
+        matrix product, measured on all of them at once."""
+        known = [known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")]
+        if all(known):
+            return [peak for peak in known if peak]
+        return self._results("measure_peak_flops")
 
     def start_gpu_profiling(self) -> None:
         """Open the CUDA profiler's capture range on all workers."""

@@ -1,0 +1,143 @@
+"""Floating-point operations of a model, from its sizes and the lengths of sequences. Pure numpy.
+
+Counted are the matrix products that the mathematics needs, a multiplication and an addition as two operations: projections, experts that
+a token goes to, attention between a token and what it sees (itself and before, within its window), and the output layer. Padding, masked
+pairs, recomputation and element-wise work count as nothing: what a layout adds to the work lowers its utilisation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megarl.config.model_facts import ModelFacts
+
+Lengths = NDArray[np.float64]
+
+
+def attended_pairs(lengths: ArrayLike, window: int | None = None) -> Lengths:
+    """Pairs of a token and one that it sees, in causal sequences of these lengths.
+
+    Args:
+        lengths: [B] tokens.
+        window: a token sees itself and the ``window - 1`` tokens before it; None for all before it.
+
+    Returns:
+        [B]: n (n + 1) / 2 up to the window, after it ``window`` more a token.
+    """
+    length = np.asarray(lengths, dtype=np.float64)
+    inside = length if window is None else np.minimum(length, window)
+    beyond = 0.0 if window is None else (length - inside) * window
+    return inside * (inside + 1) / 2 + beyond
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Floating-point operations of the forward pass of a model.
+
+    Attributes:
+        token: of all layers for a token, without attention between tokens and without routers.
+        routers: of the routers for a token; 0 for a dense model.
+        logits: of the output layer for a token.
+        pairs: of attention for a pair of tokens, by window (None: no window); layers of one window are added up.
+    """
+
+    token: float
+    routers: float
+    logits: float
+    pairs: tuple[tuple[int | None, float], ...]
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> ModelFlops:
+        """The operations of a model of these sizes.
+
+        Source: the shapes of its matrices, as in ``megarl.config.memory``; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section
+        2.1) with keys and values projected up.
+        """
+        layers = range(facts.num_layers)
+        mlp = [_sparse_mlp(facts) if facts.is_sparse(layer) else 3 * facts.hidden_size * facts.ffn_hidden_size for layer in layers]
+        mixture = facts.mixture
+        routed = 0 if mixture is None else sum(mixture.sparse_layers) * facts.hidden_size * mixture.num_experts
+        windows = Counter(facts.windows or [None] * facts.num_layers)
+        query_width, value_width = _head_widths(facts)
+        pair = 2 * facts.num_attention_heads * (query_width + value_width)
+        return cls(
+            token=2.0 * (facts.num_layers * _projections(facts) + sum(mlp)),
+            routers=2.0 * routed,
+            logits=2.0 * facts.hidden_size * facts.vocab_size,
+            pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
+        )
+
+    def attention(self, lengths: ArrayLike) -> float:
+        """Of attention between the tokens of sequences of these lengths, forward."""
+        return sum(rate * float(attended_pairs(lengths, window).sum()) for window, rate in self.pairs)
+
+    def forward(self, lengths: ArrayLike, logits: float | None = None) -> float:
+        """Of a forward pass over sequences of these lengths.
+
+        Args:
+            lengths: [B] tokens.
+            logits: tokens that the output layer is needed for; all of them when None.
+        """
+        tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
+        return tokens * (self.token + self.routers) + (tokens if logits is None else logits) * self.logits + self.attention(lengths)
+
+    def training(self, lengths: ArrayLike, *, frozen_routers: bool = False) -> float:
+        """Of a forward and a backward pass: the backward pass has two products for each of the forward pass, one for the gradient of the
+        input and one for that of the weight, which a frozen router does not have."""
+        tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
+        return 3 * self.forward(lengths) - (tokens * self.routers if frozen_routers else 0.0)
+
+    def recomputation(self, lengths: ArrayLike) -> float:
+        """Of computing every layer once more in the backward pass: work of the device, not of the model, so that it counts for the
+        utilisation of the hardware alone."""
+        return self.forward(lengths, logits=0.0)
+
+    def generation(self, prompts: ArrayLike, prompt_lengths: ArrayLike, lengths: ArrayLike) -> float:
+        """Of sampling responses with a cache of keys and values.
+
+        The last token of a response is not read by the model, and a prompt is read once, whatever the number of its responses. Latent
+        attention keeps what its heads read, so that nothing is projected up twice.
+
+        Args:
+            prompts: [P] tokens of the prompts.
+            prompt_lengths: [B] tokens of the prompt of each row.
+            lengths: [B] tokens of prompt and response of each row.
+        """
+        starts, ends = np.asarray(prompt_lengths, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+        read = np.maximum(ends - 1, starts)
+        decoded = float((read - starts).sum())
+        first = self.forward(prompts, logits=float(np.size(prompts)))
+        return first + decoded * (self.token + self.routers + self.logits) + self.attention(read) - self.attention(starts)
+
+
+def _projections(facts: ModelFacts) -> int:
+    """Elements of the matrices of a layer's attention."""
+    hidden, heads = facts.hidden_size, facts.num_attention_heads
+    latent = facts.latent
+    if latent is None:
+        return hidden * facts.head_dim * (2 * heads + 2 * facts.num_key_value_heads)
+    query_width = heads * latent.qk_head_dim
+    query = hidden * query_width if latent.q_lora_rank is None else latent.q_lora_rank * (hidden + query_width)
+    down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+    up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return query + down + up + heads * latent.v_head_dim * hidden
+
+
+def _head_widths(facts: ModelFacts) -> tuple[int, int]:
+    """Widths of a head's query and value."""
+    if facts.latent is None:
+        return facts.head_dim, facts.head_dim
+    return facts.latent.qk_head_dim, facts.latent.v_head_dim
+
+
+def _sparse_mlp(facts: ModelFacts) -> int:
+    """Elements of the matrices that a token meets in a layer with experts, without the router."""
+    mixture = facts.mixture
+    assert mixture is not None
+    width = mixture.experts_per_token * mixture.ffn_hidden_size + mixture.shared_ffn_hidden_size
+    gate = facts.hidden_size if mixture.shared_ffn_hidden_size and mixture.has_shared_gate else 0
+    return 3 * facts.hidden_size * width + gate

@@ -1,0 +1,133 @@
+"""Throughput of a step: tokens a second, operations a second and their share of the devices' peak, of each phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.config.backend import enabled_backend
+from megarl.config.model_facts import ModelFacts
+from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, Sequences
+from megarl.throughput.flops import ModelFlops
+
+WAITING = frozenset({"reward"})
+"""Phases in which the devices have nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices of a run.
+
+    Attributes:
+        training: of the policy.
+        generating: of the engines; the policy's where it generates itself or shares its devices.
+        together: of both, each counted once.
+        peak: FLOP/s of one at its best.
+    """
+
+    training: int
+    generating: int
+    together: int
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepThroughput:
+    """What a step reached.
+
+    Attributes:
+        devices: of the run.
+        flops: operations of the model; None where its sizes are not known, and then only tokens are counted.
+        recomputes: every layer is computed again in the backward pass.
+        frozen_routers: routers are not trained.
+    """
+
+    devices: Devices
+    flops: ModelFlops | None
+    recomputes: bool = False
+    frozen_routers: bool = False
+
+    @classmethod
+    def of(cls, policy: Mapping[str, Any], facts: ModelFacts | None, devices: Devices) -> StepThroughput:
+        """The throughput of a run with this complete ``policy`` section."""
+        backend = enabled_backend(policy)
+        section = policy.get(f"{backend}_cfg") or {}
+        recomputes = policy["activation_checkpointing_enabled"] if backend == "fsdp1" else section["activation_checkpointing"]
+        flops = None if facts is None else ModelFlops.of(facts)
+        return cls(devices, flops, bool(recomputes), bool(section.get("freeze_moe_router")))
+
+    def metrics(self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]) -> dict[str, float]:
+        """Figures of one step.
+
+        Args:
+            tokens: of the step's samples, without padding.
+            seconds: of the phases, as ``PhaseTimer.collect`` gives them.
+            sequences: what each phase went through, as ``PhaseTimer.take_sequences`` gives it; phases inside others, such as those of a
+                validation, do not count.
+
+        Returns:
+            For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (generation: sampled tokens, other phases: all tokens
+            without padding), ``train_tokens_per_s_per_device`` and, where the model's sizes are known, ``train_tflops`` (of one device)
+            and ``train_mfu`` (share of ``peak_tflops``); with recomputation also ``train_hfu``, which counts it. The same without a phase's
+            name: for the whole step, over all devices. ``padding_efficiency``: tokens over positions of the training passes. ``idle_s``:
+            seconds of the step in no phase, or in one in which the devices wait.
+        """
+        figures: dict[str, float] = {"peak_tflops": self.devices.peak / 1e12}
+        model = hardware = 0.0
+        for phase, passed in sequences.items():
+            took = seconds.get(f"{phase}_s", 0.0)
+            if took <= 0 or "/" in phase:
+                continue
+            work, extra = self._flops(phase, passed)
+            model, hardware = model + work, hardware + work + extra
+            count = self.devices.generating if phase == GENERATION else self.devices.training
+            figures |= self._rates(f"{phase}_", _tokens(phase, passed), work, extra, took, count)
+        step = seconds[STEP_SECONDS]
+        if step > 0:
+            figures |= self._rates("", tokens, model, hardware - model, step, self.devices.together)
+        figures |= _padding(sequences.get(TRAIN, ()))
+        figures["idle_s"] = max(0.0, step - math.fsum(_working(seconds)))
+        return figures
+
+    def _flops(self, phase: str, passed: Sequence[Sequences]) -> tuple[float, float]:
+        """Operations of the model, and of recomputing parts of it."""
+        if self.flops is None:
+            return 0.0, 0.0
+        if phase == GENERATION:
+            return math.fsum(self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed), 0.0
+        if phase != TRAIN:
+            return math.fsum(self.flops.forward(each.lengths) for each in passed), 0.0
+        again = math.fsum(self.flops.recomputation(each.lengths) for each in passed) if self.recomputes else 0.0
+        return math.fsum(self.flops.training(each.lengths, frozen_routers=self.frozen_routers) for each in passed), again
+
+    def _rates(self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int) -> dict[str, float]:
+        rates = {f"{prefix}tokens_per_s": tokens / seconds, f"{prefix}tokens_per_s_per_device": tokens / seconds / devices}
+        if self.flops is not None:
+            rate = work / seconds / devices
+            rates |= {f"{prefix}tflops": rate / 1e12, f"{prefix}mfu": rate / self.devices.peak}
+            if extra:
+                rates[f"{prefix}hfu"] = (work + extra) / seconds / devices / self.devices.peak
+        return rates
+
+
+def _tokens(phase: str, passed: Sequence[Sequences]) -> int:
+    """Sampled tokens, or all."""
+    before = sum(int(np.sum(each.prompt_lengths)) for each in passed) if phase == GENERATION else 0
+    return sum(int(np.sum(each.lengths)) for each in passed) - before
+
+
+def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
+    """Tokens over positions, where all positions are known."""
+    positions = [each.positions for each in passed]
+    known = sum(count for count in positions if count is not None)
+    return {"padding_efficiency": _tokens(TRAIN, passed) / known} if known and None not in positions else {}
+
+
+def _working(seconds: Mapping[str, float]) -> list[float]:
+    """Seconds of the phases of the top level in which devices work."""
+    names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
+    return [seconds[name] for name, phase in names.items() if phase not in WAITING]

@@ -1,0 +1,137 @@
+"""Floating-point operations of a model against those that torch counts in transformers' own passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from converters.families.read import read_architecture
+from megarl.config.model_facts import facts_of
+from megarl.throughput.flops import ModelFlops, attended_pairs
+from tests.unit.converters_tiny import CONFIGS, SIZES
+
+ROWS, LENGTH = 2, 13
+
+
+def model_and_flops(name: str, **changes: Any) -> tuple[PreTrainedModel, ModelFlops]:
+    config_class, options = CONFIGS[name]
+    config = config_class(**{**SIZES, **options, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return model, ModelFlops.of(facts_of(config.to_dict()))
+
+
+def squares(flops: ModelFlops, lengths: list[int]) -> float:
+    """Operations of attention that computes masked pairs as well, as transformers' eager attention does."""
+    return sum(rate * float(length) ** 2 for _, rate in flops.pairs for length in lengths)
+
+
+def counted(run: Any) -> float:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def tokens(rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+# what else CONFIGS has are other sizes of these
+NAMES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama_one_group", "mistral_window", "qwen2_moe_mixed_tied", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_training_are_what_torch_counts(name: str) -> None:
+    model, flops = model_and_flops(name)
+    lengths = [LENGTH] * ROWS
+    masked = squares(flops, lengths) - flops.attention(lengths)
+
+    def train() -> None:
+        model(input_ids=tokens(), use_cache=False).logits.sum().backward()
+
+    with torch.no_grad():
+        found = counted(lambda: model(input_ids=tokens(), use_cache=False))
+    assert flops.forward(lengths) + masked == pytest.approx(found, rel=0.01)
+    assert flops.training(lengths) + 3 * masked == pytest.approx(counted(train), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3", "mixtral"])
+def test_recomputed_layers_are_a_further_forward_pass_of_them(name: str) -> None:
+    model, flops = model_and_flops(name)
+    lengths = [LENGTH] * ROWS
+    masked = squares(flops, lengths) - flops.attention(lengths)
+
+    def train() -> None:
+        model(input_ids=tokens(), use_cache=False).logits.sum().backward()
+
+    model.train()
+    plain = counted(train)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with set_checkpoint_early_stop(False):  # which leaves out the last product of a layer
+        again = counted(train) - plain
+    assert flops.recomputation(lengths) + masked == pytest.approx(again, rel=0.01)
+
+
+def test_frozen_routers_have_no_gradient_of_their_weights() -> None:
+    model, flops = model_and_flops("qwen3_moe", num_experts=9)
+
+    def train() -> None:
+        model(input_ids=tokens(), use_cache=False).logits.sum().backward()
+
+    whole = counted(train)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(not parameter_name.endswith("mlp.gate.weight"))
+    lengths = [LENGTH] * ROWS
+    saved = flops.training(lengths) - flops.training(lengths, frozen_routers=True)
+    assert saved == whole - counted(train) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss_full_tied"])
+def test_generation_reads_a_prompt_once_and_all_responses_but_their_last_tokens(name: str) -> None:
+    model, flops = model_and_flops(name)
+    prompt, new, alike = 11, 6, 3
+
+    @torch.no_grad()
+    def generate() -> None:
+        cache = model(input_ids=tokens(1, prompt), use_cache=True, logits_to_keep=1).past_key_values
+        cache.batch_repeat_interleave(alike)
+        for _ in range(new - 1):
+            model(input_ids=tokens(alike, 1), past_key_values=cache, use_cache=True)
+
+    # what is masked in the pass over the prompt; a decoding pass masks nothing
+    masked = squares(flops, [prompt]) - flops.attention([prompt])
+    needed = flops.generation([prompt], [prompt] * alike, [prompt + new] * alike)
+    assert needed + masked == pytest.approx(counted(generate), rel=0.01)
+
+
+def test_a_response_without_tokens_costs_the_prompt_alone() -> None:
+    _, flops = model_and_flops("llama")
+    assert flops.generation([7], [7, 7], [7, 7]) == flops.forward([7], logits=1) == flops.generation([7], [7], [8])
+    assert flops.forward([]) == flops.generation([], [], []) == flops.training(np.zeros(0)) == 0
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 9, 30])
+def test_pairs_are_those_of_the_mask(window: int | None) -> None:
+    lengths = [0, 1, 2, 8, 9, 10, 29]
+    expected = [sum(key <= query and (window is None or query - key < window) for query in range(n) for key in range(n)) for n in lengths]
+    assert attended_pairs(lengths, window).tolist() == expected
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_windows_of_a_file_are_those_of_the_converted_model(name: str) -> None:
+    config_class, options = CONFIGS[name]
+    content = config_class(**{**SIZES, **options}).to_dict()
+    architecture = read_architecture(content)
+    sliding = architecture.window_layers or (True,) * architecture.num_layers
+    windows = tuple(architecture.sliding_window if slides else None for slides in sliding)
+    assert facts_of(content).windows == (windows if any(windows) else ())
+    # a file that leaves out what its class fills in
+    short = {key: value for key, value in content.items() if key != "layer_types"}
+    if "layer_types" not in options:
+        assert facts_of(short).windows == facts_of(content).windows
