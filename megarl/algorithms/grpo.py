@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
 from megarl.config.sections import ClippedPGLossConfig, EnvConfig
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
+from megarl.observe.timing import Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,17 +111,28 @@ class GRPO(Algorithm):
         with self.timer.phase("reward"):
             advantages = self._advantages(samples)
         batch = self._training_batch(samples, advantages)
-        mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-        mismatch = mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], mask)
-        check_mismatch(mismatch, self.config["max_token_mult_prob_error"], step)
+        mismatch: dict[str, float] = {}
+        if self.needs_previous_logprobs:
+            mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+            mismatch = mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], mask)
+            check_mismatch(mismatch, self.config["max_token_mult_prob_error"], step)
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
             self.policy.finish_training()
+            self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions")))
         if self.refit is not None:
             self.refit.stale = True
         own = {**step_metrics(result, self.loss_fn), **_sample_metrics(samples, advantages), **mismatch, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
+
+    @property
+    def needs_previous_logprobs(self) -> bool:
+        """Whether a pass computes the log-probabilities of the policy before the update.
+
+        A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must not train on a large one.
+        """
+        return not self.loss_fn.force_on_policy_ratio or self.config["max_token_mult_prob_error"] is not None
 
     def validate(self) -> dict[str, float]:
         """Greedy responses to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths."""
@@ -164,7 +176,7 @@ class GRPO(Algorithm):
         )
 
     def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:
-        """A ``ClippedPGLossDataDict`` with the log-probabilities of the policy before the update, and of the reference where needed."""
+        """A ``ClippedPGLossDataDict`` with the log-probabilities of the policy before the update, and of the reference, where needed."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 
@@ -176,12 +188,17 @@ class GRPO(Algorithm):
                 "generation_logprobs": samples["generation_logprobs"],
             }
         )
-        self.policy.prepare_for_lp_inference()
-        with self.timer.phase("logprobs"):
-            batch["prev_logprobs"] = self.policy.get_logprobs(inputs)["logprobs"]
+        passed = Sequences(samples["input_lengths"].numpy())
+        if self.needs_previous_logprobs or self.loss_fn.kl_penalty:
+            self.policy.prepare_for_lp_inference()
+        if self.needs_previous_logprobs:
+            with self.timer.phase("logprobs"):
+                batch["prev_logprobs"] = self.policy.get_logprobs(inputs)["logprobs"]
+                self.timer.passed(passed)
         if self.loss_fn.kl_penalty:
             with self.timer.phase("reference_logprobs"):
                 batch["reference_policy_logprobs"] = self.policy.get_reference_policy_logprobs(inputs)["reference_logprobs"]
+                self.timer.passed(passed)
         return batch
 
 

@@ -23,7 +23,7 @@ from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
 from megarl.config.sections import ClippedPGLossConfig, DPOLossConfig
 from megarl.errors import BatchError, ConfigError, Violation
 from megarl.key import defaults_of
-from megarl.observe.metrics import Reduction
+from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE, Reduction
 
 if TYPE_CHECKING:
     from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -85,6 +85,9 @@ class ClippedPGLossFn:
     The log ratio current - previous is clamped to +-``log_ratio_clamp_value``, reference - current to +-``kl_input_clamp_value``, k3 to
     ``kl_output_clamp_value``; null is no clamp. A clamped value passes no gradient, and v is a constant there.
 
+    ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is exactly 1, its gradient that
+    of the log-probability. Further metrics then say how far ``generation`` is from it (see ``megarl.rollout.samples.mismatch_metrics``).
+
     ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
     of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows.
 
@@ -126,6 +129,10 @@ class ClippedPGLossFn:
         self.use_on_policy_kl_approximation = cfg["use_on_policy_kl_approximation"]
         self.use_importance_sampling_correction = cfg["use_importance_sampling_correction"]
         self.disable_ppo_ratio = cfg["disable_ppo_ratio"]
+        self.force_on_policy_ratio = cfg["force_on_policy_ratio"]
+        if self.force_on_policy_ratio:
+            mismatch = {MISMATCH_MEAN: Reduction.SUM, MISMATCH_MAX: Reduction.MAX, MISMATCH_SHARE: Reduction.SUM}
+            self.metric_reductions = {**self.metric_reductions, **mismatch}
         self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact"
         self.log_ratio_bound = cfg["log_ratio_clamp_value"]
         self.kl_input_bound = cfg["kl_input_clamp_value"]
@@ -144,7 +151,8 @@ class ClippedPGLossFn:
         Raises:
             BatchError: a key is missing or a shape does not fit.
         """
-        _check_batch("ClippedPGLossFn", data, next_token_logprobs, ["advantages", "prev_logprobs", "generation_logprobs"])
+        previous_key = [] if self.force_on_policy_ratio else ["prev_logprobs"]
+        _check_batch("ClippedPGLossFn", data, next_token_logprobs, ["advantages", *previous_key, "generation_logprobs"])
         token_mask, sample_mask, mask = _masks(data, next_token_logprobs)
 
         def visible(values: Tensor) -> Tensor:
@@ -159,7 +167,7 @@ class ClippedPGLossFn:
             return masked_mean(values.detach(), mask, global_normalization_factor=global_valid_toks)
 
         current = visible(next_token_logprobs)
-        previous = visible(data["prev_logprobs"][:, 1:])
+        previous = current.detach() if self.force_on_policy_ratio else visible(data["prev_logprobs"][:, 1:])
         generation = visible(data["generation_logprobs"][:, 1:])
 
         ratio, clamped = self._ratios(current, previous)
@@ -184,6 +192,14 @@ class ClippedPGLossFn:
             "num_valid_samples": sample_mask.sum(),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
         }
+        if self.force_on_policy_ratio:
+            difference = (generation - previous).abs()
+            difference = torch.where(difference.isnan(), math.inf, difference)
+            metrics |= {
+                MISMATCH_MEAN: token_mean(difference),
+                MISMATCH_MAX: _masked_extreme(difference, mask, torch.amax, 0.0),
+                MISMATCH_SHARE: token_mean((difference > FAR).to(difference.dtype)),
+            }
         return loss, metrics
 
     def _ratios(self, current: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,16 @@ class ClippedPGLossConfig(TypedDict):
     use_importance_sampling_correction: Annotated[bool, Key("weigh each token by the ratio of training to generation policy.")]
     token_level_loss: Annotated[bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")]
     disable_ppo_ratio: NotRequired[Annotated[bool, Key("plain policy gradient, no ratio to previous log-probabilities.", default=False)]]
+    force_on_policy_ratio: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the previous log-probabilities are the current ones, so that the ratio is exactly 1 and no pass computes them, unless "
+                "``grpo.max_token_mult_prob_error`` needs it; for batches that are trained on once.",
+                default=False,
+            ),
+        ]
+    ]
     reference_policy_kl_gradient: NotRequired[
         Annotated[
             Literal["exact", "pathwise"],

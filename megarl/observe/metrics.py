@@ -17,6 +17,10 @@ class Reduction(Enum):
     MAX = "max"
 
 
+FAR = 0.05
+MISMATCH_MEAN, MISMATCH_MAX, MISMATCH_SHARE = "mismatch_mean", "mismatch_max", f"mismatch_share_above_{FAR}"
+"""Metrics of the difference between the log-probabilities of generation and of the policy, of each token."""
+
 # The same number is reported by every micro-batch, so adding them would multiply it.
 _REPEATED_NAMES = (
     "lr",

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.token_batches import pad_rows, span_mask
 from megarl.errors import BatchError, MismatchError
+from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +116,6 @@ def _truncated(output: BatchedDataDict[Any], answers: Sequence[Sequence[int]], s
 MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 """Columns of samples that a model needs to score or train on them."""
 
-FAR = 0.05
 TOKEN_MULT_PROB_ERROR = "token_mult_prob_error"
 
 
@@ -135,11 +135,11 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
     difference = (generation.double() - policy.double()).abs()[mask.bool()]
     difference = torch.where(difference.isnan(), torch.inf, difference)
     if difference.numel() == 0:
-        return {"mismatch_mean": 0.0, "mismatch_max": 0.0, f"mismatch_share_above_{FAR}": 0.0, TOKEN_MULT_PROB_ERROR: 1.0}
+        return {MISMATCH_MEAN: 0.0, MISMATCH_MAX: 0.0, MISMATCH_SHARE: 0.0, TOKEN_MULT_PROB_ERROR: 1.0}
     return {
-        "mismatch_mean": float(difference.mean()),
-        "mismatch_max": float(difference.max()),
-        f"mismatch_share_above_{FAR}": float((difference > FAR).double().mean()),
+        MISMATCH_MEAN: float(difference.mean()),
+        MISMATCH_MAX: float(difference.max()),
+        MISMATCH_SHARE: float((difference > FAR).double().mean()),
         TOKEN_MULT_PROB_ERROR: float(difference.exp().mean()),
     }
 
@@ -154,8 +154,8 @@ def check_mismatch(metrics: dict[str, float], bound: float | None, step: int) ->
     if bound is not None and not error <= bound:
         raise MismatchError(
             f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above grpo.max_token_mult_prob_error = {bound:g}; the "
-            f"log-probabilities of generation and training differ by {metrics['mismatch_mean']:.3g} on average, by more than {FAR} for "
-            f"{metrics[f'mismatch_share_above_{FAR}']:.1%} of the tokens. Nothing was trained on these answers. Fix: compare the precision "
+            f"log-probabilities of generation and training differ by {metrics[MISMATCH_MEAN]:.3g} on average, by more than {FAR} for "
+            f"{metrics[MISMATCH_SHARE]:.1%} of the tokens. Nothing was trained on these answers. Fix: compare the precision "
             "of the engine with policy.precision, and its log-probabilities with those of transformers on the exported model; raise the "
             "bound only if the difference is understood"
         )

@@ -168,6 +168,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"m.virtual_pipeline_model_parallel_size"},
     ),
     ("samples_fill_global_batches", {"policy.train_global_batch_size": 45}, {}, {"policy.train_global_batch_size"}),
+    (
+        "on_policy_batch_is_trained_on_once",
+        {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 24},
+        {},
+        {"loss_fn.force_on_policy_ratio"},
+    ),
     ("global_batch_divides", {"policy.train_global_batch_size": 20}, {}, {"policy.train_global_batch_size"}),
     ("global_batch_divides", {"policy.train_micro_batch_size": 4}, {}, {"policy.train_micro_batch_size"}),
     (

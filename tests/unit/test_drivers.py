@@ -51,12 +51,16 @@ def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, mod
     for row in training:
         assert {"train/loss", "train/grad_norm", "train/lr", "timing/train_s", "timing/step_s", "performance/tokens_per_s"} <= set(row)
         assert all(value is not None for value in row.values())
+    assert all(0 < row["performance/padding_efficiency"] <= 1 for row in training)
     assert [row["train/lr"] for row in training] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3])
     assert [("validation/loss" if algorithm == "sft" else "validation/accuracy") in row for row in training] == [False, True, False, True]
     assert "timing/checkpoint_s" in training[1] and "timing/validation_s" in training[1]
     if algorithm == "grpo":
         phases = {"timing/generation_s", "timing/reward_s", "timing/logprobs_s", "timing/reference_logprobs_s"}
         assert all(phases <= set(row) for row in training)
+        names = ("generation", "logprobs", "reference_logprobs", "train")
+        rates = {f"performance/{name}_{rate}" for name in names for rate in ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu")}
+        assert all(rates | {"performance/idle_s", "performance/mfu"} <= set(row) for row in training)
         assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3) for row in training)
         assert any(0 < row["train/reward"] < 1 and row["train/advantages_min"] < 0 < row["train/advantages_max"] for row in training)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11
@@ -105,6 +109,49 @@ def test_a_mismatch_is_logged_at_every_step_and_ends_the_run_at_its_bound(
     assert maker.policies[0].trained_steps == 0
     assert report(stopped.value) == 1
     assert "step 1: token_mult_prob_error = 1.062 is above grpo.max_token_mult_prob_error = 1.05" in capsys.readouterr().err
+
+
+class CountingLogprobs(PolicyMaker):
+    """Counts the calls of ``get_logprobs``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __call__(self, *arguments: Any) -> ReferencePolicy:
+        policy = super().__call__(*arguments)
+        get_logprobs = policy.get_logprobs
+
+        def counted(*args: Any, **kwargs: Any) -> BatchedDataDict[Any]:
+            self.passes += 1
+            return get_logprobs(*args, **kwargs)
+
+        policy.get_logprobs = counted  # type: ignore[method-assign]
+        return policy
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.01])
+def test_a_batch_that_is_trained_on_once_needs_no_pass_for_its_logprobs(
+    penalty: float, tmp_path: Path, models: dict[str, str], data: str
+) -> None:
+    """Weights and metrics are those of the run with the pass, to rounding; a bound of the mismatch brings the pass back."""
+    passes, logged, weights = {}, {}, {}
+    for name, forced, bound in (("pass", False, None), ("none", True, None), ("bound", True, 10.0)):
+        config = make_config("grpo", tmp_path / name, models["grpo"], data, val_period=0, val_at_start=False)
+        config["grpo"]["max_token_mult_prob_error"] = bound
+        config["policy"]["train_global_batch_size"] = 12
+        config["loss_fn"] |= {"force_on_policy_ratio": forced, "reference_policy_kl_penalty": penalty}
+        maker = CountingLogprobs()
+        assert run(config, maker) == 0
+        passes[name], logged[name], weights[name] = maker.passes, comparable(tmp_path / name), final_weights(tmp_path / name)
+    assert passes == {"pass": STEPS, "none": 0, "bound": STEPS}
+    for whole, *others in zip(*logged.values(), strict=True):
+        for other in others:
+            assert other.keys() == whole.keys()
+            assert other == pytest.approx(whole, rel=1e-4, abs=1e-5)
+    for name in ("none", "bound"):
+        for key, tensor in weights["pass"].items():
+            torch.testing.assert_close(weights[name][key], tensor, rtol=1e-4, atol=1e-5)
 
 
 @sampled(1)

@@ -15,6 +15,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
 from megarl.errors import BatchError, ConfigError
 from megarl.observe.metrics import reduce_metrics
+from megarl.rollout.samples import mismatch_metrics
 
 PG_CONFIG = {
     "reference_policy_kl_penalty": 0.3,
@@ -256,10 +257,11 @@ def all_losses() -> list[LossFunction]:
         NLLLoss(),
         DPOLossFn(DPO_CONFIG),
         DPOLossFn(DPO_CONFIG | {"preference_average_log_probs": True, "sft_average_log_probs": True}),
+        ClippedPGLossFn(PG_CONFIG | {"force_on_policy_ratio": True}),
     ]
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("pieces", [[2, 4], [4, 2], [2, 2, 2]])
 def test_micro_batches_sum_to_the_whole(which: int, pieces: list[int]) -> None:
     loss_fn = all_losses()[which]
@@ -286,7 +288,7 @@ def test_micro_batches_sum_to_the_whole(which: int, pieces: list[int]) -> None:
     torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("empty", ["token_mask", "sample_mask"])
 def test_nothing_valid_gives_zero_loss_and_zero_gradient(which: int, empty: str) -> None:
     data = policy_gradient_batch(7)
@@ -304,7 +306,7 @@ def test_nothing_valid_gives_zero_loss_and_zero_gradient(which: int, empty: str)
     assert not any(math.isnan(float(value)) for value in metrics.values())
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e300])
 def test_masked_positions_never_matter(which: int, garbage: float) -> None:
     data = policy_gradient_batch(8)
@@ -356,6 +358,43 @@ def test_ratio_extremes() -> None:
     assert float(metrics["probs_ratio_min"]) == pytest.approx(float(ratios.min()))
     assert float(metrics["probs_ratio_max"]) == pytest.approx(float(ratios.max()))
     assert 0.8 <= float(metrics["probs_ratio_clamped_min"]) <= float(metrics["probs_ratio_clamped_max"]) <= 1.28
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_a_forced_on_policy_ratio_is_one_and_needs_no_previous_logprobs(change: dict[str, Any]) -> None:
+    """Loss, gradient and metrics are those of a batch whose previous log-probabilities are the present ones."""
+    config = PG_CONFIG | change
+    data = policy_gradient_batch(15)
+    rows, tokens = normalizers(data)
+    found = []
+    for forced in (False, True):
+        current = data["current"][:, 1:].clone().requires_grad_()
+        batch = {**data, "prev_logprobs": data["current"]}
+        if forced:
+            del batch["prev_logprobs"]
+        loss, metrics = ClippedPGLossFn(config | {"force_on_policy_ratio": forced})(batch, rows, tokens, next_token_logprobs=current)
+        loss.backward()
+        found.append((loss.detach(), current.grad, metrics))
+    (loss, gradient, metrics), (forced_loss, forced_gradient, forced_metrics) = found
+    assert torch.equal(loss, forced_loss) and torch.equal(gradient, forced_gradient) and gradient.any()
+    assert all(torch.equal(forced_metrics[name], value) for name, value in metrics.items())
+    if not config.get("disable_ppo_ratio"):
+        assert forced_metrics["probs_ratio_min"] == forced_metrics["probs_ratio_max"] == 1.0
+    mask = data["token_mask"] * data["sample_mask"][:, None]
+    mask[:, 0] = 0.0
+    for name, value in mismatch_metrics(data["generation_logprobs"], data["current"], mask).items():
+        assert float(forced_metrics[name]) == pytest.approx(value, rel=1e-9), name
+
+
+def test_a_mismatch_that_is_not_a_number_is_infinite() -> None:
+    data = policy_gradient_batch(16)
+    data["generation_logprobs"][0, 1:] = math.nan
+    data["token_mask"][0, 1:] = 1.0
+    rows, tokens = normalizers(data)
+    loss_fn = ClippedPGLossFn(PG_CONFIG | {"force_on_policy_ratio": True})
+    _, metrics = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    assert float(metrics["mismatch_max"]) == float(metrics["mismatch_mean"]) == math.inf
+    assert 0 < float(metrics["mismatch_share_above_0.05"]) <= 1
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5, math.nan])
@@ -459,6 +498,7 @@ def test_attributes_of_the_contract() -> None:
         LossType.TOKEN_LEVEL,
         LossType.SEQUENCE_LEVEL,
         LossType.SEQUENCE_LEVEL,
+        LossType.TOKEN_LEVEL,
     ]
     assert LossType("token_level") is LossType.TOKEN_LEVEL and LossType("sequence_level") is LossType.SEQUENCE_LEVEL
     assert all(loss.input_type is LossInputType.LOGPROB and isinstance(loss, LossFunction) for loss in all_losses())

@@ -198,15 +198,31 @@ DYNAMIC = "policy.dynamic_batching"
 
 def samples_fill_global_batches(view: View) -> Iterator[Violation]:
     """A step trains on all its samples."""
+    prompts, generations, size = _samples_of_step(view)
+    if prompts * generations % size:
+        bound = f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} samples of a step"
+        yield Violation(GLOBAL, size, bound, f"write {prompts * generations} or a divisor of it")
+
+
+def _samples_of_step(view: View) -> tuple[int, int, int]:
+    """Prompts of a step, answers to each, and samples of a global batch, of an algorithm that generates."""
     algorithm = view.algorithm
     view.require(algorithm.GENERATES)
     size = view[GLOBAL]
     prompts = size if algorithm.PROMPTS is None else view[algorithm.PROMPTS]
     generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
     view.require(min(prompts, generations, size) >= 1)
-    if prompts * generations % size:
-        bound = f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} samples of a step"
-        yield Violation(GLOBAL, size, bound, f"write {prompts * generations} or a divisor of it")
+    return prompts, generations, size
+
+
+def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
+    """A ratio that is taken as 1 is 1: the policy that trains on a sample is the one that sampled it."""
+    key = "loss_fn.force_on_policy_ratio"
+    view.require(view[key])
+    prompts, generations, size = _samples_of_step(view)
+    if prompts * generations != size:
+        bound = f"a step trains on its {prompts * generations} samples in global batches of {size}, and all but the first are off-policy"
+        yield Violation(key, True, bound, f"write {GLOBAL}: {prompts * generations}, or force_on_policy_ratio: false")
 
 
 def global_batch_divides(view: View) -> Iterator[Violation]:
@@ -263,6 +279,7 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
 
 BATCH_RULES: tuple[Rule, ...] = (
     samples_fill_global_batches,
+    on_policy_batch_is_trained_on_once,
     global_batch_divides,
     validation_batch_divides,
     one_way_of_batching,
