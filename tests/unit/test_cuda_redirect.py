@@ -20,11 +20,13 @@ MISSING = object()
 
 def everything() -> dict[str, Any]:
     """Every attribute that could be replaced, as it is now."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    owners = (torch.cuda, torch.Tensor, mappings, megatron_random, moe_utils, token_dispatcher)
+    owners = (torch.cuda, torch.Tensor, mappings, megatron_random, moe_utils, token_dispatcher, param_and_grad_buffer, schedules)
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -140,3 +142,61 @@ def test_with_a_device_megatron_compiles_what_it_wants(monkeypatch: pytest.Monke
     own = torch.compile
     with cuda_redirect.without_compiler():
         assert torch.compile is own
+
+
+class _Group:
+    """Stands for a process group of a size."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = size
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def test_one_rank_sends_nothing_to_itself() -> None:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    calls = []
+
+    def collective(*tensors: torch.Tensor, **options: Any) -> str:
+        calls.append(options)
+        return "work"
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+            patch.setattr(param_and_grad_buffer, name, collective)
+        for _, _, run in cuda_redirect._collectives_of_one(param_and_grad_buffer):
+            whole = torch.arange(6.0)
+            shard = whole[:]
+            assert run(shard, whole, group=_Group(1), async_op=True) is None and not calls
+            # among several ranks, or into other memory, it is the collective
+            assert run(whole[:3], whole, group=_Group(2)) == run(torch.empty(6), whole, group=_Group(1)) == "work"
+            assert len(calls) == 2
+            calls.clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a process without CUDA")
+def test_a_backward_pass_rewrites_nothing() -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value * 3
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            seen.append(gradients[0].type())
+            return gradients[0] * 3
+
+    seen: list[str] = []
+    value = torch.ones(1, requires_grad=True)
+    cuda_redirect.install()
+    try:
+        with cuda_redirect.cuda_literals():
+            schedules.custom_backward(Seen.apply(value), None)
+            assert value.type() == "torch.cuda.FloatTensor"
+    finally:
+        cuda_redirect.restore()
+    assert seen == ["torch.FloatTensor"] and value.grad is not None and value.grad.item() == 3

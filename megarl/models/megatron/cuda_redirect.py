@@ -9,7 +9,7 @@ Everything that is redirected is listed here and nowhere else. It happens in thr
   ``Tensor.type()``. It costs one to three microseconds for each torch call made under it
   (``python -m benchmarks run redirect.cost``), so ``cuda_literals`` is entered only where
   Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and ``plain_torch`` leaves it again
-  inside the model's forward pass. Modes are thread-local: a helper thread has to enter it itself.
+  inside the model's forward and backward pass. Modes are thread-local: a helper thread has to enter it itself.
 * ``without_compiler``, around the import of Megatron-Core, which gives small functions to ``torch.compile`` (its fused activations,
   a router's count of tokens). On a CPU they stay plain functions: torch's compiler takes seconds of every worker's start to load, then
   runs a C++ compiler, and fuses nothing worth it there.
@@ -163,6 +163,31 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
     yield mappings, "_reduce_scatter_along_first_dim", reduce_scatter_uneven
 
 
+def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Reduce-scatters of gradients and gathers of parameters among one rank: NCCL does nothing there, gloo copies all of them to itself."""
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> Any:
+            if options["group"].size() > 1 or output.data_ptr() != input_.data_ptr():
+                return collective(output, input_, **options)
+            return None
+
+        return run
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        yield buffers, name, unless_alone(getattr(buffers, name))
+
+
+def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
+    """Autograd without the rewriting of literals, of which functions' backward passes have none."""
+
+    def run(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
+        with plain_torch():
+            backward(output, grad_output)
+
+    return run
+
+
 _CUDA_STAND_INS: dict[str, Any] = {
     "current_device": lambda: CPU,
     "current_stream": lambda *args, **kwargs: _STREAM,
@@ -199,6 +224,11 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.transformer.moe import token_dispatcher
 
     yield token_dispatcher, "maybe_move_tensor_to_cpu", _splits_as_they_are
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.pipeline_parallel import schedules
+
+    yield from _collectives_of_one(param_and_grad_buffer)
+    yield schedules, "custom_backward", _plain_backward(schedules.custom_backward)
     yield from _uneven_collectives(mappings)
 
 
@@ -258,5 +288,5 @@ def cuda_literals() -> contextlib.AbstractContextManager[Any]:
 
 
 def plain_torch() -> contextlib.AbstractContextManager[Any]:
-    """Context inside ``cuda_literals`` in which torch calls go straight through, for the forward pass."""
+    """Context inside ``cuda_literals`` in which torch calls go straight through, for the passes through the model."""
     return torch._C.DisableTorchFunction() if needed() else contextlib.nullcontext()

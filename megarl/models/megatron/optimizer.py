@@ -10,8 +10,9 @@ from typing import Any
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megarl.models.engine.backend import StepOutcome
 from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
@@ -87,6 +88,35 @@ def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> 
     )
 
 
+def _norm_of_all(chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], *options: Any) -> tuple[torch.Tensor, None]:
+    """L2 norm of some tensors together, [1] float32, to the bit that of ``local_multi_tensor_l2_norm``, which asks the device for the norm
+    of one tensor after another."""
+    if not _are_float32(tensors[0]):  # which rounds each norm otherwise
+        return local_multi_tensor_l2_norm(chunk_size, noop_flag, tensors, *options)
+    return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(tensors[0])))).reshape(1), None
+
+
+def _scale_all(chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], scale: float) -> None:
+    """Tensors times a number, in place where source and target are one, to the bit as ``local_multi_tensor_scale``, which makes copies."""
+    source, target = tensors
+    if _are_float32(source) and all(one is other for one, other in zip(source, target, strict=True)):
+        torch._foreach_mul_(target, scale)
+    else:
+        local_multi_tensor_scale(chunk_size, noop_flag, tensors, scale)
+
+
+def _are_float32(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.dtype is torch.float32 for tensor in tensors)
+
+
+_OVER_ALL = {"l2_norm_impl": (local_multi_tensor_l2_norm, _norm_of_all), "multi_tensor_scale_impl": (local_multi_tensor_scale, _scale_all)}
+"""What clipping goes over all gradients with, where Megatron-Core finds neither Transformer Engine nor Apex: its own and ours."""
+
+
+def _over_all() -> list[tuple[Any, str, Any]]:
+    return [(clip_grads, name, ours) for name, (own, ours) in _OVER_ALL.items() if getattr(clip_grads, name) is own]
+
+
 def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float], bool]) -> StepOutcome:
     """``optimizer.step()``, whose last part, the update, runs only where ``accepts`` says so of the gradient's norm.
 
@@ -104,7 +134,8 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     def step_with_ready_grads() -> bool:
         return accepts(norms[-1]) and bool(update())
 
-    with patched((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads)):
+    asked = ((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads))
+    with patched(*asked, *_over_all()):
         stepped, _, _ = optimizer.step()
     # before any norm: float16's scaler has found an infinity
     return StepOutcome(norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended)
