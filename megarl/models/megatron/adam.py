@@ -20,7 +20,8 @@ from megarl.errors import ConfigError
 class GroupStepAdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
 
-    The arithmetic is ``torch.optim.adamw.adamw``; only the place of the step counter differs: ``param_group["step"]``, an int.
+    The arithmetic is that of ``torch.optim.adamw.adamw``'s fused kernel; only the place of the step counter differs:
+    ``param_group["step"]``, an int.
 
     Args:
         params: parameters or parameter groups.
@@ -71,14 +72,15 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self.initialize_state(parameter)
-            steps = [torch.tensor(float(group.get("step", 0))) for _ in parameters]
+            # a number a parameter, because the update counts each up; on the device, where the fused kernel reads it
+            steps = torch.full((len(parameters),), float(group.get("step", 0)), device=parameters[0].device).unbind()
             update(
                 parameters,
                 [parameter.grad for parameter in parameters],
                 [self.state[parameter]["exp_avg"] for parameter in parameters],
                 [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
                 [],
-                steps,
+                list(steps),
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -86,10 +88,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
-                foreach=True,
+                foreach=False,
                 capturable=False,
                 differentiable=False,
-                fused=False,
+                fused=True,
             )
             group["step"] = int(group.get("step", 0)) + 1
         return loss
