@@ -1,63 +1,143 @@
-"""``python -m benchmarks list`` and ``python -m benchmarks run [CASE ...] [--quick] [--out FILE.json]``."""
+"""``python -m benchmarks``: ``list`` names cases, ``run`` measures them, ``report`` draws results, ``compare`` sets two side by side."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results_file
 from benchmarks.cases import CASES
+from benchmarks.compare import check, compare
+from benchmarks.marks import marks_of
+from benchmarks.options import Options, layout_of, tokens_of
 from benchmarks.runner import run_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 when a case failed, 2 when the command line makes no sense."""
+    """Exit code: 0, 1 when a case failed or a ratio fell, 2 when the command line makes no sense."""
+    options = _parser().parse_args(arguments)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "run": _run, "report": _report, "compare": _compare}
+    try:
+        return commands[options.command](options)
+    except results_file.ResultsError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What megarl costs, as ratios measured in one run.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name every case")
     run = commands.add_parser("run", help="run cases and print their ratios")
     run.add_argument("cases", nargs="*", metavar="CASE", help="all of them by default")
     run.add_argument("--quick", action="store_true", help="small sizes and few repeats: to see that it works, not to quote")
-    run.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there as well")
-    options = parser.parse_args(arguments)
-    if options.command == "list":
-        for name, case in CASES.items():
-            print(f"{name:<16} {case.about}")
-        return 0
-    unknown = sorted(set(options.cases) - set(CASES))
-    if unknown:
-        print(f"no such case: {', '.join(unknown)}. Fix: choose from {', '.join(CASES)}", file=sys.stderr)
+    run.add_argument("--out", type=Path, metavar="DIR", help="write the results there as well, a file a case; FILE.json takes all")
+    run.add_argument("--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results")
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
+    run.add_argument("--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure")
+    run.add_argument("--tokens", type=_checked(tokens_of), metavar="N,N", help="lengths of sequences")
+    report = commands.add_parser("report", help="one page of tables and plots")
+    report.add_argument("results", type=Path, metavar="DIR", help="what 'run --out' wrote; the page goes beside it")
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default DIR/report.html)")
+    both = commands.add_parser("compare", help="set two results side by side")
+    both.add_argument("before", type=Path, metavar="A")
+    both.add_argument("after", type=Path, metavar="B")
+    return parser
+
+
+def _checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``read`` as argparse wants it, which shows the message of one kind of error only."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def _list(_: argparse.Namespace) -> int:
+    for name, case in CASES.items():
+        print(f"{name:<16} {case.about}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = Options(arguments.device, arguments.model, arguments.layout, arguments.tokens)
+    names = arguments.cases or _cases_that_take(options)
+    wrong = _fault(names, options)
+    if wrong:
+        print(wrong, file=sys.stderr)
         return 2
-    return _run(options.cases or list(CASES), options.quick, options.out)
-
-
-def _run(names: Sequence[str], quick: bool, out: Path | None) -> int:
+    baseline = results_file.read(arguments.check) if arguments.check else None
     results = []
-    for result in run_cases(names, quick):
+    for result in run_cases(names, arguments.quick, options):
         results.append(result)
         _show(result)
-        if out is not None:
-            _write(results, out)
-    return 0 if all(result["success"] for result in results) else 1
+        if arguments.out is not None:
+            results_file.write(results, arguments.out)
+    good = all(result["success"] for result in results)
+    if baseline is not None:
+        held, text = check(baseline, results, narrowed=bool(options.chosen))
+        print(text)
+        good = good and held
+    return 0 if good else 1
 
 
-def _write(results: list[dict[str, Any]], out: Path) -> None:
+def _cases_that_take(options: Options) -> list[str]:
+    """All cases that need no choice, or where something is chosen, those that follow it."""
+    chosen = set(options.chosen)
+    return [name for name, case in CASES.items() if set(case.needs) <= chosen <= set(case.takes)]
+
+
+def _fault(names: Sequence[str], options: Options) -> str:
+    """What is wrong with a choice of cases and options; empty when nothing is."""
+    unknown = sorted(set(names) - set(CASES))
+    if unknown:
+        return f"no such case: {', '.join(unknown)}. Fix: choose from {', '.join(CASES)}"
+    for name in names:
+        if missing := set(CASES[name].needs) - set(options.chosen):
+            return f"{name} needs --{' and --'.join(sorted(missing))}. Fix: give it; see benchmarks/README.md"
+    for option in options.chosen:
+        deaf = [name for name in names if option not in CASES[name].takes]
+        if deaf or not names:
+            able = [name for name, case in CASES.items() if option in case.takes]
+            return f"--{option}: {', '.join(deaf) or 'no case'} cannot follow it. Fix: leave it out, or choose from {', '.join(able)}"
+    return ""
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from benchmarks.report import page
+
+    results = results_file.read(arguments.results)
+    beside = arguments.results if arguments.results.is_dir() else arguments.results.parent
+    out = arguments.out or beside / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.partial")
-    staging.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    staging.replace(out)
+    out.write_text(page(results), encoding="utf-8")
+    print(out)
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    print(compare(results_file.read(arguments.before), results_file.read(arguments.after)))
+    return 0
 
 
 def _show(result: dict[str, Any]) -> None:
-    print(f"{result['case']}: {result['about']} ({'ok' if result['success'] else 'FAILED'}, {result['seconds']:g} s)")
+    took = f"{result['seconds']:g} s, {result['cpu_seconds']:g} CPU s"
+    print(f"{result['case']}: {result['about']} ({'ok' if result['success'] else 'FAILED'}, {took})")
     for point in result["points"]:
         print("  " + " ".join(f"{name}={value}" for name, value in point["parameters"].items()))
         for name, metric in point["metrics"].items():
             spread = f"({metric['min']:.4g} to {metric['max']:.4g}, {metric['repeats']} repeats)"
             print(f"    {name:<34} {metric['median']:>10.4g}  {spread}  {metric['unit']}")
+    for mark in marks_of(result):
+        print(f"  not to be quoted: {mark}")
     if result["error"]:
         print("  " + result["error"].strip().replace("\n", "\n  "))
     sys.stdout.flush()

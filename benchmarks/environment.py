@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "megatron-core", "transformers", "ray", "numpy")
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "numpy", "trl")
 
 
 def commit() -> str:
@@ -28,14 +28,14 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def describe() -> dict[str, Any]:
+def describe(device: str = "cpu") -> dict[str, Any]:
     """Processor, cores, versions, device and the load of the last minute, ready for JSON."""
     return {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
-        "device": "cpu",
+        "device": device,
         "threads": 1,
         "load_before": load(),
     }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.timing import Spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,36 @@ class Metric:
         return Metric.of(f"ratio to {baseline}", [one / other for one, other in zip(measured, against, strict=True)])
 
     def summary(self) -> dict[str, Any]:
-        """Median, smallest, largest and number of the samples, ready for JSON."""
+        """Median, smallest, largest and number of the samples, and the distance of their quartiles over the median, ready for JSON."""
+        middle = statistics.median(self.samples)
+        lower, _, upper = statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else [middle] * 3
         return {
             "unit": self.unit,
-            "median": statistics.median(self.samples),
+            "median": middle,
             "min": min(self.samples),
             "max": max(self.samples),
             "repeats": len(self.samples),
+            "spread": (upper - lower) / abs(middle) if middle else 0.0,
         }
+
+
+def sides(name: str, ours: Spent, other: str, theirs: Spent) -> dict[str, Metric]:
+    """The ratios of wall and of CPU seconds of two things that took turns, and both things' seconds.
+
+    Args:
+        name: of the ratio of wall seconds; the others are made from it.
+        ours: what is measured.
+        other: what it is measured against, with its article: ``the bare step``.
+        theirs: its seconds.
+    """
+    return {
+        name: Metric.ratio(other, ours.wall, theirs.wall),
+        f"{name}_cpu": Metric.ratio(f"CPU seconds of {other}", ours.cpu, theirs.cpu),
+        f"{name}_seconds": Metric.of("s", ours.wall),
+        f"{name}_cpu_seconds": Metric.of("CPU s", ours.cpu),
+        f"{name}_against_seconds": Metric.of(f"s of {other}", theirs.wall),
+        f"{name}_against_cpu_seconds": Metric.of(f"CPU s of {other}", theirs.cpu),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +75,15 @@ class Point:
     Attributes:
         parameters: numbers and names that tell this point from the others of its case.
         metrics: by name.
+        run: where it is a whole run, what the field publishes of one: the columns of ``benchmarks.whole_runs``.
     """
 
     parameters: Mapping[str, int | float | str]
     metrics: Mapping[str, Metric]
+    run: Mapping[str, int | float | str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"parameters": dict(self.parameters), "metrics": {name: metric.summary() for name, metric in self.metrics.items()}}
+        record: dict[str, Any] = {"parameters": dict(self.parameters)}
+        record["metrics"] = {name: metric.summary() for name, metric in self.metrics.items()}
+        return {**record, "run": dict(self.run)} if self.run else record

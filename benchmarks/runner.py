@@ -17,24 +17,26 @@ import psutil
 
 from benchmarks import environment
 from benchmarks.cases import CASES, Case
+from benchmarks.options import AS_EACH_CASE_HAS_IT, Options
 from benchmarks.point import Point
+from benchmarks.usage import measured_usage
 
 CASE_SECONDS = 600.0
 LAST_WORDS_SECONDS = 20.0
 OUTPUT_SHOWN = 2000  # characters
 
 
-def run_case(name: str, quick: bool, case: Case | None = None) -> dict[str, Any]:
+def run_case(name: str, quick: bool, case: Case | None = None, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
     """One result, ready for JSON: case, commit, environment, parameters, metrics of every point, and whether it went well.
 
     A case that raises, dies or takes longer than ``CASE_SECONDS`` gives a result with ``success`` false and the reason in ``error``; points
     that it had finished by then are kept.
     """
     case = case or CASES[name]
-    started = time.monotonic()
-    surroundings = environment.describe()
-    points, error = _collect(case, quick)
-    surroundings["load_after"] = environment.load()
+    surroundings = environment.describe(options.device)
+    with measured_usage() as usage:
+        points, error = _collect(case, quick, options)
+    surroundings.update(load_after=environment.load(), others=None if usage.others is None else round(usage.others, 2))
     if error is None and not points:
         error = "the case measured nothing"
     return {
@@ -43,26 +45,28 @@ def run_case(name: str, quick: bool, case: Case | None = None) -> dict[str, Any]
         "commit": environment.commit(),
         "environment": surroundings,
         "quick": quick,
+        "options": {option: str(getattr(options, option)) for option in options.chosen},
         "points": [point.record() for point in points],
         "success": error is None,
         "error": error,
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(usage.wall, 1),
+        "cpu_seconds": round(usage.cpu, 1),
     }
 
 
-def run_cases(names: Iterable[str], quick: bool) -> Iterator[dict[str, Any]]:
+def run_cases(names: Iterable[str], quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> Iterator[dict[str, Any]]:
     """Results in the order of ``names``."""
     for name in names:
-        yield run_case(name, quick)
+        yield run_case(name, quick, options=options)
 
 
-def _collect(case: Case, quick: bool) -> tuple[list[Point], str | None]:
+def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], str | None]:
     """Points of a case and, where it failed, why."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     points: list[Point] = []
     with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
-        process = context.Process(target=_serve, args=(case.module, quick, there, output.name))
+        process = context.Process(target=_serve, args=(case, quick, options, there, output.name))
         process.start()
         there.close()
         try:
@@ -87,15 +91,16 @@ def _receive(results: Connection, points: list[Point]) -> str | None:
     return f"no end after {CASE_SECONDS:g} s"
 
 
-def _serve(module: str, quick: bool, results: Connection, output: str) -> None:
+def _serve(case: Case, quick: bool, options: Options, results: Connection, output: str) -> None:
     """In the case's process: send every point as it comes, then None, or what went wrong. What libraries print goes to a file."""
     with open(output, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # before torch is imported, which reads the first once
-    os.environ.update({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
+    os.environ.update({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": options.device, "TOKENIZERS_PARALLELISM": "false"})
     try:
-        for point in importlib.import_module(module).measure(quick):
+        measure = importlib.import_module(case.module).measure
+        for point in measure(quick, options) if case.takes else measure(quick):
             results.send(point)
         results.send(None)
     except BaseException:

@@ -1,11 +1,12 @@
-"""Timing of several things in turn, in one process."""
+"""Timing of several things in turn, in one process: wall seconds and CPU seconds."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -28,6 +29,55 @@ def seconds_of(action: Callable[[], Any], calls: int = 1) -> float:
     for _ in range(calls):
         action()
     return (time.perf_counter() - start) / calls
+
+
+@dataclass(slots=True)
+class Spent:
+    """Spent: what the repeats of one thing took.
+
+    Attributes:
+        wall: seconds of each repeat.
+        cpu: CPU seconds of the process in each repeat, over all of its threads. On a busy machine they say more.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def repeat(self, counts: bool = True, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Add what happens inside, unless it does not count.
+
+        Args:
+            counts: False for warm-up.
+            settle: waits until a device has done what it was given, so that it counts where it belongs.
+        """
+        settle()
+        cpu, wall = time.process_time(), time.perf_counter()
+        yield
+        settle()
+        if counts:
+            self.wall.append(time.perf_counter() - wall)
+            self.cpu.append(time.process_time() - cpu)
+
+
+def over_ranks(ranks: Sequence[Spent]) -> Spent:
+    """The wall seconds of the rank that took longest, and the core-seconds of all ranks together."""
+    wall = [max(repeat) for repeat in zip(*(spent.wall for spent in ranks), strict=True)]
+    return Spent(wall, [sum(repeat) for repeat in zip(*(spent.cpu for spent in ranks), strict=True)])
+
+
+def spent_in_turn(
+    actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, settle: Callable[[], None] = lambda: None
+) -> dict[str, Spent]:
+    """What each action took. Every repeat runs all actions one after another, so a passing load on the machine meets all of them."""
+    spent = {name: Spent() for name in actions}
+    with collector_off():
+        for turn in range(warm_up + repeats):
+            for name, action in actions.items():
+                with spent[name].repeat(turn >= warm_up, settle):
+                    action()
+            gc.collect()
+    return spent
 
 
 def in_turn(

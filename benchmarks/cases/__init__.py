@@ -11,11 +11,17 @@ class Case:
 
     Attributes:
         about: what is compared with what, in a line.
-        module: has ``measure(quick) -> Iterator[Point]``.
+        module: has ``measure(quick) -> Iterator[Point]``, or ``measure(quick, options)`` where it takes any.
+        takes: the options of ``benchmarks.options.Options`` that it follows.
+        needs: those of them that it cannot do without; a run of all cases leaves it out where they are not chosen.
+        load: processes that compute at the same time, and so the load that the case itself causes.
     """
 
     about: str
     module: str
+    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    load: float = 2.0
 
 
 CASES = {

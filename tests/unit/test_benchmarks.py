@@ -46,12 +46,41 @@ def measured_by(body: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_result_holds_all_that_is_needed_to_read_it() -> None:
     result = runner.run_case("known", True, Case("numbers known before", HERE))
     assert json.loads(json.dumps(result)) == result
-    assert result.keys() == {"case", "about", "commit", "environment", "quick", "points", "success", "error", "seconds"}
-    assert result["environment"].keys() >= {"cpu", "cores", "python", "torch", "megatron-core", "device", "load_before", "load_after"}
+    assert result.keys() == {
+        "case",
+        "about",
+        "commit",
+        "environment",
+        "quick",
+        "options",
+        "points",
+        "success",
+        "error",
+        "seconds",
+        "cpu_seconds",
+    }
+    assert result["environment"].keys() >= {
+        "cpu",
+        "cores",
+        "python",
+        "torch",
+        "megatron-core",
+        "device",
+        "load_before",
+        "load_after",
+        "others",
+    }
     assert (result["case"], result["quick"], result["success"], result["error"]) == ("known", True, True, None)
     assert [point["parameters"] for point in result["points"]] == [{"quick": 1}, {"quick": 1, "name": "second"}]
     # 4/2, 9/3 and 2/2: ratios of pairs, not of the medians
-    assert result["points"][0]["metrics"]["time"] == {"unit": "ratio to the other", "median": 2.0, "min": 1.0, "max": 3.0, "repeats": 3}
+    assert result["points"][0]["metrics"]["time"] == {
+        "unit": "ratio to the other",
+        "median": 2.0,
+        "min": 1.0,
+        "max": 3.0,
+        "repeats": 3,
+        "spread": 0.5,
+    }
 
 
 POINT = "    yield Point({'n': 1}, {'m': Metric.of('s', [1.0])})\n"

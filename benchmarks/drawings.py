@@ -1,0 +1,140 @@
+"""The plots of a report: the ratios of a case, as lines over what was varied or as bars, each with the range of its repeats."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.change import name_of
+
+Points = Sequence[Mapping[str, Any]]
+MOST_PANELS, MOST_BARS, MOST_LINES = 3, 24, 8
+INK, RULE = "#222222", "#bbbbbb"
+# distinguishable also without colours' names: Okabe and Ito's, darkest first
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
+
+
+def ratios_of(points: Points) -> list[str]:
+    """Names of the metrics that are ratios, in their order, those of all points."""
+    found = dict.fromkeys(name for point in points for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio to "))
+    return list(found)
+
+
+def drawn(points: Points) -> str:
+    """An SVG of the first ratios of a case; empty where there are none, or one number alone."""
+    ratios = ratios_of(points)[:MOST_PANELS]
+    if not ratios or len(points) < 2:
+        return ""
+    axis = varied(points)
+    return _svg(_lines(points, ratios, axis)) if axis else _svg(_bars(points, ratios))
+
+
+def varied(points: Points) -> str | None:
+    """The parameter to draw over: a number with several values among points that are otherwise alike."""
+    candidates = [name for name, value in points[0]["parameters"].items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    sizes = {name: _longest_line(points, name) for name in candidates}
+    best = max(candidates, key=lambda name: sizes[name], default=None)
+    return best if best is not None and sizes[best] >= 2 and len(series(points, best)) <= MOST_LINES else None
+
+
+def _longest_line(points: Points, axis: str) -> int:
+    return max((len({point["parameters"][axis] for point in line}) for line in series(points, axis).values()), default=0)
+
+
+def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Points that differ in ``axis`` alone, by what they have in common."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for point in points:
+        if axis in point["parameters"]:
+            rest = {name: value for name, value in point["parameters"].items() if name != axis and _tells_apart(points, name)}
+            lines.setdefault(name_of(rest), []).append(point)
+    return {name: sorted(line, key=lambda point: point["parameters"][axis]) for name, line in lines.items()}
+
+
+def _tells_apart(points: Points, name: str) -> bool:
+    return len({str(point["parameters"].get(name)) for point in points}) > 1
+
+
+def _lines(points: Points, ratios: Sequence[str], axis: str) -> Any:
+    figure, panels = _figure(len(ratios), height=3.2)
+    lines = series(points, axis)
+    for panel, ratio in zip(panels, ratios, strict=True):
+        for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
+            measured = [(point["parameters"][axis], point["metrics"][ratio]) for point in line if ratio in point["metrics"]]
+            places = [place for place, _ in measured]
+            panel.plot(places, [metric["median"] for _, metric in measured], color=colour, marker="o", markersize=4, label=name or None)
+            panel.fill_between(places, *([metric[end] for _, metric in measured] for end in ("min", "max")), color=colour, alpha=0.15, lw=0)
+        values = sorted({point["parameters"][axis] for point in points if axis in point["parameters"]})
+        if values[0] > 0 and values[-1] / values[0] >= 4:
+            panel.set_xscale("log", base=2)
+            panel.minorticks_off()
+        panel.set_xticks(values, [f"{value:g}" for value in values], rotation=45 if len(values) > 6 else 0)
+        panel.set_xlabel(axis.replace("_", " "))
+        _finish(panel, ratio, panel.set_yscale, panel.axhline)
+    handles, labels = panels[0].get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 45 else 3, frameon=False, fontsize=8)
+    return figure
+
+
+def _bars(points: Points, ratios: Sequence[str]) -> Any:
+    shown = points[:MOST_BARS]
+    names = [name_of({key: value for key, value in point["parameters"].items() if _tells_apart(points, key)}) for point in shown]
+    figure, panels = _figure(len(ratios), height=1.0 + 0.26 * len(shown), sharey=True)
+    for panel, ratio, colour in zip(panels, ratios, COLOURS, strict=False):
+        for row, point in enumerate(shown):
+            if ratio in point["metrics"]:
+                metric = point["metrics"][ratio]
+                panel.barh(row, metric["median"], color=colour, alpha=0.75, height=0.7)
+                panel.plot([metric["min"], metric["max"]], [row, row], color=INK, lw=1)
+        panel.set_yticks(range(len(shown)), names)
+        _finish(panel, ratio, panel.set_xscale, panel.axvline)
+    panels[0].invert_yaxis()
+    return figure
+
+
+def _finish(panel: Any, ratio: str, set_scale: Any, rule: Any) -> None:
+    """A line where both are the same, a scale that shows all of it, and the panel's title."""
+    low, high = panel.dataLim.intervaly if set_scale == panel.set_yscale else panel.dataLim.intervalx
+    if low > 0 and high / low > 20:
+        set_scale("log")
+    rule(1.0, color=INK, lw=1, ls=":")
+    panel.set_title(ratio.replace("_", " "), fontsize=9, color=INK)
+    panel.grid(color=RULE, lw=0.4)
+    panel.set_axisbelow(True)
+
+
+def _figure(count: int, height: float, sharey: bool = False) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.6 * count + 0.6, height), layout="constrained")
+    panels = figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
+    for panel in panels:
+        panel.tick_params(labelsize=8, colors=INK)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, list(panels)
+
+
+def _svg(figure: Any) -> str:
+    """The element alone, with its text as text, so that a page can be searched."""
+    import matplotlib
+
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.family": "sans-serif"}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    text = written.getvalue()
+    return text[text.index("<svg") :]
+
+
+def all_drawn(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Each result with its plot; ids are made different, since all stand in one page."""
+    for place, result in enumerate(results):
+        svg = drawn(result["points"])
+        yield result, _with_own_ids(svg, f"r{place}-")
+
+
+def _with_own_ids(svg: str, prefix: str) -> str:
+    for before in ('id="', 'href="#', "url(#"):
+        svg = svg.replace(before, before + prefix)
+    return svg

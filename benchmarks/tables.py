@@ -1,0 +1,22 @@
+"""Plain text tables, and numbers as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; a head, a line, the rows."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def number(value: float) -> str:
+    """Four digits, without an exponent where that can be."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def share(value: float) -> str:
+    """A share as per cent with its sign."""
+    return f"{100 * value:+.1f} %"

@@ -1,0 +1,83 @@
+"""CPU seconds that a case and everything it started used, and what other programs of the machine used meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing.resource_tracker
+import os
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+ORPHAN_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Usage of the machine over some time; filled in at its end.
+
+    Attributes:
+        wall: seconds.
+        cpu: CPU seconds of this process and of all that it started, wherever those went.
+        others: cores that other programs kept busy, on average; None where the kernel does not say.
+    """
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    others: float | None = None
+
+
+@contextlib.contextmanager
+def measured_usage() -> Iterator[Usage]:
+    """What happens inside. Processes that outlive their parents inside become this process's own, so that their seconds count too."""
+    multiprocessing.resource_tracker.ensure_running()  # it lives as long as this process: nobody waits for it below
+    before = {child.pid for child in psutil.Process().children()}
+    usage, begun, used, busy = Usage(), time.monotonic(), _own_cpu(), machine_cpu()
+    _adopt_orphans(True)
+    try:
+        yield usage
+    finally:
+        _end_orphans(before)
+        _adopt_orphans(False)
+        usage.wall, usage.cpu = time.monotonic() - begun, _own_cpu() - used
+        after = machine_cpu()
+        if busy is not None and after is not None:
+            usage.others = max(0.0, after - busy - usage.cpu) / usage.wall
+
+
+def _own_cpu() -> float:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
+    """Seconds that the cores of this process were busy since the machine started, whoever made them so."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    try:
+        lines = [line.split() for line in statistics.read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already. Stolen time is lost to another machine.
+    counted = [[int(word) for word in words[1:9]] for words in lines if words[0] in cores]
+    return sum(sum(ticks) - ticks[3] - ticks[4] for ticks in counted) / _CLOCK_TICKS if counted else None
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def _end_orphans(before: set[int]) -> None:
+    """Wait for new children, then end those that stay: nobody else will, and the next case wants a quiet machine."""
+    new = [child for child in psutil.Process().children() if child.pid not in before]
+    _, alive = psutil.wait_procs(new, timeout=ORPHAN_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=ORPHAN_SECONDS)

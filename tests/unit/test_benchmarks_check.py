@@ -1,0 +1,187 @@
+"""The gate on ratios, and what is said of results: a planted delay fails, the same code passes, marked results are named."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import results_file
+from benchmarks.cases import CASES, Case
+from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, judged, spread_of
+from benchmarks.compare import check, compare
+from benchmarks.marks import is_loaded, marks_of
+from benchmarks.point import Metric, Point, sides
+from benchmarks.timing import Spent, spent_in_turn
+from benchmarks.usage import measured_usage
+
+HERE = __name__
+DELAY = Path("delay")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """A case that sums numbers on both sides, and on the measured side burns what the file ``delay`` of the directory says besides."""
+    planted = int(DELAY.read_text()) if DELAY.exists() else 0
+    numbers = range(200_000)
+    spent = spent_in_turn({"ours": lambda: (sum(numbers), sum(range(planted))), "theirs": lambda: sum(numbers)}, repeats=9)
+    yield Point({"numbers": len(numbers)}, sides("sum", spent["ours"], "the plain sum", spent["theirs"]))
+
+
+@pytest.fixture
+def summing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in, with the case ``summing`` known."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(CASES, "summing", Case("sums", HERE))
+    return tmp_path
+
+
+def test_a_planted_delay_fails_and_the_same_code_passes(summing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "summing", "--out", "base.json"]) == 0
+    _widen(summing / "base.json", 0.15)  # a machine full of other tests must not decide
+    assert command.main(["run", "summing", "--check", "base.json"]) == 0
+    # wall seconds do not count where other programs run
+    assert re.search("check: none of [12] ratios fell", capsys.readouterr().out)
+    DELAY.write_text("200000")
+    assert command.main(["run", "summing", "--check", "base.json"]) == 1
+    said = capsys.readouterr().out
+    assert "ratios fell" in said
+    [row] = [line for line in said.splitlines() if "sum_cpu " in line and "FELL" in line]
+    assert "numbers=200000" in row
+
+
+def _widen(path: Path, spread: float) -> None:
+    results = json.loads(path.read_text())
+    for metric in results[0]["points"][0]["metrics"].values():
+        metric["spread"] = spread
+    path.write_text(json.dumps(results))
+
+
+def summary(median: float, spread: float = 0.0, unit: str = "ratio to the bare step") -> dict[str, Any]:
+    return {"unit": unit, "median": median, "min": median, "max": median, "repeats": 5, "spread": spread}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (summary(1.0), summary(1.04), SAME),
+        (summary(1.0), summary(1.06), FELL),
+        (summary(1.0), summary(0.9), GAINED),
+        (summary(1.0, 0.1), summary(1.19), SAME),
+        (summary(1.0, 0.1), summary(1.21), FELL),
+        (summary(1.0, 0.1), summary(1.21, 0.3), FELL),
+        (summary(1.0, 0.02), summary(1.0, 0.06), SAME),
+        (summary(1.0, 0.02), summary(1.0, 0.08), UNSTEADY),
+        (summary(2.0, unit="ratio to the speed of a copy"), summary(1.8, unit="ratio to the speed of a copy"), FELL),
+        (summary(2.0, unit="ratio to padded rows, valid tokens a second"), summary(2.2), GAINED),
+        (summary(1.0), None, MISSING),
+    ],
+)
+def test_a_ratio_is_judged_by_the_spread_of_the_baseline(before: dict[str, Any], after: dict[str, Any] | None, verdict: str) -> None:
+    assert judged("case", "point", "metric", before, after).verdict == verdict
+
+
+def test_the_spread_is_that_of_the_quartiles_and_earlier_results_have_half_their_range() -> None:
+    of_five = Metric.of("s", [1.0, 2.0, 3.0, 4.0, 100.0]).summary()
+    assert spread_of(of_five) == pytest.approx(2 / 3)
+    assert spread_of(Metric.of("s", [7.0]).summary()) == 0.0
+    assert spread_of({"median": 2.0, "min": 1.5, "max": 2.5}) == 0.25
+
+
+def result(
+    case: str = "made.up", *, commit: str = "a" * 40, others: float | None = 0.0, wall: float = 1.0, cpu: float = 1.0
+) -> dict[str, Any]:
+    metrics = {
+        "step": summary(wall),
+        "step_cpu": summary(cpu, unit="ratio to CPU seconds of the bare step"),
+        "size": summary(3.0, unit="s"),
+    }
+    surroundings = {"cpu": "a processor", "cores": 2, "load_before": 0.1, "load_after": 1.0, "others": others}
+    point = {"parameters": {"ranks": 1}, "metrics": metrics}
+    known = {"case": case, "about": "made up", "commit": commit, "environment": surroundings, "quick": False, "points": [point]}
+    return {**known, "success": True, "error": None, "seconds": 1.0, "cpu_seconds": 1.0}
+
+
+def test_cpu_seconds_decide_on_a_busy_machine() -> None:
+    slower = result(wall=1.3)
+    assert check([result()], [slower])[0] is False
+    held, said = check([result()], [{**slower, "environment": {**slower["environment"], "others": 1.2}}])
+    assert held
+    assert "1 ratios of wall seconds did not count" in said
+    assert check([result()], [result(wall=1.3, cpu=1.3, others=1.2)])[0] is False
+
+
+def test_a_check_of_nothing_is_no_pass() -> None:
+    held, said = check([result("one")], [result("other")])
+    assert not held
+    assert "0 ratios to compare" in said
+    missing = {**result(), "points": []}
+    assert check([result()], [missing])[0] is False
+    assert "MISSING" in check([result()], [missing])[1]
+
+
+@pytest.mark.parametrize(
+    ("facts", "mark"),
+    [
+        ({"commit": "b" * 40 + "+changes"}, "the tree differed from its commit"),
+        ({"quick": True}, "quick sizes"),
+        ({"success": False}, "failed"),
+        ({"environment": {"others": 0.4}}, "other programs kept 0.40 cores busy"),
+        ({"environment": {"cores": 2, "load_before": 7.5, "load_after": 2.0}}, "load 7.5, the case's own is 2"),
+        ({}, None),
+        ({"environment": {"cores": 2, "load_before": 2.2, "load_after": 2.0}}, None),
+    ],
+)
+def test_what_keeps_a_result_from_being_quoted(facts: dict[str, Any], mark: str | None) -> None:
+    marks = marks_of({**result(), **facts})
+    assert [mark in said for said in marks] == [True] if mark else not marks
+
+
+def test_compare_names_marked_results_and_puts_changes_first() -> None:
+    said = compare([result("one"), result("two", commit="c" * 40 + "+changes")], [result("one"), result("two", cpu=1.5)]).splitlines()
+    assert said[2].split()[0] == "two" and said[2].endswith("FELL")
+    assert any(line.startswith("not to be quoted: earlier two: the tree differed") for line in said)
+    assert not any("size" in line.split() for line in said), "absolute numbers are no ratio"
+
+
+def test_compare_reads_what_was_committed_long_ago(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["compare", str(RESULTS / "cpu-2core.json"), str(RESULTS)]) == 0
+    assert "pack.quality" in capsys.readouterr().out
+    assert command.main(["compare", str(RESULTS / "backends.json"), str(RESULTS)]) == 2
+    assert "0 results of cases" in capsys.readouterr().err
+    assert not is_loaded(results_file.read(RESULTS / "generation-cpu.json")[0])
+
+
+def test_a_directory_takes_a_file_for_each_case(tmp_path: Path) -> None:
+    results_file.write([result("one"), result("two")], tmp_path / "new" / "dir")
+    assert sorted(path.name for path in (tmp_path / "new" / "dir").iterdir()) == ["one.json", "two.json"]
+    assert [found["case"] for found in results_file.read(tmp_path / "new" / "dir")] == ["one", "two"]
+    (tmp_path / "new" / "dir" / "broken.json").write_text("{")
+    with pytest.raises(results_file.ResultsError, match=r"broken\.json is no JSON"):
+        results_file.read(tmp_path / "new" / "dir")
+
+
+def test_both_sides_are_timed_in_wall_and_in_cpu_seconds() -> None:
+    spent = spent_in_turn({"sleeps": lambda: time.sleep(0.05), "burns": lambda: sum(range(300_000))}, repeats=2)
+    assert {name: (len(side.wall), len(side.cpu)) for name, side in spent.items()} == {"sleeps": (2, 2), "burns": (2, 2)}
+    assert min(spent["sleeps"].wall) >= 0.05 > 5 * max(spent["sleeps"].cpu)
+    metrics = sides("step", Spent([2.0], [6.0]), "the bare step", Spent([1.0], [2.0]))
+    assert (metrics["step"].samples, metrics["step_cpu"].samples) == ((2.0,), (3.0,))
+
+
+def test_cpu_seconds_of_children_count_also_of_those_that_outlive_their_parents(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 0.4: pass"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}])"
+    with measured_usage() as usage:
+        subprocess.run([sys.executable, "-c", parent], check=True)
+    assert 0.4 <= usage.cpu < 2.0
+    assert usage.wall > 0.3
+    assert usage.others is not None and usage.others >= 0.0
