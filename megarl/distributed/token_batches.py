@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +16,74 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_value: int) -> tuple[Tensor, Tensor]:
     """Right-padded int64 [B, S] (S is the longest row) and the int64 [B] lengths."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    padded = torch.full((len(rows), max((len(row) for row in rows), default=0)), pad_value, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        padded[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return padded, lengths
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    padded = np.full((len(rows), lengths.max(initial=0)), pad_value, np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
+    return torch.from_numpy(padded), torch.from_numpy(lengths)
+
+
+class TokenRows(Sequence[list[int]]):
+    """Rows of token ids as parts of a batch, each made a list only when it is asked for.
+
+    Args:
+        ids: [B, S] int.
+        starts, ends: [B] int; row r is ``ids[r, starts[r]:ends[r]]``.
+    """
+
+    def __init__(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        self._ids, self._starts, self._ends = ids, starts, ends
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+        """Of rows that are lists already."""
+        ids, lengths = pad_rows(rows, 0)
+        return cls(ids.numpy(), np.zeros(len(rows), np.int64), lengths.numpy())
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, row: int) -> list[int]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> TokenRows: ...
+
+    def __getitem__(self, row: int | slice) -> list[int] | TokenRows:
+        if isinstance(row, slice):
+            return TokenRows(self._ids[row], self._starts[row], self._ends[row])
+        return self._ids[row, self._starts[row] : self._ends[row]].tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for row, start, end in zip(self._ids, self._starts.tolist(), self._ends.tolist(), strict=True):
+            yield row[start:end].tolist()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, [B] int64."""
+        return self._ends - self._starts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return int(self.lengths.sum())
+
+    def joined(self) -> np.ndarray:
+        """All tokens one after another."""
+        places = np.arange(self._ids.shape[1])
+        return self._ids[(places >= self._starts[:, None]) & (places < self._ends[:, None])]
+
+    def last(self, without: int) -> np.ndarray:
+        """The last token of each row, [B]; ``without`` where it has none."""
+        if self._ids.shape[1] == 0:
+            return np.full(len(self), without)
+        found = self._ids[np.arange(len(self)), np.maximum(self._ends - 1, 0)]
+        return np.where(self.lengths > 0, found, without)
+
+    def parts(self, tokens: int) -> Iterator[TokenRows]:
+        """The rows in order, in parts of at most about so many tokens, and of a row at least."""
+        part = (np.cumsum(self.lengths) - 1) // tokens
+        for first, last in pairwise(sorted({0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(self)})):
+            yield self[first:last]
 
 
 def span_mask(starts: Tensor, ends: Tensor, length: int) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.distributed.token_batches import TokenRows
 from megarl.errors import BatchError
 from megarl.observe.timing import Sequences
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
@@ -154,8 +155,7 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
 
 
 def _turn(samples: BatchedDataDict[Any], records: Sequence[Example]) -> Turn:
-    starts, ends = samples["prompt_lengths"].tolist(), samples["input_lengths"].tolist()
-    ids = [samples["input_ids"][row, starts[row] : ends[row]].tolist() for row in range(len(records))]
+    ids = TokenRows(*(samples[key].numpy() for key in ("input_ids", "prompt_lengths", "input_lengths")))
     return Turn(records, samples["response_text"], ids, [None] * len(records))
 
 

@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.token_batches import pad_rows, span_mask
+from megarl.distributed.token_batches import TokenRows, pad_rows, span_mask
 from megarl.errors import BatchError, MismatchError
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE
+from megarl.rollout.texts import decode_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,18 +65,18 @@ def generate_samples(
     Raises:
         BatchError: the numbers of seeds and rows differ, or the policy's answer does not fit the prompts.
     """
-    rows = [list(prompt) for prompt in prompts for _ in range(num_generations)]
-    prompt_ids, prompt_lengths = pad_rows(rows, tokenizer.pad_token_id)
+    rows = len(prompts) * num_generations
+    prompt_ids, prompt_lengths = (column.repeat_interleave(num_generations, dim=0) for column in pad_rows(prompts, tokenizer.pad_token_id))
     request: BatchedDataDict[Any] = BatchedDataDict({"input_ids": prompt_ids, "input_lengths": prompt_lengths})
     if seeds is not None:
-        if len(seeds) != len(rows):
-            raise BatchError(f"{len(seeds)} sampling seeds for {len(rows)} samples. Fix: pass one seed for each prompt and generation")
+        if len(seeds) != rows:
+            raise BatchError(f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and generation")
         request["sampling_seeds"] = torch.tensor(list(seeds), dtype=torch.int64)
     output = policy.generate(request, greedy=greedy)
 
     input_ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"].long()
     _check_answers(input_ids, lengths, output["generation_lengths"], prompt_ids, prompt_lengths)
-    answers = [input_ids[row, prompt_lengths[row] : lengths[row]].tolist() for row in range(len(rows))]
+    answers = TokenRows(input_ids.numpy(), prompt_lengths.numpy(), lengths.numpy())
     stops = set(stop_token_ids) if stop_token_ids is not None else {tokenizer.eos_token_id}
     return BatchedDataDict(
         {
@@ -87,17 +89,18 @@ def generate_samples(
             "truncated": _truncated(output, answers, stops),
             "prompt_ids": prompt_ids,
             "prompt_lengths": prompt_lengths,
-            "response_text": tokenizer.batch_decode(answers, skip_special_tokens=True),
+            "response_text": decode_rows(tokenizer, answers),
         }
     )
 
 
 def _check_answers(input_ids: Tensor, lengths: Tensor, new_lengths: Tensor, prompt_ids: Tensor, prompt_lengths: Tensor) -> None:
     """Refuse an output whose rows are not those of the prompts, in their order."""
-    fits = input_ids.shape[0] == prompt_ids.shape[0] and torch.equal(lengths, prompt_lengths + new_lengths)
+    width = prompt_ids.shape[1]
+    fits = input_ids.shape[0] == prompt_ids.shape[0] and torch.equal(lengths, prompt_lengths + new_lengths) and input_ids.shape[1] >= width
     if fits:
-        inside = span_mask(torch.zeros_like(prompt_lengths), prompt_lengths, prompt_ids.shape[1]).bool()
-        fits = torch.equal(input_ids[:, : prompt_ids.shape[1]][inside], prompt_ids[inside])
+        outside = torch.arange(width) >= prompt_lengths.unsqueeze(1)
+        fits = bool(((input_ids[:, :width] == prompt_ids) | outside).all())
     if not fits:
         raise BatchError(
             f"generated rows {list(input_ids.shape)} with {lengths.tolist()[:8]} tokens, {new_lengths.tolist()[:8]} of them new, "
@@ -106,11 +109,12 @@ def _check_answers(input_ids: Tensor, lengths: Tensor, new_lengths: Tensor, prom
         )
 
 
-def _truncated(output: BatchedDataDict[Any], answers: Sequence[Sequence[int]], stops: set[int]) -> Tensor:
+def _truncated(output: BatchedDataDict[Any], answers: TokenRows, stops: set[int]) -> Tensor:
     """[B] bool. A generator that knows better, because it stops at texts too, says so under ``truncated``."""
     if "truncated" in output:
         return output["truncated"].bool()
-    return torch.tensor([not answer or answer[-1] not in stops for answer in answers])
+    # no token has the id -1, so that an answer without tokens has none of the stops either
+    return torch.from_numpy(~np.isin(answers.last(without=-1), list(stops)))
 
 
 MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
