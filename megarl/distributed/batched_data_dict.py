@@ -16,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from megarl.distributed.parcels import Packer, Parcels
 from megarl.distributed.shard_plan import (
     DynamicBatchingArgs,
     SequencePackingArgs,
@@ -30,6 +31,7 @@ from megarl.errors import BatchError
 ObjectT = TypeVar("ObjectT")
 
 _MAX_DIMENSIONS = 8
+_OUT_OF_BAND = 5
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
@@ -187,6 +189,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.micro_batch_indices: list[list[list[int]]] | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # of all protocols, 5 alone hands the bytes of arrays over without a copy; copy.deepcopy takes an older one
+        if protocol < _OUT_OF_BAND:
+            return super().__reduce_ex__(protocol)
+        attributes = {name: value for name, value in vars(self).items() if name != "data"}
+        return _arrived, (type(self), Packer(self.data).pack(), attributes)
 
     @classmethod
     def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
@@ -388,6 +397,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are missing or out of range.
             PackingError: (a ValueError) rows cannot be packed as asked.
         """
+        dealt = self.deal(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
+        parts = [deal.shard() for deal in dealt]
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            return parts
+        return parts, [row for deal in dealt for row in deal.rows]
+
+    def deal(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[DealtRows]:
+        """As ``shard_by_batch_size``, but no row is copied before it is sent to a worker, where it arrives as the same shard."""
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise BatchError("dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of them out")
         total = count_rows(self.data)
@@ -402,12 +426,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                     f"Batch size ({total}) is not a multiple of shards ({shards}), which dynamic batching needs; pad the batch"
                 )
             lengths, width = self._lengths_and_width(dynamic_batching_args)
-            return self._planned_shards(plan_dynamic(lengths, width, chunk, shards, dynamic_batching_args), packed=False)
+            return self._dealt(plan_dynamic(lengths, width, chunk, shards, dynamic_batching_args), packed=False)
         if sequence_packing_args is not None:
             lengths, _ = self._lengths_and_width(sequence_packing_args)
-            return self._planned_shards(plan_packed(lengths, chunk, shards, sequence_packing_args), packed=True)
+            return self._dealt(plan_packed(lengths, chunk, shards, sequence_packing_args), packed=True)
         row_lists = plan_uneven(total, shards) if allow_uneven_shards else plan_even(total, chunk, shards)
-        return [self._sliced(rows) for rows in row_lists]
+        packer = Packer(self.data)
+        return [DealtRows(self, packer, rows, {}) for rows in row_lists]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
         """Rows of one global batch, with its micro-batches if there are any.
@@ -553,25 +578,59 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             raise BatchError(f"{role} = {key!r} must name a tensor of the batch, which has the keys {sorted(self.data)}; name one of them")
         return value
 
-    def _planned_shards(self, plans: Sequence[ShardPlan], packed: bool) -> tuple[list[SlicedDataDict], list[int]]:
-        shards: list[SlicedDataDict] = []
-        for plan in plans:
-            shard = self._sliced(plan.rows)
-            shard.micro_batch_indices = plan.micro_batch_indices
-            shard.micro_batch_lengths = plan.micro_batch_lengths
-            shard.elem_counts_per_gb = plan.elem_counts_per_gb if packed else None
-            shards.append(shard)
-        return shards, [row for plan in plans for row in plan.rows]
-
-    def _sliced(self, rows: Sequence[int]) -> SlicedDataDict:
-        sliced = SlicedDataDict()
-        for key, value in self.data.items():
-            sliced[key] = take_rows(value, rows)
-        return sliced
+    def _dealt(self, plans: Sequence[ShardPlan], packed: bool) -> list[DealtRows]:
+        packer = Packer(self.data)
+        return [DealtRows(self, packer, plan.rows, _micro_batches_of(plan, packed)) for plan in plans]
 
 
 class SlicedDataDict(BatchedDataDict[Mapping[str, Any]]):
     """Part of a batch: a shard, a global batch or a micro-batch."""
+
+
+class DealtRows:
+    """Rows of a batch that are dealt to a worker. To other processes it travels as the shard that it stands for.
+
+    Args:
+        batch: all rows.
+        packer: of the batch, shared with the other parts.
+        rows: row numbers, in order.
+        micro_batches: attributes of the shard.
+    """
+
+    def __init__(self, batch: BatchedDataDict[Any], packer: Packer, rows: Sequence[int], micro_batches: Mapping[str, Any]) -> None:
+        self.rows = rows
+        self._batch = batch
+        self._packer = packer
+        self._micro_batches = micro_batches
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def shard(self) -> SlicedDataDict:
+        """The rows, copied."""
+        shard = SlicedDataDict({key: take_rows(value, self.rows) for key, value in self._batch.data.items()})
+        vars(shard).update(self._micro_batches)
+        return shard
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (SlicedDataDict, self._packer.pack(self.rows), dict(self._micro_batches))
+
+
+def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
+    return {
+        "micro_batch_indices": plan.micro_batch_indices,
+        "micro_batch_lengths": plan.micro_batch_lengths,
+        "elem_counts_per_gb": plan.elem_counts_per_gb if packed else None,
+    }
+
+
+def _arrived(kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]) -> BatchedDataDict[Any]:
+    """A batch of what came from another process."""
+    batch = kind(parcels.unpack())
+    vars(batch).update(attributes)
+    return batch
 
 
 def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:

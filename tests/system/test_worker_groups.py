@@ -17,7 +17,9 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 
+from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -106,6 +108,32 @@ def test_constructor_arguments_and_handles(policy_group: RayWorkerGroup) -> None
         return ray.get(handle.echo.remote())[0]
 
     assert ray.get(ask.remote(worker)) == 3
+
+
+def test_batches_arrive_to_the_bit_and_may_be_written_to_both_ways(policy_group: RayWorkerGroup) -> None:
+    inside = torch.arange(400)[None] < torch.arange(0, 400, 4)[:, None]
+    batch = BatchedDataDict(
+        {
+            "input_ids": torch.arange(40_000).reshape(100, 400).where(inside, 7),
+            "input_lengths": torch.arange(0, 400, 4),
+            "token_mask": inside.float(),
+            "half": torch.randn(100, 400).bfloat16(),
+            "turned": torch.randn(400, 100).t(),
+            "flags": torch.arange(100) % 3 == 0,
+            "advantages": torch.randn(100, 1).expand(100, 400),
+            "none": torch.empty(100, 0),
+        }
+    )
+    stored = ray.put(batch)
+    answers = [policy_group.run_single_worker_single_data("overwrite", 0, batch=each) for each in (stored, stored, batch)]
+    [dealt] = batch.deal(1)
+    answers.append(policy_group.run_single_worker_single_data("overwrite", 0, batch=dealt))
+    for came, warned in policy_group.get_all_worker_results(answers):
+        assert warned == []
+        assert list(came) == list(batch)
+        for name, column in batch.items():
+            assert came[name].dtype == column.dtype and torch.equal(came[name], column), name
+            came[name].zero_()
 
 
 def test_dp_leaders(policy_group: RayWorkerGroup) -> None:

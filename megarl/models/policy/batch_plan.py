@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import enabled_backend
 from megarl.data.packing import DEFAULT_PACKING_ALGORITHM
-from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows, SlicedDataDict
 from megarl.distributed.shard_plan import DynamicBatchingArgs, SequencePackingArgs
 
 Phase = Literal["train", "logprob"]
@@ -23,30 +24,38 @@ DEFAULT_ROUND = 64
 DEFAULT_HIDDEN_SIZE = 2048
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardedBatch:
     """A batch dealt to replicas.
 
     Attributes:
-        shards: one a replica, in order, with their micro-batch plans.
-        order: for each row of the stacked shards, its row in the batch.
+        dealt: the rows of each replica, in order, with their micro-batch plans; what is sent to it.
         rows: rows of the batch; from here on ``order`` names copies that only fill.
     """
 
-    shards: list[SlicedDataDict]
-    order: list[int]
+    dealt: list[DealtRows]
     rows: int
+
+    @cached_property
+    def shards(self) -> list[SlicedDataDict]:
+        """The rows of each replica as it gets them."""
+        return [deal.shard() for deal in self.dealt]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Return for each row of the stacked shards its row in the batch."""
+        return [row for deal in self.dealt for row in deal.rows]
 
     def rows_of(self, replica: int, first: int, last: int) -> list[int]:
         """Rows of the batch that a replica has as its rows ``first`` to ``last`` (exclusive)."""
-        before = sum(shard.size for shard in self.shards[:replica])
-        return self.order[before + first : before + last]
+        return list(self.dealt[replica].rows[first:last])
 
     def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the replicas' results for their rows in the order of the batch."""
-        stacked = torch.cat(list(parts))
-        place_of = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return stacked[torch.tensor(place_of[: self.rows], dtype=torch.int64)]
+        restored = parts[0].new_empty(len(self.order), *parts[0].shape[1:])
+        for deal, part in zip(self.dealt, parts, strict=True):
+            restored[torch.as_tensor(deal.rows, dtype=torch.int64)] = part
+        return restored[: self.rows]
 
 
 def shard_batch(
@@ -78,18 +87,14 @@ def shard_batch(
     if phase == "logprob":
         data = _filled(data, replicas * rows_together)
     packing, dynamic = policy.get("sequence_packing") or {}, policy.get("dynamic_batching") or {}
+    dynamic_args: DynamicBatchingArgs | None = None
+    packing_args: SequencePackingArgs | None = None
     if packing.get("enabled"):
-        args = _packing_args(packing, policy, phase, rows_together, hidden_size)
-        shards, order = data.shard_by_batch_size(replicas, batch_size=global_batch, sequence_packing_args=args)
+        packing_args = _packing_args(packing, policy, phase, rows_together, hidden_size)
     elif dynamic.get("enabled"):
-        shards, order = data.shard_by_batch_size(
-            replicas, batch_size=global_batch, dynamic_batching_args=_dynamic_args(dynamic, policy, phase, rows_together)
-        )
-    else:
-        shards = data.shard_by_batch_size(replicas, batch_size=global_batch)
-        numbers = BatchedDataDict({"row": torch.arange(data.size)}).shard_by_batch_size(replicas, batch_size=global_batch)
-        order = [int(row) for shard in numbers for row in shard["row"]]
-    return ShardedBatch(shards, order, rows)
+        dynamic_args = _dynamic_args(dynamic, policy, phase, rows_together)
+    dealt = data.deal(replicas, global_batch, dynamic_batching_args=dynamic_args, sequence_packing_args=packing_args)
+    return ShardedBatch(dealt, rows)
 
 
 def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:

@@ -20,7 +20,7 @@ from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend
 from megarl.distributed.batch_checks import check_batch
-from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -150,7 +150,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._check(data)
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
         sharded = shard_batch(needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size)
-        results = self._call_sharded(method, sharded.shards, options)
+        results = self._call_sharded(method, sharded.dealt, options)
         return BatchedDataDict({key: sharded.restore([result[key] for result in results])})
 
     # training
@@ -193,7 +193,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         try:
-            results = self._call_sharded("train", sharded.shards, options)
+            results = self._call_sharded("train", sharded.dealt, options)
         except NonFiniteError as error:
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
             raise
@@ -258,7 +258,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
         self._generate_calls += 1
-        results = self._call_sharded("generate", self._uneven_shards(needed), {"greedy": greedy})
+        results = self._call_sharded("generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), {"greedy": greedy})
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
             if missing:
@@ -435,10 +435,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _check(self, data: BatchedDataDict[Any], required: Sequence[str] = ()) -> None:
         check_batch(data, required=required, vocab_size=self._vocab_size, max_length=self.cfg["max_total_sequence_length"])
 
-    def _uneven_shards(self, data: BatchedDataDict[Any]) -> list[SlicedDataDict]:
-        return data.shard_by_batch_size(self.data_parallel_size, batch_size=None, allow_uneven_shards=True)
-
-    def _call_sharded(self, method: str, shards: list[SlicedDataDict], options: dict[str, Any]) -> list[Any]:
+    def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
         """The answers of one worker for each data-parallel replica, in order."""
         future = self.worker_group.run_all_workers_sharded_data(
             method,

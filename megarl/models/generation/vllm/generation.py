@@ -265,7 +265,7 @@ class VllmGeneration(RolloutEngine):
         self._calls += 1
         future = self.worker_group.run_all_workers_sharded_data(
             "generate",
-            data=needed.shard_by_batch_size(self._engines, batch_size=None, allow_uneven_shards=True),
+            data=needed.deal(self._engines, allow_uneven_shards=True),
             in_sharded_axes=["data_parallel"],
             common_kwargs={"greedy": greedy, "version": self.expected_version},
         )
