@@ -43,7 +43,11 @@ def calculate_baseline_and_std_per_prompt(
             f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask {list(valid_mask.shape)} "
             "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
         )
-    group = _groups(prompts)
+    return _baseline_and_std(_groups(prompts), rewards, valid_mask, leave_one_out_baseline)
+
+
+def _baseline_and_std(group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool) -> tuple[Tensor, Tensor]:
+    """As ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B] int64."""
     valid = (valid_mask != 0).double()
     values = torch.where(valid != 0, rewards.double(), 0.0)
 
@@ -77,14 +81,15 @@ def group_advantages(
     invalid rows get 0. ``std`` divides the squares by n (``population``) or by n - 1 (``sample``).
     """
     baseline, _ = calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_one_out_baseline)
-    group_mean, deviation = calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_one_out_baseline=False)
+    group = _groups(prompts)
+    group_mean, deviation = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline=False)
     # A group of equal rewards can differ from its mean by rounding only; dividing that by itself would make noise an advantage.
     agreed = deviation <= _ROUNDING * group_mean.abs().clamp(min=1.0)
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages
     if std == "sample":
-        count = _group_sums((valid_mask != 0).to(rewards.dtype), _groups(prompts))
+        count = _group_sums((valid_mask != 0).to(rewards.dtype), group)
         deviation = deviation * (count / (count - 1).clamp(min=1)).sqrt()
     return torch.where(agreed, 0.0, advantages / torch.where(agreed, 1.0, deviation))
 
@@ -93,7 +98,10 @@ def _groups(prompts: Tensor) -> Tensor:
     """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one."""
     if prompts.numel() == 0:
         return torch.zeros(prompts.shape[0], dtype=torch.int64, device=prompts.device)
-    return torch.unique(prompts, dim=0, return_inverse=True)[1]
+    # answers to one prompt stand next to each other: one of each run is sorted, not all of them
+    begins = torch.ones(prompts.shape[0], dtype=torch.bool, device=prompts.device)
+    begins[1:] = (prompts[1:] != prompts[:-1]).any(dim=1)
+    return torch.unique(prompts[begins], dim=0, return_inverse=True)[1][begins.cumsum(0) - 1]
 
 
 def _group_sums(values: Tensor, group: Tensor) -> Tensor:

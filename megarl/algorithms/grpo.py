@@ -184,7 +184,7 @@ class GRPO(Algorithm):
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 **inputs,
-                "advantages": advantages.unsqueeze(1).expand_as(samples["token_mask"]).contiguous(),
+                "advantages": advantages.unsqueeze(1).expand_as(samples["token_mask"]),
                 "generation_logprobs": samples["generation_logprobs"],
             }
         )

@@ -109,7 +109,8 @@ def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]
 
 def _mask_problems(mask: torch.Tensor, lengths: torch.Tensor) -> list[str]:
     """Padding that counts as a target: a packed row has no such position."""
-    wrong = (mask != 0) & (torch.arange(mask.shape[1], device=mask.device)[None] >= lengths[:, None].to(mask.device))
+    outside = torch.arange(mask.shape[1], device=mask.device)[None] >= lengths[:, None].to(mask.device)
+    wrong = outside.logical_and_(mask)
     if not bool(wrong.any()):
         return []
     row, column = (int(index) for index in wrong.nonzero()[0])
@@ -121,9 +122,9 @@ def _mask_problems(mask: torch.Tensor, lengths: torch.Tensor) -> list[str]:
 
 def _token_problems(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> list[str]:
     """Ids out of range anywhere: also padding goes through the embedding."""
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if not bool(wrong.any()):
+    if ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return []
+    wrong = (ids < 0) | (ids >= vocab_size)
     row, column = (int(index) for index in wrong.nonzero()[0])
     where = "padding" if column >= int(lengths[row]) else "a token"
     return [

@@ -160,17 +160,20 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
         padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
-        groups = [range(first, first + together) for first in range(0, batch_size, together)]
-        bins = packer.pack([sum(padded[row] for row in rows) for rows in groups])
-        costs = [sum(sequence_cost(padded[row], crossover) for member in members for row in groups[member]) for members in bins]
-        dealt = [[row for member in bins[number] for row in groups[member]] for number in deal_bins(costs, shards)]
+        bins = packer.pack(_sums(padded, together))
+        group_costs = _sums([sequence_cost(length, crossover) for length in padded], together)
+        costs = [sum(map(group_costs.__getitem__, members)) for members in bins]
+        dealt = [
+            [row for member in bins[number] for row in range(member * together, (member + 1) * together)]
+            for number in deal_bins(costs, shards)
+        ]
         for shard, plan in enumerate(plans):
             rows: list[int] = []
             ranges: list[list[int]] = []
             for members in dealt[shard::shards]:
                 ranges.append([len(rows), len(rows) + len(members)])
                 rows.extend(start + member for member in members)
-            plan.add_chunk(rows, ranges, [sum(padded[member] for member in members) for members in dealt[shard::shards]])
+            plan.add_chunk(rows, ranges, [sum(map(padded.__getitem__, members)) for members in dealt[shard::shards]])
     return plans
 
 
@@ -182,6 +185,11 @@ def _rows_together(args: DynamicBatchingArgs | SequencePackingArgs, batch_size: 
             f"Batch size ({batch_size}) is not a multiple of shards ({shards}) x rows that stay together ({together}); choose a multiple"
         )
     return together
+
+
+def _sums(values: Sequence[int], together: int) -> Sequence[int]:
+    """Return the sum of each so many values in a row."""
+    return values if together == 1 else [sum(values[first : first + together]) for first in range(0, len(values), together)]
 
 
 def _times(rows: int) -> str:

@@ -175,7 +175,16 @@ def _checked(result: EnvironmentReturn, rows: int) -> tuple[Tensor, Tensor]:
     if odd is not None:
         raise BatchError(f"the environment returned masked = {odd!r}. Fix: return True or False")
     masked = torch.tensor([bool(value) for value in result.masked], dtype=torch.bool)
-    return torch.tensor([_reward(*each) for each in zip(result.rewards, result.masked, strict=True)], dtype=torch.float32), masked
+    return _reward_column(result.rewards, result.masked), masked
+
+
+def _reward_column(rewards: Sequence[Any], masked: Sequence[Any]) -> Tensor:
+    """[B] float32."""
+    if all(type(value) is float for value in rewards):
+        column = np.asarray(rewards)
+        if bool((np.abs(column) <= torch.finfo(torch.float32).max).all()):
+            return torch.from_numpy(column).float()
+    return torch.tensor([_reward(*each) for each in zip(rewards, masked, strict=True)], dtype=torch.float32)
 
 
 def _reward(value: Any, masked: bool) -> float:

@@ -136,7 +136,8 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
         and ``token_mult_prob_error``, the mean of exp(|difference|). A difference that is not a number is counted as infinite. Without
         any token 0, 0, 0 and 1.
     """
-    difference = (generation.double() - policy.double()).abs()[mask.bool()]
+    counted = mask.reshape(-1).nonzero().squeeze(1)
+    difference = (generation.reshape(-1)[counted].double() - policy.reshape(-1)[counted].double()).abs()
     difference = torch.where(difference.isnan(), torch.inf, difference)
     if difference.numel() == 0:
         return {MISMATCH_MEAN: 0.0, MISMATCH_MAX: 0.0, MISMATCH_SHARE: 0.0, TOKEN_MULT_PROB_ERROR: 1.0}
