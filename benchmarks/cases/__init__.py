@@ -32,7 +32,12 @@ CASES = {
         "torch calls under the CUDA redirection against plain ones, and its share of a step", "benchmarks.cases.redirect_cost"
     ),
     "dispatch.ray": Case(
-        "a batch of 1 MB to a worker group against an empty call and against bare Ray actors", "benchmarks.cases.dispatch_ray"
+        "a batch of 1 and 16 MB to a worker group against one copy of it, an empty call and bare Ray actors",
+        "benchmarks.cases.dispatch_ray",
+    ),
+    "scaling.batch": Case(
+        "the driver's work between the phases of a step of 256 to 8,192 samples against one copy of the batch",
+        "benchmarks.cases.scaling_batch",
     ),
     "convert.h2m": Case("import of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_h2m"),
     "convert.m2h": Case("export of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_m2h"),
