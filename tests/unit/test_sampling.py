@@ -193,15 +193,15 @@ class Letters:
 def test_stop_strings_may_span_tokens_and_differ_by_row() -> None:
     stop = StopRules([25], [("bc",), (), ("zz", "ca")], Letters())
     newest = torch.tensor([2, 2, 0])
-    assert stop.finished([0, 1, 2], newest, [[0, 1, 2], [0, 1, 2], [1, 2, 0]]) == [True, False, True]
-    assert stop.finished([1], torch.tensor([25]), [[25]]) == [True]
-    assert stop.finished([2], torch.tensor([2]), [[0, 2]]) == [False]
+    assert stop.finished([0, 1, 2], newest, torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 0]])) == [True, False, True]
+    assert stop.finished([1], torch.tensor([25]), torch.tensor([[25]])) == [True]
+    assert stop.finished([2], torch.tensor([2]), torch.tensor([[0, 2]])) == [False]
     # "ca" stops the third row, not the first
-    assert stop.finished([0, 2], torch.tensor([0, 0]), [[2, 0], [2, 0]]) == [False, True]
+    assert stop.finished([0, 2], torch.tensor([0, 0]), torch.tensor([[2, 0], [2, 0]])) == [False, True]
 
 
 def test_without_stop_strings_no_tokenizer_is_needed() -> None:
-    assert StopRules([], [(), ()], None).finished([0, 1], torch.tensor([1, 2]), [[1], [2]]) == [False, False]
+    assert StopRules([], [(), ()], None).finished([0, 1], torch.tensor([1, 2]), torch.tensor([[1], [2]])) == [False, False]
 
 
 def test_stop_strings_of_configuration_and_sample_add_up() -> None:

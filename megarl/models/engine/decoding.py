@@ -8,7 +8,6 @@ Legend: b rows of a batch, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -91,26 +90,41 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
         GenerationError: on all ranks that share the rows, when a row's logits are NaN; names the row.
     """
     settings = SamplingSettings.of(config, greedy=greedy)
-    lengths = data["input_lengths"].tolist()
-    if not lengths:
-        return _assemble([], [], [], [], int(config["pad_token_id"]))
-    rows_at_once = decoder.rows_at_once or len(lengths)
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
+    longest_answer, rows_at_once = config["max_new_tokens"], decoder.rows_at_once or max(len(lengths), 1)
     seeds = _seeds(data, len(lengths), decoder.groups)
     stop_strings = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
-    prompts = [data["input_ids"][row, :length].tolist() for row, length in enumerate(lengths)]
-    answers: list[list[int]] = [[] for _ in lengths]
-    logprobs: list[list[float]] = [[] for _ in lengths]
-    truncated = [False] * len(lengths)
-    for first in range(0, len(order), rows_at_once):
-        rows = order[first : first + rows_at_once]
-        stop = StopRules(config.get("stop_token_ids") or [], [stop_strings[row] for row in rows], tokenizer)
-        uniforms = uniform_numbers([seeds[row] for row in rows], config["max_new_tokens"])
-        batch = _Decoding(decoder, rows, [prompts[row] for row in rows], uniforms, config["max_new_tokens"])
+    prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    answers = _Answers.empty(len(lengths), longest_answer)
+    for rows in lengths.argsort(stable=True).split(rows_at_once):
+        names = rows.tolist()
+        stop = StopRules(config.get("stop_token_ids") or [], [stop_strings[row] for row in names], tokenizer)
+        uniforms = None if greedy else uniform_numbers([seeds[row] for row in names], longest_answer)
+        batch = _Decoding(decoder, names, [prompts[row] for row in names], uniforms, longest_answer)
         batch.run(settings, stop)
-        for index, row in enumerate(rows):
-            answers[row], logprobs[row], truncated[row] = batch.answers[index], batch.logprobs[index], not batch.stopped[index]
-    return _assemble(prompts, answers, logprobs, truncated, int(config["pad_token_id"]))
+        answers.put(rows, batch.answers)
+    return _assembled(ids, lengths, answers, int(config["pad_token_id"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Answers of some rows: tokens [b, n] int64 and their log-probabilities float32, of each row as many as ``counts`` [b] int64 says, and
+    whether a stop ended it, ``stopped`` [b] bool."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    counts: torch.Tensor
+    stopped: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, longest: int) -> _Answers:
+        integers = torch.zeros(rows, longest, dtype=torch.int64)
+        return cls(integers, torch.zeros(rows, longest), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool))
+
+    def put(self, rows: torch.Tensor, other: _Answers) -> None:
+        """Write the answers of ``other`` into these rows."""
+        self.tokens[rows], self.logprobs[rows] = other.tokens, other.logprobs
+        self.counts[rows], self.stopped[rows] = other.counts, other.stopped
 
 
 def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[int]:
@@ -133,35 +147,35 @@ class _Decoding:
         decoder: Decoder,
         names: Sequence[int],
         prompts: Sequence[Sequence[int]],
-        uniforms: torch.Tensor,
+        uniforms: torch.Tensor | None,
         max_new_tokens: int,
     ) -> None:
         self.decoder = decoder
         self.names = names
         self.prompts = prompts
         self.uniforms = uniforms
-        self.allowed = [min(max_new_tokens, decoder.longest - len(prompt)) for prompt in prompts]
-        self.answers: list[list[int]] = [[] for _ in prompts]
-        self.logprobs: list[list[float]] = [[] for _ in prompts]
-        self.open = [allowed > 0 for allowed in self.allowed]
-        self.stopped = [False for _ in prompts]
+        self.allowed = torch.tensor([min(max_new_tokens, decoder.longest - len(prompt)) for prompt in prompts])
+        self.answers = _Answers.empty(len(prompts), max_new_tokens)
+        self.open = self.allowed > 0
 
     def run(self, settings: SamplingSettings, stop: StopRules) -> None:
-        """Fill ``answers``, ``logprobs`` and ``stopped``, row by row."""
-        rows = [row for row, is_open in enumerate(self.open) if is_open]
-        if not rows:
+        """Fill ``answers``."""
+        rows = self.open.nonzero().flatten()
+        if not len(rows):
             return
-        forward, logits = self._prefill(rows)
-        lengths = self._on_device([len(self.prompts[row]) for row in rows])
+        forward, logits = self._prefill(rows.tolist())
+        lengths = self._on_device([len(self.prompts[row]) for row in rows.tolist()])
+        done = 0
         while True:
-            newest = self._write(rows, logits, settings, stop)
-            staying = [place for place, row in enumerate(rows) if self.open[row]]
-            if not staying:
+            newest = self._write(rows, done, logits, settings, stop)
+            done += 1
+            staying = self.open[rows].nonzero().flatten()
+            if not len(staying):
                 return
             if len(staying) <= (1 - LEAVING_SHARE) * len(rows):
-                chosen = self._on_device(staying)
+                chosen = staying.to(self.decoder.device)
                 forward.keep(chosen)
-                rows, newest, lengths = [rows[place] for place in staying], newest[chosen], lengths[chosen]
+                rows, newest, lengths = rows[staying], newest[chosen], lengths[chosen]
             lengths = lengths + 1
             logits = forward(newest[:, None], lengths)
 
@@ -173,7 +187,7 @@ class _Decoding:
         tokens = torch.zeros(len(places), max(lengths), dtype=torch.int64)
         for prompt, place in places.items():
             tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-        forward = self.decoder.start(len(places), tokens.shape[1] + max(self.allowed[row] for row in rows))
+        forward = self.decoder.start(len(places), tokens.shape[1] + int(self.allowed[rows].max()))
         logits = forward(tokens.to(self.decoder.device), self._on_device(lengths))
         if prompt_of != list(range(len(places))):
             chosen = self._on_device(prompt_of)
@@ -181,61 +195,61 @@ class _Decoding:
             logits = None if logits is None else logits[chosen]
         return forward, logits
 
-    def _write(self, rows: list[int], logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules) -> torch.Tensor:
-        """Choose the next tokens [rows], on the device, and keep those of the rows that are open.
+    def _write(
+        self, rows: torch.Tensor, done: int, logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules
+    ) -> torch.Tensor:
+        """Choose the next tokens [rows], on the device, and keep those of the rows that are open, which have ``done`` tokens each.
 
-        The last pipeline stage chooses, all stages learn. Each row that is open has as many tokens as any other.
+        The last pipeline stage chooses, all stages learn.
         """
-        device = self.decoder.device
-        done = max(len(self.answers[row]) for row in rows)
-        chosen = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
+        chosen = torch.zeros(2, len(rows), dtype=torch.float64, device=self.decoder.device)
         if logits is not None:
-            tokens, values = choose_tokens(logits, self.uniforms[rows, done], settings)
-            chosen[0], chosen[1] = tokens.double(), values.double()
+            uniforms = torch.empty(0, dtype=torch.float64) if self.uniforms is None else self.uniforms[rows, done]
+            chosen[0], chosen[1] = choose_tokens(logits, uniforms, settings)
         chosen = self.decoder.groups.from_last_stage(chosen)
-        is_open = [self.open[row] for row in rows]
-        writing = [row for row, open_ in zip(rows, is_open, strict=True) if open_]
-        tokens, values = chosen.cpu()[:, torch.tensor(is_open)].unbind(0)
-        self._refuse_nan(writing, values)
-        for row, token, value in zip(writing, tokens.long().tolist(), values.tolist(), strict=True):
-            self.answers[row].append(token)
-            self.logprobs[row].append(value)
-        for row, finished in zip(writing, stop.finished(writing, tokens.long(), [self.answers[row] for row in writing]), strict=True):
-            self.stopped[row] = finished
-            self.open[row] = not finished and len(self.answers[row]) < self.allowed[row]
+        is_open = self.open[rows]
+        writing = rows[is_open]
+        tokens, values = chosen.cpu()[:, is_open].unbind(0)
+        self._refuse_nan(writing, done, values)
+        answers = self.answers
+        answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = tokens.long(), values.float(), done + 1
+        finished = torch.tensor(stop.finished(writing.tolist(), tokens.long(), answers.tokens[writing, : done + 1]))
+        answers.stopped[writing] = finished
+        self.open[writing] = ~finished & (done + 1 < self.allowed[writing])
         return chosen[0].long()
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self.decoder.device)
 
-    def _refuse_nan(self, rows: list[int], values: torch.Tensor) -> None:
+    def _refuse_nan(self, rows: torch.Tensor, done: int, values: torch.Tensor) -> None:
         """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the chosen token's."""
-        wrong = [row for row, value in zip(rows, values.tolist(), strict=True) if not math.isfinite(value)]
+        wrong = rows[~values.isfinite()].tolist()
         if wrong:
-            token = len(self.answers[wrong[0]])
             raise GenerationError(
-                f"row {self.names[wrong[0]]}: the logits of answer token {token} (position {len(self.prompts[wrong[0]]) + token}) are not "
+                f"row {self.names[wrong[0]]}: the logits of answer token {done} (position {len(self.prompts[wrong[0]]) + done}) are not "
                 f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. Fix: see whether the weights are "
                 "finite, or use float32 or bfloat16 instead of float16"
             )
 
 
-def _assemble(
-    prompts: list[list[int]], answers: list[list[int]], logprobs: list[list[float]], truncated: list[bool], pad: int
-) -> BatchedDataDict[Any]:
-    """The NeMo-RL policy API's output tensors."""
-    totals = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    ids = torch.full((len(prompts), max(totals, default=0)), pad, dtype=torch.int64)
-    values = torch.zeros(ids.shape, dtype=torch.float32)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : totals[row]] = torch.tensor(prompt + answer, dtype=torch.int64)
-        values[row, len(prompt) : totals[row]] = torch.tensor(logprobs[row], dtype=torch.float32)
+def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad: int) -> BatchedDataDict[Any]:
+    """The NeMo-RL policy API's output tensors, of prompts [B, S] of ``lengths`` [B]."""
+    totals = lengths + answers.counts
+    width = int(totals.max()) if len(totals) else 0
+    found = torch.full((len(totals), width), pad, dtype=torch.int64)
+    values = torch.zeros(found.shape, dtype=torch.float32)
+    places, prompts = torch.arange(width), ids[:, :width]
+    in_prompt = places[: prompts.shape[1]] < lengths[:, None]
+    found[:, : prompts.shape[1]][in_prompt] = prompts[in_prompt]
+    in_answer = (places >= lengths[:, None]) & (places < totals[:, None])
+    given = torch.arange(answers.tokens.shape[1]) < answers.counts[:, None]
+    found[in_answer], values[in_answer] = answers.tokens[given], answers.logprobs[given]
     return BatchedDataDict(
         {
-            "output_ids": ids,
+            "output_ids": found,
             "logprobs": values,
-            "generation_lengths": torch.tensor([len(answer) for answer in answers], dtype=torch.int64),
-            "unpadded_sequence_lengths": torch.tensor(totals, dtype=torch.int64),
-            "truncated": torch.tensor(truncated, dtype=torch.bool),
+            "generation_lengths": answers.counts,
+            "unpadded_sequence_lengths": totals,
+            "truncated": ~answers.stopped,
         }
     )

@@ -105,5 +105,5 @@ def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> t
     threshold = uniforms.to(cumulative.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
     # rounding may put the threshold on the very end: the last token that can be drawn is the answer there
-    last = (probabilities > 0).long().mul(torch.arange(probabilities.shape[-1], device=probabilities.device)).amax(dim=-1)
-    return torch.minimum(tokens, last)
+    after_last = (probabilities > 0).flip(-1).byte().argmax(dim=-1)
+    return torch.minimum(tokens, probabilities.shape[-1] - 1 - after_last)

@@ -24,22 +24,20 @@ class StopRules:
         self._strings = [tuple(strings) for strings in stop_strings]
         self._tokenizer = tokenizer
 
-    def finished(self, rows: Sequence[int], newest: torch.Tensor, answers: Sequence[Sequence[int]]) -> list[bool]:
+    def finished(self, rows: Sequence[int], newest: torch.Tensor, answers: torch.Tensor) -> list[bool]:
         """Return for each of ``rows``, whether its newest token ends it.
 
         Args:
             rows: indices of rows in the batch.
             newest: [len(rows)] int64, on the CPU.
-            answers: for each of ``rows``, all answer tokens so far, the newest included.
+            answers: [len(rows), n] int64, all tokens of each answer so far, the newest included.
         """
-        by_token = torch.isin(newest, self._token_ids).tolist()
-        return [stopped or self._contains_stop(row, answer) for row, stopped, answer in zip(rows, by_token, answers, strict=True)]
-
-    def _contains_stop(self, row: int, answer: Sequence[int]) -> bool:
-        if not self._strings[row]:
-            return False
-        text = self._tokenizer.decode(list(answer), skip_special_tokens=False)
-        return any(stop in text for stop in self._strings[row])
+        finished: list[bool] = torch.isin(newest, self._token_ids).tolist()
+        for place, row in enumerate(rows):
+            if self._strings[row] and not finished[place]:
+                text = self._tokenizer.decode(answers[place].tolist(), skip_special_tokens=False)
+                finished[place] = any(stop in text for stop in self._strings[row])
+        return finished
 
 
 def stop_strings_of_rows(configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int) -> list[tuple[str, ...]]:
