@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from megarl.models.dtensor.plans import HeadNorm, VocabularyEmbedding
+from megarl.models.dtensor.styles import NormOfParts, VocabularyEmbedding
 from tests.dist import dtensor_jobs, fsdp1_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
@@ -40,7 +40,7 @@ def with_head_norms() -> dict[str, Any]:
 
 
 def without_one() -> dict[str, Any]:
-    return {**plan_by_names(), HEAD_NORMS[0]: HeadNorm()}
+    return {**plan_by_names(), HEAD_NORMS[0]: NormOfParts()}
 
 
 def unseen() -> dict[str, Any]:

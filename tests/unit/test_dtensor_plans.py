@@ -11,15 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
-from megarl.models.dtensor.plans import (
-    HeadNorm,
-    VocabularyEmbedding,
-    choose_plan,
-    custom_plan,
-    decoder_plan,
-    model_plan,
-    translate_parallel_style,
-)
+from megarl.models.dtensor.plans import choose_plan, custom_plan, decoder_plan, model_plan, translate_parallel_style
+from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, RowLinear, VocabularyEmbedding, WholeInput
 from megarl.models.huggingface.loading import build_on_meta
 from tests.models import tiny_config
 
@@ -58,7 +51,7 @@ def granite() -> Any:
 )
 def test_styles_go_by_their_names(name: str, kind: type, attributes: dict[str, Any]) -> None:
     style = translate_parallel_style(name)
-    assert type(style) is kind
+    assert isinstance(style, kind)
     assert {key: getattr(style, key) for key in attributes} == attributes
 
 
@@ -80,12 +73,12 @@ def test_our_plans_know_every_matrix_of_a_layer(family: str, sequence_parallel: 
     norms = {name for name, module in model.model.layers[0].named_modules() if type(module).__name__.endswith("RMSNorm")}
     heads = {name for name in norms if name.startswith("self_attn")}
     assert (heads != set()) == (family == "qwen3")
-    assert all(isinstance(plan[layer + name], HeadNorm) for name in heads)
+    assert all(isinstance(plan[layer + name], NormOfParts) for name in heads)
     assert {name for name in norms - heads if layer + name in plan} == (norms - heads if sequence_parallel else set())
     stream = Shard(1) if sequence_parallel else Replicate()
     assert plan["model.embed_tokens"].output_layouts == stream
     assert plan["lm_head"].input_layouts == (stream,) and plan["lm_head"].output_layouts == (Shard(-1),)
-    assert isinstance(plan["model.layers.*.self_attn"], PrepareModuleInput)
+    assert isinstance(plan["model.layers.*.self_attn"], WholeInput) and plan["model.layers.*.self_attn"].layout == stream
 
 
 def test_head_norms_are_left_out_where_there_are_none() -> None:
@@ -95,8 +88,8 @@ def test_head_norms_are_left_out_where_there_are_none() -> None:
 
 def test_other_families_get_the_plan_of_transformers() -> None:
     plan = choose_plan(granite(), sequence_parallel=False)
-    assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColwiseParallel)
-    assert isinstance(plan["model.layers.*.mlp.down_proj"], RowwiseParallel)
+    assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColumnLinear)
+    assert isinstance(plan["model.layers.*.mlp.down_proj"], RowLinear)
     assert isinstance(plan["model.embed_tokens"], VocabularyEmbedding)
     assert plan["lm_head"].output_layouts == (Shard(-1),) and plan["lm_head"].use_local_output
     with pytest.raises(ConfigError, match="no plan with it for 'granite'"):
@@ -138,3 +131,21 @@ def test_a_custom_plan_keeps_how_activations_lie_next_to_the_vocabulary() -> Non
     plan = choose_plan(model_of("qwen2", tied=True), sequence_parallel=False, custom=given)
     assert plan["model.embed_tokens"].output_layouts == Shard(1)
     assert plan["lm_head"].input_layouts == (Shard(1),)
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("model.layers.*.mlp.up_proj", ColwiseParallel()),
+        ("model.layers.*.mlp.up_proj", "colwise"),
+        ("model.layers.*.self_attn", PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))),
+        ("lm_head", ColumnLinear(shared_input=True)),
+    ],
+    ids=["torch", "name", "outside", "alone"],
+)
+def test_an_input_gradient_is_added_up_once(name: str, style: Any) -> None:
+    plan = dict(decoder_plan(sequence_parallel=False))
+    del plan["model.layers.*.self_attn.q_norm"], plan["model.layers.*.self_attn.k_norm"]
+    choose_plan(model_of("llama"), sequence_parallel=False, custom=plan)
+    with pytest.raises(ConfigError, match=r"custom_parallel_plan.*do not agree on who adds up the gradient.*WholeInput"):
+        choose_plan(model_of("llama"), sequence_parallel=False, custom={**plan, name: style})

@@ -1,7 +1,8 @@
 """Tensor-parallel plans: which style each module of a model gets, by a plan of ours, the model's own, or one of the user's.
 
 Keys of a plan are module names, ``*`` stands for any one part of a name. Whatever the plan, embedding and output layer are divided by
-vocabulary, so that no rank ever holds logits of the whole vocabulary. The styles are torch's and those that torch lacks.
+vocabulary, so that no rank ever holds logits of the whole vocabulary. Styles that go by a name compute on local tensors (``styles``), but
+for ``sequence_parallel``, which is torch's; a plan of the user's may have any ``ParallelStyle`` of torch.
 """
 
 from __future__ import annotations
@@ -9,82 +10,25 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
-
-HEADS = 2  # [n, t, H, D]
-
-
-class VocabularyEmbedding(ParallelStyle):
-    """An embedding of which each rank holds a run of rows.
-
-    torch's own row-wise embedding makes a gradient of the whole vocabulary on every rank; here each rank's is as large as its rows.
-
-    Args:
-        output_layouts: ``Replicate()``, or ``Shard(1)`` for sequence parallelism.
-    """
-
-    def __init__(self, *, output_layouts: Placement | None = None) -> None:
-        super().__init__()
-        self.output_layouts = output_layouts or Replicate()
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding), "this style is for embeddings"
-        _divide(module, "weight", device_mesh, Shard(0))
-
-        def forward(ids: torch.Tensor) -> torch.Tensor:
-            weight = cast(DTensor, module.weight).to_local()
-            local = ids - device_mesh.get_local_rank() * weight.shape[0]
-            mine = (local >= 0) & (local < weight.shape[0])
-            rows = F.embedding(local.where(mine, torch.zeros_like(local)), weight) * mine[..., None]
-            summed = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False).redistribute(placements=[self.output_layouts])
-            return summed.to_local()
-
-        setattr(module, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
-        return module
-
-
-class HeadNorm(ParallelStyle):
-    """A norm over the head dimension of [n, t, H, D] whose one weight serves all heads, where each rank has some of the heads: the
-    weight's gradient is the sum over ranks."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, _ in list(module.named_parameters(recurse=False)):
-            _divide(module, name, device_mesh, Replicate())
-
-        def annotate(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (DTensor.from_local(inputs[0], device_mesh, [Shard(HEADS)], run_check=False), *inputs[1:])
-
-        module.register_forward_pre_hook(annotate)
-        module.register_forward_hook(lambda _, inputs, output: output.to_local())
-        return module
-
-
-def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    parameter = module.get_parameter(name)
-    divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-
+from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, RowLinear, VocabularyEmbedding, WholeInput
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "colwise": ColumnLinear,
+    "rowwise": RowLinear,
+    "colwise_rep": lambda: ColumnLinear(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowLinear(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
     # names that transformers' own plans use besides
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "replicated_with_grad_allreduce": HeadNorm,
+    "colwise_gather_output": lambda: ColumnLinear(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowLinear(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": NormOfParts,
     "embedding_rowwise": VocabularyEmbedding,
 }
 
@@ -133,6 +77,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         strangers = [key for key in plan if not _matches(key, model)]
         if strangers:
             raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module {', '.join(strangers)}")
+        _check_shared_inputs(plan)
     elif is_plan_ours(model):
         plan = decoder_plan(sequence_parallel=sequence_parallel)
     elif sequence_parallel:
@@ -155,22 +100,19 @@ def decoder_plan(*, sequence_parallel: bool) -> Plan:
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: Plan = {
         "model.embed_tokens": VocabularyEmbedding(output_layouts=stream),
-        f"{_LAYER}.self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
-        ),
-        f"{_LAYER}.self_attn.q_norm": HeadNorm(),
-        f"{_LAYER}.self_attn.k_norm": HeadNorm(),
-        f"{_LAYER}.self_attn.o_proj": RowwiseParallel(output_layouts=stream),
-        f"{_LAYER}.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
-        f"{_LAYER}.mlp.down_proj": RowwiseParallel(output_layouts=stream),
-        "lm_head": ColwiseParallel(input_layouts=stream),
+        f"{_LAYER}.self_attn": WholeInput(stream),
+        f"{_LAYER}.self_attn.q_norm": NormOfParts(),
+        f"{_LAYER}.self_attn.k_norm": NormOfParts(),
+        f"{_LAYER}.self_attn.o_proj": RowLinear(output_layouts=stream),
+        f"{_LAYER}.mlp": WholeInput(stream),
+        f"{_LAYER}.mlp.down_proj": RowLinear(output_layouts=stream),
+        "lm_head": ColumnLinear(input_layouts=stream),
     }
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"{_LAYER}.{name}"] = ColwiseParallel()
+        plan[f"{_LAYER}.{name}"] = ColumnLinear(shared_input=True)
     if sequence_parallel:
-        plan[f"{_LAYER}.input_layernorm"] = SequenceParallel()
-        plan[f"{_LAYER}.post_attention_layernorm"] = SequenceParallel()
-        plan["model.norm"] = SequenceParallel(use_local_output=True)
+        for name in (f"{_LAYER}.input_layernorm", f"{_LAYER}.post_attention_layernorm", "model.norm"):
+            plan[name] = NormOfParts()
     return plan
 
 
@@ -225,6 +167,25 @@ def _imported(path: str) -> object:
         raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan = {path!r}: cannot be imported ({error}); expected {_FORMS}") from error
 
 
+def _check_shared_inputs(plan: Plan) -> None:
+    """Refuse layers that add up their input's gradient inside a module that does so for all of them: it would be added up twice."""
+    for name, style in plan.items():
+        owner = next((key for key, other in plan.items() if isinstance(other, WholeInput) and _is_below(name, key)), None)
+        shares = isinstance(style, ColumnLinear) and style.shared_input
+        disagrees = shares if owner is None else isinstance(style, ColwiseParallel | PrepareModuleInput) and not shares
+        if disagrees:
+            raise ConfigError(
+                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} and the modules around it do not agree on who adds up the gradient of "
+                "its input; write ColumnLinear(shared_input=True) inside a module with WholeInput, and there alone"
+            )
+
+
+def _is_below(name: str, key: str) -> bool:
+    """Whether modules of the plan's entry ``name`` lie within modules of its entry ``key``."""
+    inner, outer = name.split("."), key.split(".")
+    return len(inner) > len(outer) and all("*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False))
+
+
 def _matches(key: str, model: Any) -> bool:
     pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
     return any(pattern.fullmatch(name) for name, _ in model.named_modules())
@@ -239,7 +200,7 @@ def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
     return {
         **plan,
         embedding: VocabularyEmbedding(output_layouts=_single(after)),
-        head: ColwiseParallel(input_layouts=_single(before), output_layouts=Shard(-1), use_local_output=True),
+        head: ColumnLinear(input_layouts=_single(before)),
     }
 
 

@@ -1,0 +1,157 @@
+"""Borders between what tensor-parallel ranks compute alike and what each computes a part of, each with its one collective.
+
+A border changes how an activation lies over the ranks: ``Replicate()`` (every rank has all of it), ``Shard(dimension)`` (equal runs along
+one dimension, in the order of the ranks), or parts that have yet to be added up. Its backward pass changes the gradient the other way.
+Tensors on the meta device, where plans are checked by shape, are not sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement, Shard
+
+
+def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """All of an activation on every rank, for something of which each rank computes a part: gradients of all ranks add up.
+
+    Args:
+        activation: lies as ``layout``.
+        layout: ``Replicate()`` or ``Shard(dimension)``.
+        group: the tensor-parallel ranks.
+    """
+    if isinstance(layout, Shard):
+        return _applied(_GatherForParts, activation, layout.dim, group)
+    return _applied(_CopyForParts, activation, group)
+
+
+def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks of ``parts``, which nobody else may use any more, lying as ``layout``: ``Replicate()`` or ``Shard(dimension)``."""
+    if isinstance(layout, Shard):
+        return _applied(_SumToRuns, parts, layout.dim, group)
+    return _applied(_Sum, parts, group)
+
+
+def own_run(activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's run along ``dimension`` of an activation that every rank has."""
+    return _applied(_OwnRun, activation, dimension, group)
+
+
+def from_runs(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """All of an activation from the runs of all ranks along ``dimension``, for what every rank computes alike."""
+    return _applied(_FromRuns, run, dimension, group)
+
+
+def _applied(border: Any, *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = border.apply(*arguments)
+    return result
+
+
+class _CopyForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # autograd may give the same memory to others
+        return _add_up(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        whole = parts.contiguous()
+        if whole is parts:
+            ctx.mark_dirty(parts)
+        return _add_up(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return _gather(run, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scatter_sum(gradient, ctx.dimension, ctx.group), None, None
+
+
+class _SumToRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return _scatter_sum(parts, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(gradient, ctx.dimension, ctx.group), None, None
+
+
+class _OwnRun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return _run_of(activation, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(gradient, ctx.dimension, ctx.group), None, None
+
+
+class _FromRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return _gather(run, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _run_of(gradient, ctx.dimension, ctx.group), None, None
+
+
+def _add_up(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``parts``, in whose memory the sum over ranks stands now."""
+    if not parts.is_meta:
+        dist.all_reduce(parts, group=group)
+    return parts
+
+
+def _gather(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+    ranks = group.size()
+    whole = run.new_empty(ranks * run.shape[0], *run.shape[1:])
+    if not run.is_meta:
+        dist.all_gather_into_tensor(whole, run.contiguous(), group=group)
+    # the collective puts ranks behind one another along the first dimension
+    return whole if dimension == 0 else torch.cat(whole.chunk(ranks), dim=dimension)
+
+
+def _scatter_sum(parts: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+    ranks = group.size()
+    _require_runs(parts, dimension, ranks)
+    by_rank = parts.contiguous() if dimension == 0 else torch.cat(parts.chunk(ranks, dim=dimension))
+    run = parts.new_empty(by_rank.shape[0] // ranks, *by_rank.shape[1:])
+    if not parts.is_meta:
+        dist.reduce_scatter_tensor(run, by_rank, group=group)
+    return run
+
+
+def _run_of(whole: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+    _require_runs(whole, dimension, group.size())
+    return whole.chunk(group.size(), dim=dimension)[group.rank()].contiguous()
+
+
+def _require_runs(whole: torch.Tensor, dimension: int, ranks: int) -> None:
+    if whole.shape[dimension] % ranks:
+        raise ValueError(
+            f"an activation of shape {list(whole.shape)} has no {ranks} equal runs along dimension {dimension}: "
+            f"pad it to a multiple of {ranks}"
+        )

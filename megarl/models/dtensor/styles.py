@@ -1,0 +1,193 @@
+"""Tensor-parallel styles that compute on local tensors.
+
+Parameters are DTensors, for ``fully_shard``, checkpoints and refits, and so are their gradients; in between, a module takes its rank's
+part of each and computes as plain torch does, with a border of ``regions`` before or behind it. torch's own styles send every operation
+through DTensor's dispatch, which costs more than the operation where it is small. A plan may mix both: what torch's styles hand over as
+DTensors is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from megarl.models.dtensor.regions import for_parts, from_runs, own_run, sum_of_parts
+
+
+class VocabularyEmbedding(ParallelStyle):
+    """An embedding of which each rank holds a run of rows.
+
+    torch's own row-wise embedding makes a gradient of the whole vocabulary on every rank; here each rank's is as large as its rows.
+
+    Args:
+        output_layouts: ``Replicate()``, or ``Shard(1)`` for sequence parallelism.
+    """
+
+    def __init__(self, *, output_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.output_layouts = output_layouts or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding), "this style is for embeddings"
+        _divide(module, "weight", device_mesh, Shard(0))
+        group = device_mesh.get_group()
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            weight = _local(module.weight)
+            local = ids - group.rank() * weight.shape[0]
+            mine = (local >= 0) & (local < weight.shape[0])
+            rows = F.embedding(local.where(mine, torch.zeros_like(local)), weight) * mine[..., None]
+            return sum_of_parts(rows, self.output_layouts, group)
+
+        return _computing(module, forward)
+
+
+class WholeInput(ParallelStyle):
+    """A module, attention or MLP, whose input is brought together once for all ``ColumnLinear(shared_input=True)`` in it, so that the
+    input's gradient is added up once, too.
+
+    Args:
+        layout: of the input, which is the first argument or ``hidden_states``: ``Replicate()`` or ``Shard(dimension)``.
+    """
+
+    KEYWORD = "hidden_states"
+
+    def __init__(self, layout: Placement) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def bring_together(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if inputs:
+                return (_whole(inputs[0], self.layout, group), *inputs[1:]), keywords
+            return inputs, {**keywords, self.KEYWORD: _whole(keywords[self.KEYWORD], self.layout, group)}
+
+        module.register_forward_pre_hook(bring_together, with_kwargs=True)
+        return module
+
+
+class ColumnLinear(ColwiseParallel):
+    """A linear layer of which each rank has some of the output features; torch's style for anything but plain linear layers.
+
+    Args:
+        input_layouts: ``Replicate()`` or ``Shard(dimension)``; the layer sees all of its input.
+        output_layouts: ``Shard(-1)``, or ``Replicate()`` to gather the output.
+        shared_input: the input comes through a ``WholeInput`` around the layer.
+    """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, shared_input: bool = False
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts)
+        self.shared_input = shared_input
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before, after = self.input_layouts[0], self.output_layouts[0]
+        if not _is_linear(module) or not (after.is_replicate() or after == Shard(-1)):
+            return super()._apply(module, device_mesh)
+        for name, _ in list(module.named_parameters(recurse=False)):
+            _divide(module, name, device_mesh, Shard(0))
+        group = device_mesh.get_group()
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            whole = inputs if self.shared_input and not isinstance(inputs, DTensor) else _whole(inputs, before, group)
+            columns = F.linear(whole, _local(module.weight), _local(module.bias))
+            return from_runs(columns, columns.ndim - 1, group) if after.is_replicate() else columns
+
+        return _computing(module, forward)
+
+
+class RowLinear(RowwiseParallel):
+    """A linear layer of which each rank has some of the input features; torch's style for anything but plain linear layers.
+
+    Args:
+        input_layouts: ``Shard(-1)``, or ``Replicate()`` where each rank takes its features from the whole input.
+        output_layouts: ``Replicate()`` or ``Shard(dimension)``.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before, after = self.input_layouts[0], self.output_layouts[0]
+        if not _is_linear(module) or not (before.is_replicate() or before == Shard(-1)):
+            return super()._apply(module, device_mesh)
+        _divide(module, "weight", device_mesh, Shard(1))
+        if module.bias is not None:
+            _divide(module, "bias", device_mesh, Replicate())
+        group = device_mesh.get_group()
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            output = sum_of_parts(F.linear(_features(inputs, before, group), _local(module.weight)), after, group)
+            # where each rank has a run of the output, it finds a part of the bias' gradient
+            return output if module.bias is None else output + _local(module.bias, partial=not after.is_replicate())
+
+        return _computing(module, forward)
+
+
+class NormOfParts(ParallelStyle):
+    """A norm, or another module with whole parameters, of which each rank computes a part of the output: for some of the heads in
+    [n, t, H, D], or for a run of the sequence. Gradients of its parameters are sums over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            _divide(module, name, device_mesh, Replicate())
+        plain = module.forward
+
+        def forward(*inputs: Any, **keywords: Any) -> Any:
+            present = dict(module._parameters)
+            try:
+                module._parameters.update({name: cast(Any, _local(present[name], partial=True)) for name in names})
+                return plain(*inputs, **keywords)
+            finally:
+                module._parameters.update(present)
+
+        return _computing(module, forward)
+
+
+def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    parameter = module.get_parameter(name)
+    divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+def _computing(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """``module`` with another forward pass."""
+    setattr(module, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
+    return module
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _local(parameter: Any, *, partial: bool = False) -> Any:
+    """This rank's part of a divided parameter, None for none; with ``partial`` it finds a part of the gradient of a whole one."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+def _whole(inputs: Any, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """All of the input, of which this rank computes a part; a DTensor brings its own layout."""
+    if isinstance(inputs, DTensor):
+        return inputs.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return for_parts(inputs, layout, group)
+
+
+def _features(inputs: Any, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's run of the last dimension."""
+    if isinstance(inputs, DTensor):
+        return inputs.redistribute(placements=[Shard(inputs.ndim - 1)]).to_local()
+    return own_run(inputs, inputs.ndim - 1, group) if layout.is_replicate() else cast(torch.Tensor, inputs)
