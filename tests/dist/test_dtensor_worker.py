@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,31 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
         assert after["measured"] == before["measured"]
         assert differences(after["snapshot"], before["snapshot"]) == []
         assert differences(after["weights"], before["weights"]) == []
+
+
+@sampled(2)
+@pytest.mark.parametrize("written", ["open", "plain"])
+@pytest.mark.parametrize("layout", ["fsdp1", "dp2", "tp2-sp", pytest.param("tp2-dp2", marks=slow)])
+def test_an_open_kernel_goes_on_as_the_checkpoint_was_written(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, written: str
+) -> None:
+    """To the bit, whether the checkpoint is of the fused kernel or of an older version, which ran the plain one."""
+    world, changes = LAYOUTS.get(layout, (3, {}))
+    make = fsdp1_config if layout == "fsdp1" else dtensor_config
+    plain = make(tiny_models["qwen2-tied"], gbs=12, **changes)
+    open_kernel = copy.deepcopy(plain)
+    for key in ("foreach", "fused"):
+        del open_kernel["optimizer"]["kwargs"][key]
+
+    def run(job: str, *arguments: Any) -> list[Any]:
+        return pool.run(world, *((getattr(fsdp1_jobs, job),) if layout == "fsdp1" else (dtensor_jobs.run, job)), *arguments)
+
+    undisturbed = run("train_and_save", open_kernel if written == "open" else plain, BATCHES, SAVED_AFTER, tmp_path)
+    resumed = run("load_and_train", open_kernel, BATCHES[SAVED_AFTER:], tmp_path, False)
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert after["measured"] == before["measured"]
+        assert differences(after["weights"], before["weights"]) == []
+        assert after["snapshot"]["group 0 fused"] is (written == "open")
 
 
 @sampled(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from megarl.errors import ConfigError
+from megarl.models.huggingface.checkpoint import install_optimizer_state, named_optimizer_state
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
 
 ADAM: dict[str, Any] = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "weight_decay": 0.3, "betas": [0.8, 0.9], "foreach": False}}
@@ -68,6 +70,82 @@ def test_frozen_parameters_are_left_out_and_no_group_is_empty() -> None:
 def test_an_optimizer_without_weight_decay() -> None:
     optimizer = build_optimizer({"optimizer": {"name": "torch.optim.Rprop", "kwargs": {"lr": 0.5}}}, model().named_parameters())
     assert schedule_values(optimizer) == {"lr": 0.5, "wd": 0.0}
+
+
+def fused_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [group.get("fused") for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "fused"),
+    [
+        ("AdamW", {}, True),
+        ("Adam", {"amsgrad": True}, True),
+        ("AdamW", {"foreach": None, "fused": None}, True),
+        ("AdamW", {"fused": False}, False),
+        ("AdamW", {"foreach": True}, None),
+        ("AdamW", {"differentiable": True}, None),
+        ("SGD", {}, None),
+        ("NAdam", {}, None),
+    ],
+    ids=str,
+)
+def test_adam_is_fused_where_no_kernel_is_chosen(name: str, kwargs: dict[str, Any], fused: bool | None) -> None:
+    chosen = {"name": f"torch.optim.{name}", "kwargs": {"lr": 0.1, **kwargs}}
+    assert fused_of(build_optimizer({"optimizer": chosen}, model().named_parameters())) == [fused] * 2
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[torch.Tensor]:
+    """The parameters after a step on each seed's input."""
+    for seed in seeds:
+        optimizer.zero_grad()
+        net(torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def resumed(written: dict[str, Any], reads: dict[str, Any]) -> tuple[bool, list[Any]]:
+    """Whether a run that stops after 20 steps and goes on equals one that does not, to the bit; and ``fused`` afterwards."""
+
+    def of(kwargs: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model()
+        chosen = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "eps": 1e-3, **kwargs}}
+        return net, build_optimizer({"optimizer": chosen}, net.named_parameters())
+
+    net, optimizer = of(written)
+    trained(net, optimizer, range(20))
+    other, after = of(reads)
+    other.load_state_dict(net.state_dict())
+    state = copy.deepcopy(named_optimizer_state(optimizer, net.named_parameters()))
+    install_optimizer_state(after, other.named_parameters(), state)
+    expected, here = trained(net, optimizer, range(20, 60)), trained(other, after, range(20, 60))
+    return all(torch.equal(one, two) for one, two in zip(expected, here, strict=True)), fused_of(after)
+
+
+def test_an_open_kernel_is_the_one_that_wrote_the_checkpoint() -> None:
+    plain = {"fused": False, "foreach": False}
+    assert resumed({}, {}) == (True, [True, True])
+    assert resumed(plain, {}) == (True, [False, False])
+    assert resumed({}, {"fused": True}) == (True, [True, True])
+    # what the configuration says counts; this is also what shows that the kernels differ in bits
+    assert resumed(plain, {"fused": True}) == (False, [True, True])
+    assert resumed({}, plain) == (False, [False, False])
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_with_the_plain_kernel() -> None:
+    net, old = model(), model()
+    before = torch.optim.AdamW(list(old.parameters()), lr=0.1, foreach=None, fused=None)
+    after = build_optimizer({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.3}}}, net.named_parameters())
+    trained(old, before, range(20))
+    state = copy.deepcopy(named_optimizer_state(before, old.named_parameters()))
+    matrices, vectors = ([name for name, parameter in net.named_parameters() if (parameter.ndim > 1) is big] for big in (True, False))
+    (group,) = state["param_groups"]
+    state["param_groups"] = [{**group, "params": matrices}, {**group, "params": vectors}]
+    net.load_state_dict(old.state_dict())
+    install_optimizer_state(after, net.named_parameters(), state)
+    assert fused_of(after) == [None, None] and after.param_groups[0]["lr"] == 0.1
+    pairs = zip(trained(net, after, range(20, 60)), trained(old, before, range(20, 60)), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize(

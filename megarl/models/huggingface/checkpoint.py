@@ -26,10 +26,11 @@ from megarl.checkpoint.collective import appears_whole, failing_together, random
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError
+from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
 
 PLAIN_FILE = "optimizer.pt"
-# how a step is computed, not what it computes: the running configuration decides
-IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# how a step is computed, not what it computes: the running configuration decides; where it leaves the kernel open, the checkpoint does
+IMPLEMENTATION = frozenset({*KERNEL_ARGUMENTS, OPEN_KERNEL})
 
 OptimizerState = dict[str, Any]
 """``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
@@ -136,6 +137,9 @@ def install(
 ) -> None:
     """Put state, by a parameter's place in the optimizer, and the hyperparameters of ``loaded`` into the optimizer.
 
+    A kernel that the configuration leaves open is the one that the checkpoint was written with, so that a run goes on bit for bit; in
+    checkpoints of version 0.1 that is the plain one.
+
     Raises:
         CheckpointError: ``loaded`` belongs to an optimizer over other parameters.
     """
@@ -148,7 +152,8 @@ def install(
         )
     groups, first = [], 0
     for live, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
-        kept = {key: value for key, value in live.items() if key in IMPLEMENTATION}
+        decides = {OPEN_KERNEL} if live.get(OPEN_KERNEL) else IMPLEMENTATION
+        kept = {key: value for key, value in live.items() if key in decides}
         last = first + len(live["params"])
         groups.append({**saved, **kept, "params": list(range(first, last))})
         first = last

@@ -273,7 +273,13 @@ class PytorchOptimizerConfig(TypedDict):
     """An optimizer of the torch backends."""
 
     name: Annotated[str, Key("import path of the class, for example ``torch.optim.AdamW``.")]
-    kwargs: Annotated[dict[str, Any], Key("its keyword arguments.")]
+    kwargs: Annotated[
+        dict[str, Any],
+        Key(
+            "its keyword arguments. Without ``fused``, ``foreach``, ``capturable`` and ``differentiable``, Adam and AdamW take torch's "
+            "fused kernel, and a resumed run the kernel that its checkpoint was written with."
+        ),
+    ]
     weight_decay_on_vectors: NotRequired[
         Annotated[
             bool,
