@@ -145,7 +145,7 @@ def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, P
         assert many["norms"] == [0.0] and many["losses"] == [0.0]
 
 
-@pytest.mark.parametrize("layout", ["dp2", pytest.param("cp2-tp2-sp", marks=slow)])
+@pytest.mark.parametrize("layout", ["dp2", "tp2-sp", pytest.param("cp2-tp2-sp", marks=slow)])
 def test_a_pass_that_was_broken_off_leaves_no_trace(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     config = dtensor_config(tiny_models["qwen3-tied"], gbs=12, **changes)

@@ -23,10 +23,11 @@ from megarl.errors import ModelError
 from megarl.models.dtensor.gradients import LossScale, global_norm, local_gradients, refuse_optimizer_without_steps
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.mover import move_model, move_optimizer
-from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reduced_once, reshard, shard_fully
+from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reduced_once, reshard, shard_fully, whole_parameters
 from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
 from megarl.models.dtensor.plans import choose_plan, is_plan_ours
 from megarl.models.dtensor.shards import EvenState, gather_part, read_block
+from megarl.models.dtensor.styles import computes_locally
 from megarl.models.dtensor.weight_stream import WeightStream
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.heads import Head, HeadOutput
@@ -91,8 +92,6 @@ class DTensorBackend:
             self.groups.tensor if tensor > 1 else None,
         )
         self.model = self._build(source)
-        # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
-        self._reduces_once = self.groups.data_size * context == 1 and not self._offloads
         self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
         self._weights = WeightStream(
             in_sending_order(self._divided(), self.hf_config),
@@ -129,6 +128,9 @@ class DTensorBackend:
             plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
             divide = divide_and_check if foreign else divide_over_tensor_ranks
             divide(model, self._meshes.tensor, plan)
+        # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
+        self._reduces_once = self._meshes.sharding.size() == 1 and not self._offloads
+        self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
         if self._settings.get("activation_checkpointing"):
             recompute_layers(model)
         shard_fully(model, self._meshes.sharding, self._dtype, offload=self._offloads, pin=self.runtime.is_cuda)
@@ -152,6 +154,9 @@ class DTensorBackend:
         return self.groups.data if self.groups.data_size > 1 else None
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+        if self._stays_whole:
+            with whole_parameters(self.model):
+                return forward_backward(self.model, inputs, head, backward=backward)
         try:
             with reduced_once(self.model if self._reduces_once else None) as before_last:
                 scale = self.loss_scale.factor

@@ -1,20 +1,24 @@
 """Divides a model that is still on the meta device: modules over tensor-parallel ranks, then parameters over data and context parallel
-ranks, and gives it memory for what this rank keeps."""
+ranks, gives it memory for what this rank keeps, and says what a pass does about ``fully_shard``."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from megarl.errors import ConfigError
 from megarl.models.dtensor.plans import Plan
+from megarl.models.dtensor.styles import finds_part
 from megarl.models.huggingface.loading import is_tied, layers_of, tie
 
 
@@ -96,6 +100,82 @@ def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
         yield lambda: reduce(True)
     finally:
         reduce(True)
+
+
+@contextlib.contextmanager
+def whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` computes on this rank's whole parameters; afterwards the gradients that it found are at the divided ones.
+
+    ``fully_shard`` divides parameters over one rank as over many, and its hooks copy every parameter before every use. Where kept
+    parameters and the computation have one dtype, modules can have plain parameters in the memory of the divided ones instead, while the
+    hooks rest.
+
+    Args:
+        model: its parameters are divided over one rank by ``fully_shard``, perhaps after a plan of which ``computes_locally``.
+    """
+    places: list[tuple[nn.Module, str, Any]] = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    whole: dict[DTensor, nn.Parameter] = {
+        parameter: nn.Parameter(_memory_of(parameter), requires_grad=parameter.requires_grad) for _, _, parameter in places
+    }
+    partial = {parameter for module, name, parameter in places if finds_part(module, name)}
+    with _hooks_at_rest(model):
+        for module, name, parameter in places:
+            module._parameters[name] = whole[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter
+    for parameter, plain in whole.items():
+        if plain.grad is not None:
+            _add_gradient(parameter, plain.grad, partial=parameter in partial)
+
+
+def _memory_of(parameter: DTensor) -> torch.Tensor:
+    return parameter.to_local().detach()
+
+
+@torch.no_grad()
+def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) -> None:
+    """Add a gradient of this rank's to that of a divided parameter.
+
+    Args:
+        parameter: of any placement.
+        gradient: of the shape that this rank has of it.
+        partial: tensor-parallel ranks, which have all of the parameter, found a part of its gradient each.
+    """
+    if partial:
+        dist.all_reduce(gradient, group=parameter.device_mesh.get_group(1))
+    if isinstance(parameter.grad, DTensor):
+        _memory_of(parameter.grad).add_(gradient)
+        return
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    parameter.grad = DTensor.from_local(gradient, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+@contextlib.contextmanager
+def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
+    """Inside, the hooks that ``fully_shard`` has put around forward passes do not run."""
+    kept: list[tuple[OrderedDict[int, Any], list[tuple[int, Any]]]] = []
+    for module in sharded_modules(model):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
+            kept.append((hooks, list(hooks.items())))
+            own = [number for number, hook in hooks.items() if getattr(hook, "__self__", None) is module._get_fsdp_state()]
+            # with a hook of theirs left in place, gradients would go to parameters that nobody looks at
+            assert len(own) == 1, f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one before and one behind it"
+            del hooks[own[0]]
+    try:
+        yield
+    finally:
+        for hooks, all_of_them in kept:
+            # put back as they were, for order counts
+            hooks.clear()
+            hooks.update(all_of_them)
 
 
 def give_memory(model: Any, device: torch.device) -> None:

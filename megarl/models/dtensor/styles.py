@@ -3,7 +3,7 @@
 Parameters are DTensors, for ``fully_shard``, checkpoints and refits, and so are their gradients; in between, a module takes its rank's
 part of each and computes as plain torch does, with a border of ``regions`` before or behind it. torch's own styles send every operation
 through DTensor's dispatch, which costs more than the operation where it is small. A plan may mix both: what torch's styles hand over as
-DTensors is taken.
+DTensors is taken. Where nothing else divides the parameters, modules may have plain ones in their place (``whole_parameters``).
 """
 
 from __future__ import annotations
@@ -127,12 +127,14 @@ class RowLinear(RowwiseParallel):
             _divide(module, "bias", device_mesh, Replicate())
         group = device_mesh.get_group()
 
+        # where each rank has a run of the output, it finds a part of the bias' gradient
+        parts = frozenset() if after.is_replicate() else frozenset({"bias"})
+
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             output = sum_of_parts(F.linear(_features(inputs, before, group), _local(module.weight)), after, group)
-            # where each rank has a run of the output, it finds a part of the bias' gradient
-            return output if module.bias is None else output + _local(module.bias, partial=not after.is_replicate())
+            return output if module.bias is None else output + _local(module.bias, partial="bias" in parts)
 
-        return _computing(module, forward)
+        return _computing(module, forward, parts)
 
 
 class NormOfParts(ParallelStyle):
@@ -140,7 +142,7 @@ class NormOfParts(ParallelStyle):
     [n, t, H, D], or for a run of the sequence. Gradients of its parameters are sums over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = [name for name, _ in module.named_parameters(recurse=False)]
+        names = frozenset(name for name, _ in module.named_parameters(recurse=False))
         for name in names:
             _divide(module, name, device_mesh, Replicate())
         plain = module.forward
@@ -153,7 +155,7 @@ class NormOfParts(ParallelStyle):
             finally:
                 module._parameters.update(present)
 
-        return _computing(module, forward)
+        return _computing(module, forward, names)
 
 
 def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -162,9 +164,25 @@ def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
     module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
-def _computing(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """``module`` with another forward pass."""
+# where a module keeps the names of its parameters of whose gradients it finds a part
+_PARTS = "names_of_partial_gradients"
+
+
+def finds_part(module: nn.Module, name: str) -> bool:
+    """Whether each rank finds a part of the gradient of a parameter that all ranks have."""
+    return name in getattr(module, _PARTS, ())
+
+
+def computes_locally(model: nn.Module) -> bool:
+    """Whether every module of a model with a divided parameter of its own has a style of these, which take plain parameters as well."""
+    owners = (module for module in model.modules() if any(isinstance(value, DTensor) for value in module._parameters.values()))
+    return all(hasattr(module, _PARTS) for module in owners)
+
+
+def _computing(module: nn.Module, forward: Callable[..., Any], parts: frozenset[str] = frozenset()) -> nn.Module:
+    """``module`` with another forward pass; of the gradients of ``parts`` each rank finds a part."""
     setattr(module, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
+    setattr(module, _PARTS, parts)
     return module
 
 
