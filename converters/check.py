@@ -10,26 +10,30 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from converters.checkpoint.source import HuggingFaceSource
+from converters.checkpoint.headers import HuggingFaceHeaders
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of
-from converters.mapping.logical import MegatronModel
 from converters.mapping.rule import Rule
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import copies
 
+if TYPE_CHECKING:
+    from converters.checkpoint.source import HuggingFaceSource
+    from converters.mapping.logical import MegatronModel
+
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+Headers = HuggingFaceHeaders[Any]
 _CHUNK_BYTES = 64 * 2**20
+_DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
 
 def check_source(source: HuggingFaceSource, architecture: Architecture, compare_tied: bool = True, excused: Sequence[str] = ()) -> None:
-    """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes. Reads headers only.
+    """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes (``check_headers``).
 
     A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because transformers unties the two when they
     differ; and what prediction layers repeat of embedding and output layer is compared with these. Only then are tensor data read, in
@@ -44,11 +48,20 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
     Raises:
         ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
     """
+    check_headers(source, architecture, excused)
+    if compare_tied:
+        _refuse(source, architecture, _unequal_copies(source, architecture, excused))
+
+
+def check_headers(source: Headers, architecture: Architecture, excused: Sequence[str] = ()) -> None:
+    """``check_source`` without comparing tensors that should say the same. Reads headers only, without torch."""
     accounted: set[str] = set()
     source.check_files()
-    problems = _asked_problems(source, architecture, accounted, excused) + _unasked_problems(source, architecture, accounted, excused)
-    if not problems and compare_tied:
-        problems = _unequal_copies(source, architecture, excused)
+    asked = _asked_problems(source, architecture, accounted, excused)
+    _refuse(source, architecture, asked + _unasked_problems(source, architecture, accounted, excused))
+
+
+def _refuse(source: Headers, architecture: Architecture, problems: list[str]) -> None:
     if problems:
         raise ConversionError(
             f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
@@ -57,7 +70,7 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         )
 
 
-def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
+def _asked_problems(source: Headers, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
     """Problems with tensors of the architecture. Names of the stored tensors that hold them are put into ``accounted``."""
     problems = []
     for tensor in hf_tensors(architecture):
@@ -76,7 +89,7 @@ def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accou
     return problems
 
 
-def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
+def _unasked_problems(source: Headers, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
     """Problems with tensors that the architecture does not ask for."""
     problems = []
     for name in source.names():
@@ -122,19 +135,21 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _tensor_problems(source: HuggingFaceSource, architecture: Architecture, name: str, shape: tuple[int, ...]) -> list[str]:
+def _tensor_problems(source: Headers, architecture: Architecture, name: str, shape: tuple[int, ...]) -> list[str]:
     problems = []
     if source.shape(name) != shape:
         formula = formula_of(name, shape, architecture)
         problems.append(f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)} = {formula}")
-    dtype = source.dtype(name)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    dtype = source.dtype_name(name)
+    if dtype not in _DTYPES:
         problems.append(f"dtype: {name} is {dtype}; quantised weights have to be dequantised first")
     return problems
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     """Whether two matrices hold the same bits, in bounded memory."""
+    import torch
+
     if first not in source or source.dtype(first) != source.dtype(second) or source.shape(first) != source.shape(second):
         return False
     rows, columns = source.shape(first)

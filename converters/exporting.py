@@ -46,7 +46,8 @@ from converters.checkpoint.manifest import (
     fingerprints,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
-from converters.checkpoint.safetensors_file import NAMES, OpenFiles, read_box, whole, write_bytes
+from converters.checkpoint.safetensors_file import NAMES, read_box, whole, write_bytes
+from converters.checkpoint.safetensors_header import OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
     READ_BYTES,

@@ -68,9 +68,9 @@ from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
-from converters.torch_dist.index import is_checkpoint
 from converters.torch_dist.items import read_item
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked, stored_place
+from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredItem, StoredTensor, finish_checkpoint, write_common
 
 # the sizes of files follow from the model alone: bytes must not depend on the workers

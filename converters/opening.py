@@ -21,7 +21,7 @@ from converters.foreign.settings import ForeignSettings
 from converters.foreign.view import EMBEDDING
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.model_config.prediction_layers import as_stored
-from converters.torch_dist.index import find_checkpoint
+from converters.torch_dist.location import find_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
 MEGATRON, HUGGING_FACE = "megatron", "huggingface"

@@ -11,16 +11,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConversionError
 from megarl import __version__
-from megarl.config import load_config, published_config, read_model_facts, validate_config
-from megarl.config.load import with_environment
-from megarl.config.recipes import find, recipes
-from megarl.config.sections import Config
-from megarl.config.validate import unusual_values
 from megarl.errors import MegarlError
+
+if TYPE_CHECKING:
+    from megarl.config.sections import Config
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +137,17 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = ()) -> Config:
     """The configuration of a run: read, overridden, checked and filled in."""
+    from megarl.config.load import load_config, with_environment
+    from megarl.config.recipes import find
+    from megarl.config.validate import validate_config
+
     return validate_config(with_environment(load_config(find(path), overrides, [find(layer) for layer in layers])), name=Path(path).stem)
 
 
 def list_recipes(as_json: bool) -> int:
     """Say which configurations ship with megarl."""
+    from megarl.config.recipes import recipes
+
     if as_json:
         print(json.dumps([{"name": recipe.name, "path": str(recipe.path), "summary": recipe.summary} for recipe in recipes()], indent=1))
         return 0
@@ -155,6 +159,8 @@ def list_recipes(as_json: bool) -> int:
 
 def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool) -> int:
     """Run a configuration, or show what it would do."""
+    from megarl.config.validate import unusual_values
+
     config = load_and_check(path, overrides, layers)
     for warning in unusual_values(config):
         print(f"megarl: warning: {warning}", file=sys.stderr)
@@ -162,6 +168,7 @@ def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: b
         from rich.console import Console
 
         from megarl.algorithms.model_check import check_model_on_disk
+        from megarl.config.model_facts import published_config, read_model_facts
         from megarl.config.report import WIDTH, print_report
 
         check_model_on_disk(config["policy"])

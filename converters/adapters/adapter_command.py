@@ -14,12 +14,12 @@ from converters.adapters.megatron_adapter import MegatronAdapter
 from converters.adapters.peft_directory import WEIGHTS_FILE, is_peft_directory
 from converters.adapters.to_megatron import plan_adapter, write_megatron_adapter
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
+from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.manifest import WEIGHTS, fingerprints
-from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.checkpoint.staging import Staging, check_apart
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
-from converters.torch_dist.index import find_checkpoint
+from converters.torch_dist.location import find_checkpoint
 
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
 """What peft (0.21, for transformers 5) takes for factors of stacks of experts, wherever in a mixture of experts it stands."""

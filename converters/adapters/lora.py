@@ -24,7 +24,7 @@ from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.index import find_checkpoint
+from converters.torch_dist.location import find_checkpoint
 
 
 class AdapterSource(Protocol):

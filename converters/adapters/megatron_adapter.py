@@ -19,9 +19,9 @@ from torch import Tensor
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.artifacts import HF_DIRECTORY
 from converters.checkpoint.files import read_json_object
+from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorHashes, read_manifest
 from converters.checkpoint.safetensors_file import Box, whole
-from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
 from converters.foreign.settings import RUN_CONFIG_FILE, find_run_config, read_section
 from converters.foreign.view import CanonicalTensors
@@ -29,8 +29,8 @@ from converters.mapping.layouts import runs_of
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, is_expert
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.index import find_checkpoint
 from converters.torch_dist.keys import StoredPlace, stored_place
+from converters.torch_dist.location import find_checkpoint
 from converters.torch_dist.reader import TorchDistCheckpoint
 
 PEFT_PREFIX = "base_model.model."

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.files import read_json_object
+from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.safetensors_file import Box, SafetensorsFile
-from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -17,6 +17,7 @@ from torch import Tensor
 from converters.adapters.lora import Factors, LoraAdapter
 from converters.adapters.megatron_adapter import BLOCKS, FORM_NOTE, SHARED, Block, block, linears, peft_name, rows_of, stored_factor
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
+from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.manifest import (
     RULES,
     WEIGHTS,
@@ -28,15 +29,14 @@ from converters.checkpoint.manifest import (
     fingerprints,
 )
 from converters.checkpoint.safetensors_file import bytes_of
-from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.checkpoint.staging import Staging, check_apart
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.mapping.layouts import runs_of
 from converters.mapping.rule import Rule
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.index import is_checkpoint
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
+from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredTensor, finish_checkpoint
 
 _FIX = "merge it instead (import --lora), or train adapters of linear layers alone, all of one rank and scale"

@@ -10,6 +10,7 @@ from converters.checkpoint.files import check_depth
 from converters.errors import ConversionError
 from converters.families import family_of
 from converters.families.base import Family
+from converters.families.plain import filled_config
 from converters.model_config.architecture import Architecture
 from converters.model_config.heads import read_head
 from converters.model_config.inert_keys import INERT_KEYS
@@ -97,6 +98,20 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
         raise ConversionError(
             f"config.json has a value of the wrong kind ({type(error).__name__}: {error})", "correct config.json"
         ) from error
+
+
+def read_plain(content: Mapping[str, Any]) -> Architecture | None:
+    """The architecture of a model that a ``config.json`` describes in the usual words, without transformers.
+
+    Returns:
+        What ``read_architecture`` returns of transformers' config; None where that has to be asked, and for whatever has to be refused,
+        so that what is wrong is said in one place.
+    """
+    try:
+        config = filled_config(content)
+        return None if config is None else _read(config, frozenset())
+    except (ConversionError, *_ODD_VALUE):
+        return None
 
 
 def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:

@@ -16,7 +16,7 @@ from converters.foreign.settings import ROPE_FACTOR
 from converters.importing import ImportPlan, import_model
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import MegatronSettings, megatron_settings
-from converters.torch_dist.index import TRACKER_FILE
+from converters.torch_dist.location import TRACKER_FILE
 
 RELEASE = "release"
 _RENAMED = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError
 from converters.foreign.view import RenamedTensors
-from converters.torch_dist.index import is_checkpoint
+from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
 # "param": fully_reshardable. "fp32_param": the optimizer that is not distributed, and fully_sharded_model_space.

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from converters.checkpoint.files import whole_file
-from converters.torch_dist.index import INDEX_FILE, write_index
+from converters.torch_dist.index import write_index
+from converters.torch_dist.location import INDEX_FILE
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"

@@ -4,22 +4,26 @@ tokens."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.check import check_source
-from converters.checkpoint.source import HuggingFaceSource, open_source
-from converters.families.read import read_architecture
+from converters.check import Headers, check_headers
+from converters.checkpoint.files import read_json_object
+from converters.checkpoint.headers import locate_source, open_headers
+from converters.errors import ConversionError
+from converters.families.read import read_architecture, read_plain
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.backend import enabled_backend
-from megarl.config.model_facts import published_config, read_model_facts
+from megarl.config.model_facts import config_file, published_config, read_model_facts
+from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from converters.model_config.architecture import Architecture
     from megarl.data.datasets import Dataset
 
 logger = logging.getLogger(__name__)
@@ -27,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 def check_model(policy: Mapping[str, Any]) -> int:
     """Make sure that the configured backend can run the model and that its weights are there and fit its config. Reads headers only.
+
+    A model that a plain config describes (``converters.families.plain``) is checked without torch and transformers, whose imports take
+    longer than everything else that is checked; every other one, and every refusal of the torch backends, comes from these.
 
     Args:
         policy: the ``policy`` section.
@@ -39,8 +46,9 @@ def check_model(policy: Mapping[str, Any]) -> int:
         ModelError: its config cannot be read, or does not fit the weights.
         ConfigError: the model cannot be divided as configured.
     """
-    source = open_source(policy["model_name"])
-    return _check(policy, _read_config(policy, source.directory), source)
+    directory = locate_source(policy["model_name"])
+    source = open_headers(directory)
+    return _check(policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source)
 
 
 def check_model_on_disk(policy: Mapping[str, Any]) -> None:
@@ -50,17 +58,30 @@ def check_model_on_disk(policy: Mapping[str, Any]) -> None:
     Raises:
         ConversionError, ModelError, ConfigError: as ``check_model``.
     """
-    directory = Path(policy["model_name"]).expanduser()
+    name = policy["model_name"]
+    directory = Path(name).expanduser()
     if directory.is_dir() and any(directory.glob("*.safetensors*")):
         check_model(policy)
-    elif (published := published_config(policy["model_name"])) is not None:
-        from transformers import AutoConfig
-
-        _check(policy, AutoConfig.for_model(**published), None)
-    elif read_model_facts(policy["model_name"]) is not None:
+    elif (published := published_config(name)) is not None:
+        _check(policy, read_plain(published), lambda: _known_config(published), None)
+    elif read_model_facts(name) is not None and (file := config_file(name)) is not None:
         if directory.is_dir():
             logger.warning("%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them", directory)
-        _check(policy, _read_config(policy, policy["model_name"], local_files_only=True), None)
+        _check(policy, _plain_file(file), lambda: _read_config(policy, name, local_files_only=True), None)
+
+
+def _plain_file(path: Path) -> Architecture | None:
+    """What a ``config.json`` says, where it is plain; a file that cannot be read is refused by transformers."""
+    try:
+        return read_plain(read_json_object(path))
+    except (FileNotFoundError, ConversionError):
+        return None
+
+
+def _known_config(content: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**content)
 
 
 def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -> Any:
@@ -76,20 +97,45 @@ def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -
         ) from error
 
 
-def _check(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> int:
-    """The vocabulary size; without a source the config alone is checked."""
+def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable[[], Any], source: Headers | None) -> int:
+    """The vocabulary size; without a source the config alone is checked.
+
+    Args:
+        policy: the ``policy`` section.
+        plain: of a plain config.
+        read: reads the config with transformers; called where ``plain`` does not say enough.
+        source: the weights.
+    """
     if enabled_backend(policy) != "megatron":
+        if plain is not None and _runs_on_torch(policy, plain, source):
+            return plain.vocab_size
+        config = read()
         _check_for_torch(policy, config, source)
         return int(config.get_text_config().vocab_size)
-    architecture = read_architecture(config)
+    architecture = plain or read_architecture(read())
     megatron_settings(architecture)
     if source is not None:
         # Whether tied weights are equal takes reading them; the worker that holds them compares.
-        check_source(source, as_stored(architecture, source.names()), compare_tied=False)
+        check_headers(source, as_stored(architecture, source.names()))
     return architecture.vocab_size
 
 
-def _check_for_torch(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> None:
+def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source: Headers | None) -> bool:
+    """Whether a model runs on the torch backends for certain: it is one whose tensors and plan are written down here. What else there is
+    has to be built to be judged."""
+    settings = policy.get("dtensor_cfg") or {}
+    own_plan = settings.get("enabled") and settings["custom_parallel_plan"] is not None
+    if architecture.family not in HAND_WRITTEN_PLANS or architecture.head is not None or own_plan:
+        return False
+    try:
+        if source is not None:
+            check_headers(source, architecture)
+    except ConversionError:
+        return False
+    return True
+
+
+def _check_for_torch(policy: Mapping[str, Any], config: Any, source: Headers | None) -> None:
     """Return what the workers of the torch backends will refuse, on a model without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied

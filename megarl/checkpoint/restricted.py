@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from converters.checkpoint.restricted import load_plain
 from converters.errors import ConversionError
-from converters.torch_dist.index import INDEX_FILE as METADATA_FILE
 from converters.torch_dist.index import read_index
+from converters.torch_dist.location import INDEX_FILE as METADATA_FILE
 from megarl.errors import UnusableCheckpointError
 from megarl.patched import patched
 

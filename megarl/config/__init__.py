@@ -1,12 +1,20 @@
-"""Configurations: what they look like, how they are read, what must hold between their keys. Needs neither torch nor ray."""
+"""Configurations: what they look like, how they are read, what must hold between their keys. Needs neither torch nor ray.
+
+The names below are imported when they are first asked for: a module of this package that lists recipes or says where a key stands does not
+wait for the YAML reader.
+"""
 
 from __future__ import annotations
 
-from megarl.config.defaults import complete_policy, complete_run
-from megarl.config.load import OverridesError, load_config, load_config_with_inheritance, parse_hydra_overrides
-from megarl.config.model_facts import ModelFacts, published_config, read_model_facts
-from megarl.config.rules import check
-from megarl.config.validate import validate_config, validate_policy_config
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.config.defaults import complete_policy, complete_run
+    from megarl.config.load import OverridesError, load_config, load_config_with_inheritance, parse_hydra_overrides
+    from megarl.config.model_facts import ModelFacts, published_config, read_model_facts
+    from megarl.config.rules import check
+    from megarl.config.validate import validate_config, validate_policy_config
 
 __all__ = [
     "ModelFacts",
@@ -22,3 +30,17 @@ __all__ = [
     "validate_config",
     "validate_policy_config",
 ]
+_MODULES = {
+    "defaults": ("complete_policy", "complete_run"),
+    "load": ("OverridesError", "load_config", "load_config_with_inheritance", "parse_hydra_overrides"),
+    "model_facts": ("ModelFacts", "published_config", "read_model_facts"),
+    "rules": ("check",),
+    "validate": ("validate_config", "validate_policy_config"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -206,6 +206,15 @@ def published_config(model_name: str) -> dict[str, Any] | None:
     return KNOWN_MODELS.get(model_name)
 
 
+def config_file(model_name: str) -> Path | None:
+    """The ``config.json`` of a model on this disk; None where there is none. Errors as of ``published_config``."""
+    directory = Path(model_name).expanduser()
+    if not directory.is_dir():
+        return None if looks_like_path(model_name) else _cached_config(model_name)
+    path = directory / "config.json"
+    return path if path.is_file() else None
+
+
 def looks_like_path(model_name: str) -> bool:
     """Whether a name cannot be a Hugging Face id (``name`` or ``owner/name``)."""
     return model_name.startswith(("/", ".", "~")) or model_name.endswith("/") or model_name.count("/") > 1

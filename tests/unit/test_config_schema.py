@@ -219,8 +219,8 @@ def test_nearest_prefers_the_same_section() -> None:
 
 def test_configuration_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, megarl, megarl.config, megarl.cli, megarl.config.report, megarl.models.policy.interfaces\n"
-        "import megarl.models.generation.interfaces\n"
+        "import sys, megarl, megarl.config, megarl.cli, megarl.config.report, megarl.config.load, megarl.models.policy.interfaces\n"
+        "import megarl.models.generation.interfaces, megarl.config.validate\n"
         "megarl.config.read_model_facts('owner/none')\n"
         "megarl.cli.build_parser()\n"
         "sys.exit(','.join(name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules) or None)"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from converters import importing
-from converters.checkpoint.safetensors_file import OpenFiles
+from converters.checkpoint.safetensors_header import OpenFiles
 from converters.command import main
 from converters.errors import ConversionError
 from tests.unit.converters_tiny import save_tiny

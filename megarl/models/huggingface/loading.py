@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from converters.checkpoint.source import HuggingFaceSource
+from converters.check import Headers
 from megarl.errors import ModelError
 from megarl.models.huggingface.attention import IMPLEMENTATION
 
@@ -114,7 +114,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+def check_names(source: Headers, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Check that a checkpoint has every tensor of a model, no other, in the right shapes. Reads headers only.
 
     Args:

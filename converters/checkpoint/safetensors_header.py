@@ -1,0 +1,178 @@
+"""Headers of safetensors files, read without torch, and the pool of open files that reading shares.
+
+Of the files that are read again and again only a few stay open, since a checkpoint may have more files than a process may open. Format:
+https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from converters.checkpoint.files import require_regular
+from converters.errors import ConversionError
+
+DTYPE_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""Names of dtypes in torch, by what a file calls them."""
+
+_MOST = 16
+
+
+@dataclass(slots=True)
+class _Open:
+    descriptor: int
+    users: int = 0
+
+
+class OpenFiles:
+    """A pool of open files. Safe to be used from several threads.
+
+    Args:
+        writing: open the files for reading and writing; they have to exist.
+        most: as many stay open when nobody uses them. A file in use is never closed.
+    """
+
+    def __init__(self, writing: bool = False, most: int = _MOST) -> None:
+        self._flags, self._most = (os.O_RDWR if writing else os.O_RDONLY) | os.O_CLOEXEC, most
+        # the one used last is the last
+        self._open: OrderedDict[Path, _Open] = OrderedDict()
+        self._identities: dict[Path, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, path: Path) -> Iterator[int]:
+        """The descriptor of a file, open as long as the ``with`` block lasts; its position belongs to nobody.
+
+        Raises:
+            ConversionError: it cannot be opened, or is another file than it was at its first use.
+        """
+        with self._lock:
+            entry = self._open.get(path) or self._opened(path)
+            entry.users += 1
+            self._open.move_to_end(path)
+            self._close_down_to(self._most)
+        try:
+            yield entry.descriptor
+        finally:
+            with self._lock:
+                entry.users -= 1
+                self._close_down_to(self._most)
+
+    def close(self) -> None:
+        """Close every file that is not in use; a later use opens it again."""
+        with self._lock:
+            self._close_down_to(0)
+
+    def __del__(self) -> None:
+        for entry in getattr(self, "_open", {}).values():
+            with suppress(OSError):
+                os.close(entry.descriptor)
+
+    def _opened(self, path: Path) -> _Open:
+        try:
+            descriptor = os.open(require_regular(path), self._flags)
+        except OSError as error:
+            raise ConversionError(f"{path} cannot be read ({error})", "check the file and its permissions, or fetch it again") from error
+        status = os.fstat(descriptor)
+        identity = (status.st_dev, status.st_ino)
+        if self._identities.setdefault(path, identity) != identity:
+            os.close(descriptor)
+            raise ConversionError(f"{path} has changed while it was in use", "run it again, and leave the checkpoint alone meanwhile")
+        self._open[path] = _Open(descriptor)
+        return self._open[path]
+
+    def _close_down_to(self, most: int) -> None:
+        """Close what was not used for longest, and is not in use, until no more than ``most`` are open."""
+        for path in list(self._open):
+            if len(self._open) <= most:
+                return
+            if self._open[path].users == 0:
+                os.close(self._open.pop(path).descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    stored: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsHeader:
+    """A file whose header was read, and nothing else.
+
+    Args:
+        path: of the file.
+        files: that opens it, for this and for others.
+
+    Raises:
+        ConversionError: it is no readable safetensors file.
+    """
+
+    def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
+        self.path = require_regular(path)
+        self._files = files or OpenFiles()
+        try:
+            # the library judges the header: sizes, overlaps, holes, the length of the file
+            with safe_open(path, framework="numpy") as judged:
+                names = set(judged.keys())
+        except (SafetensorError, OSError) as error:
+            raise ConversionError(f"{path} is not a readable safetensors file ({error})", "fetch or write the file again") from error
+        with self._files.use(path) as descriptor:
+            self._entries = _read_header(descriptor)
+        assert names == set(self._entries)
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._entries[name].shape
+
+    def stored_dtype(self, name: str) -> str:
+        """Return what the file calls the dtype of a tensor."""
+        return self._entries[name].stored
+
+    def dtype_name(self, name: str) -> str:
+        """Return what torch calls the dtype of a tensor, such as ``float32``.
+
+        Raises:
+            ConversionError: torch has no such dtype, or it is not supported here.
+        """
+        stored = self._entries[name].stored
+        if stored not in DTYPE_NAMES:
+            raise ConversionError(f"{name} is stored as {stored}, which is not supported", f"store it as one of {', '.join(DTYPE_NAMES)}")
+        return DTYPE_NAMES[stored]
+
+
+def _read_header(descriptor: int) -> dict[str, _Entry]:
+    (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+    header: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
+    return {
+        name: _Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,401 @@
+"""Plain configs: a ``config.json`` completed as transformers' own config class would, without transformers and torch.
+
+Importing these takes seconds, and most of a config needs neither. What is written here is what the classes of the built-in families fill
+in, and which kinds of value they take. A config that says anything else is not plain, and nothing is decided about it here: transformers
+itself has to read it. So a family need not be in this file; tests compare every entry with transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.model_config.inert_keys import INERT_KEYS
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One key of a config class: the kinds of value that it takes, and what it is where a file does not say; None: a file has to."""
+
+    kinds: tuple[type, ...]
+    default: tuple[Any] | None = None
+
+
+def _like(value: Any, *more: type) -> _Key:
+    """A key with a default, which takes values of its kind."""
+    return _Key((type(value), *more), (value,))
+
+
+_SIZE = _Key((int,))
+_NOTHING = type(None)
+_OPTIONAL_INT = _like(None, int)
+_ANYTHING = _like(None, int, float, str, bool, list)
+
+
+def _no_change(config: Config) -> None:
+    del config
+
+
+@dataclass(frozen=True, slots=True)
+class _ConfigClass:
+    """What transformers' config class of a family makes of a file.
+
+    Attributes:
+        keys: beside those of ``_COMMON``.
+        theta: base of the rotary embedding where a file does not say.
+        free: keys that the class has no field for; it keeps whatever they say, and adds none of its own.
+        complete: does to a filled config what the class does after its fields are set.
+        divides_width: it refuses a width that is no multiple of the heads, whatever ``head_dim`` says.
+        scales: it has a rotary scaling of its own where a file has none.
+    """
+
+    keys: Mapping[str, _Key]
+    theta: float = 10000.0
+    free: frozenset[str] = frozenset()
+    complete: Callable[[Config], None] = field(default=_no_change)
+    divides_width: bool = False
+    scales: bool = False
+
+
+_COMMON: Mapping[str, _Key] = {
+    "model_type": _Key((str,)),
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_hidden_layers": _SIZE,
+    "num_attention_heads": _SIZE,
+    "vocab_size": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "num_key_value_heads": _SIZE,
+    "hidden_act": _like("silu"),
+    "initializer_range": _like(0.02),
+    "rms_norm_eps": _like(1e-6),
+    "tie_word_embeddings": _like(False),
+    "attention_dropout": _like(0.0),
+    "architectures": _like(None, list),
+    # what changes neither logits nor training, but is refused where it is of another kind
+    "use_cache": _like(True),
+    "is_encoder_decoder": _like(False),
+    "output_hidden_states": _like(False, _NOTHING),
+    "output_attentions": _like(False, _NOTHING),
+    "return_dict": _like(True, _NOTHING),
+    "chunk_size_feed_forward": _like(0),
+    "pad_token_id": _OPTIONAL_INT,
+    "bos_token_id": _OPTIONAL_INT,
+    "eos_token_id": _OPTIONAL_INT,
+    "dtype": _like(None, str),
+    "torch_dtype": _like(None, str),
+    "transformers_version": _like(None, str),
+}
+_WINDOWS: Mapping[str, _Key] = {
+    "use_sliding_window": _like(False),
+    "sliding_window": _like(4096, _NOTHING),
+    "max_window_layers": _like(28),
+    "layer_types": _like(None, list),
+}
+_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
+# these say which class or code runs
+_TELLING = frozenset({"id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "_attn_implementation"})
+# written by hub repositories; without a meaning where they are false
+_HARMLESS_IF_FALSE = frozenset({"use_mrope"})
+_LARGEST_SIZE = 2**31 - 1
+_MOST_LAYERS = 2**16
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+def _head_width(config: Config) -> None:
+    if config.get("head_dim") is None:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+
+
+def _windows(config: Config) -> None:
+    config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else None
+    if config["layer_types"] is None:
+        windowed = config["sliding_window"] is not None
+        kinds = (layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"]))
+        config["layer_types"] = [_WINDOWED if windowed and behind else _FULL for behind in kinds]
+
+
+def _qwen2_moe(config: Config) -> None:
+    config["mlp_only_layers"] = config["mlp_only_layers"] or []
+    config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else 0
+    if config["layer_types"] is None:
+        count, last = config["num_hidden_layers"], config["max_window_layers"]
+        windowed = (config["use_sliding_window"] and layer % 2 == 0 and layer < last for layer in range(count))
+        config["layer_types"] = [_WINDOWED if each else _FULL for each in windowed]
+
+
+def _qwen3_moe(config: Config) -> None:
+    config["mlp_only_layers"] = config["mlp_only_layers"] or []
+    config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else None
+    # the class keeps the number of experts under the second name, whichever the file has
+    experts = config.pop("num_experts")
+    if config.get("num_local_experts") is None:
+        config["num_local_experts"] = experts
+
+
+def _gpt_oss(config: Config) -> None:
+    if config["layer_types"] is None:
+        config["layer_types"] = [_FULL if layer % 2 else _WINDOWED for layer in range(config["num_hidden_layers"])]
+
+
+def _latent_widths(config: Config) -> dict[str, int]:
+    rotated: int = config["qk_rope_head_dim"]
+    return {"head_dim": rotated, "qk_head_dim": config["qk_nope_head_dim"] + rotated}
+
+
+def _latent(config: Config) -> None:
+    config.update(_latent_widths(config))
+
+
+_SPARSE_QWEN: Mapping[str, _Key] = {
+    "decoder_sparse_step": _like(1),
+    "moe_intermediate_size": _SIZE,
+    "num_experts_per_tok": _SIZE,
+    "norm_topk_prob": _like(False),
+    "output_router_logits": _like(False),
+    "router_aux_loss_coef": _like(0.001),
+    "mlp_only_layers": _like(None, list),
+}
+_DEEPSEEK: Mapping[str, _Key] = {
+    "attention_bias": _like(False),
+    "pretraining_tp": _like(1, _NOTHING),
+    "first_k_dense_replace": _Key((int,)),
+    "kv_lora_rank": _SIZE,
+    "q_lora_rank": _Key((int, _NOTHING)),
+    "n_routed_experts": _SIZE,
+    "n_shared_experts": _Key((int,)),
+    "num_experts_per_tok": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "output_router_logits": _like(False),
+    "qk_nope_head_dim": _SIZE,
+    "qk_rope_head_dim": _SIZE,
+    "v_head_dim": _SIZE,
+    # which follow from others
+    "head_dim": _Key((int,), (None,)),
+    "qk_head_dim": _Key((int,), (None,)),
+}
+_DEEPSEEK_FREE = frozenset({"aux_loss_alpha", "ep_size", "moe_layer_freq", "scoring_func", "seq_aux"})
+
+_CLASSES: Mapping[str, _ConfigClass] = {
+    "llama": _ConfigClass(
+        {
+            "num_key_value_heads": _OPTIONAL_INT,
+            "head_dim": _OPTIONAL_INT,
+            "attention_bias": _like(False),
+            "mlp_bias": _like(False),
+            "pretraining_tp": _like(1, _NOTHING),
+        },
+        complete=_head_width,
+        divides_width=True,
+    ),
+    "mistral": _ConfigClass({"head_dim": _OPTIONAL_INT, "sliding_window": _like(4096, _NOTHING)}, complete=_head_width),
+    "qwen2": _ConfigClass({**_WINDOWS, "head_dim": _OPTIONAL_INT}, complete=_windows),
+    "qwen3": _ConfigClass({**_WINDOWS, "head_dim": _like(128), "attention_bias": _like(False)}, complete=_windows),
+    "mixtral": _ConfigClass(
+        {
+            "rms_norm_eps": _like(1e-5),
+            "head_dim": _OPTIONAL_INT,
+            "sliding_window": _OPTIONAL_INT,
+            "num_experts_per_tok": _SIZE,
+            "num_local_experts": _SIZE,
+            "output_router_logits": _like(False),
+            "router_aux_loss_coef": _like(0.001),
+            "router_jitter_noise": _like(0.0),
+        },
+        theta=1000000.0,
+    ),
+    "qwen2_moe": _ConfigClass(
+        {
+            **_WINDOWS,
+            **_SPARSE_QWEN,
+            "head_dim": _OPTIONAL_INT,
+            "num_experts": _SIZE,
+            "shared_expert_intermediate_size": _SIZE,
+            "qkv_bias": _like(True),
+        },
+        complete=_qwen2_moe,
+    ),
+    "qwen3_moe": _ConfigClass(
+        {
+            **_SPARSE_QWEN,
+            "head_dim": _OPTIONAL_INT,
+            "num_experts": _like(128),
+            "attention_bias": _like(False),
+            "use_sliding_window": _like(False),
+            "sliding_window": _like(4096, _NOTHING),
+            "num_local_experts": _Key((int,), (None,)),
+        },
+        free=frozenset({"max_window_layers"}),
+        complete=_qwen3_moe,
+    ),
+    "glm4_moe": _ConfigClass(
+        {
+            "rms_norm_eps": _like(1e-5),
+            "head_dim": _OPTIONAL_INT,
+            "attention_bias": _like(False),
+            "moe_intermediate_size": _SIZE,
+            "num_experts_per_tok": _SIZE,
+            "output_router_logits": _like(False),
+            "n_shared_experts": _Key((int,)),
+            "n_routed_experts": _SIZE,
+            "routed_scaling_factor": _like(1.0),
+            "n_group": _SIZE,
+            "topk_group": _SIZE,
+            "first_k_dense_replace": _Key((int,)),
+            "norm_topk_prob": _like(True),
+            "use_qk_norm": _like(False),
+            "num_nextn_predict_layers": _like(1),
+            "partial_rotary_factor": _like(0.5),
+        },
+    ),
+    "gpt_oss": _ConfigClass(
+        {
+            "rms_norm_eps": _like(1e-5),
+            "head_dim": _like(64),
+            "num_local_experts": _SIZE,
+            "num_experts_per_tok": _SIZE,
+            "sliding_window": _like(128, _NOTHING),
+            "swiglu_alpha": _like(1.702),
+            "swiglu_limit": _like(7.0),
+            "router_aux_loss_coef": _like(0.001),
+            "output_router_logits": _like(False),
+            "layer_types": _like(None, list),
+            "attention_bias": _like(True),
+        },
+        theta=150000.0,
+        scales=True,
+        free=frozenset({"experts_per_token", "initial_context_length"}),
+        complete=_gpt_oss,
+    ),
+    "deepseek_v2": _ConfigClass(
+        {
+            **_DEEPSEEK,
+            "num_key_value_heads": _OPTIONAL_INT,
+            "mlp_bias": _like(False),
+            "n_group": _OPTIONAL_INT,
+            "topk_group": _OPTIONAL_INT,
+            "topk_method": _like("greedy", _NOTHING),
+            "norm_topk_prob": _like(False, _NOTHING),
+            "routed_scaling_factor": _like(1.0),
+        },
+        free=_DEEPSEEK_FREE | {"rope_interleave"},
+        complete=_latent,
+        divides_width=True,
+    ),
+    "deepseek_v3": _ConfigClass(
+        {
+            **_DEEPSEEK,
+            "n_group": _Key((int,)),
+            "topk_group": _Key((int,)),
+            "norm_topk_prob": _like(True, _NOTHING),
+            "routed_scaling_factor": _like(2.5),
+            "rope_interleave": _like(True, _NOTHING),
+            "num_nextn_predict_layers": _like(1),
+        },
+        free=_DEEPSEEK_FREE | {"topk_method"},
+        complete=_latent,
+    ),
+}
+# the parameters that a kind of rotary scaling needs, and those that it may have
+_ROPE: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "llama3": (frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}), frozenset()),
+    "yarn": (
+        frozenset({"factor", "original_max_position_embeddings"}),
+        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    ),
+}
+
+
+def plain_families() -> frozenset[str]:
+    """The families of which a config may be plain, by ``model_type``."""
+    return frozenset(_CLASSES)
+
+
+def filled_config(content: Mapping[str, Any]) -> Config | None:
+    """The content of a ``config.json`` with what transformers' config class fills in and derives; None where it is not plain.
+
+    Only a config is plain that transformers takes without a word, and of which every value is of the usual kind.
+    """
+    kind = _CLASSES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
+    if kind is None:
+        return None
+    keys = {**_COMMON, **kind.keys}
+    given = {key: value for key, value in content.items() if key not in _ROPE_KEYS}
+    if not all(_is_plain(key, value, keys, kind.free) for key, value in given.items()):
+        return None
+    if any(key.default is None and name not in given for name, key in keys.items()):
+        return None
+    config = {**{name: key.default[0] for name, key in keys.items() if key.default is not None}, **given}
+    rope = _rope(content, config, kind)
+    if rope is None or not _fits(config, kind):
+        return None
+    kind.complete(config)
+    return {**config, "rope_parameters": rope, "rope_scaling": rope}
+
+
+def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozenset[str]) -> bool:
+    """Whether a key is one of the class, and its value of a kind that it takes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    if name in _HARMLESS_IF_FALSE:
+        return value is False
+    if name in {"dtype", "torch_dtype"}:
+        return value is None or value in _DTYPES
+    if name == "eos_token_id" and isinstance(value, list):
+        return all(type(each) is int for each in value)
+    key = keys.get(name)
+    if key is None:
+        known = name in free or (name in INERT_KEYS and name not in _TELLING)
+        return known and type(value) in _ANYTHING.kinds
+    if key is _SIZE and type(value) is int:
+        return 1 <= value <= _LARGEST_SIZE
+    return type(value) in key.kinds
+
+
+def _fits(config: Config, kind: _ConfigClass) -> bool:
+    """Whether what the class checks of its fields together, and of lists, holds."""
+    layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
+    latent = _latent_widths(config) if kind.complete is _latent else {}
+    if any(config[key] not in (None, size) for key, size in latent.items()):
+        return False
+    types = config.get("layer_types")
+    if layers > _MOST_LAYERS or not 0 <= config["initializer_range"] <= 1 or config["output_attentions"] or config["is_encoder_decoder"]:
+        return False
+    if types is not None and (len(types) != layers or not all(each in (_WINDOWED, _FULL) for each in types)):
+        return False
+    if not all(type(each) is int for each in config.get("mlp_only_layers") or ()):
+        return False
+    return width % heads == 0 or not (kind.divides_width or (config.get("head_dim") is None and not latent))
+
+
+def _rope(content: Mapping[str, Any], config: Config, config_class: _ConfigClass) -> Config | None:
+    """The rotary parameters in the form of today's transformers; None where they are not plain."""
+    found = [content.get(key) for key in ("rope_scaling", "rope_parameters")]
+    theta = content.get("rope_theta", config_class.theta)
+    if not all(each is None or isinstance(each, Mapping) for each in found) or type(theta) not in (int, float):
+        return None
+    parameters = dict(found[0] or found[1] or {})
+    if config_class.scales and not parameters:
+        return None
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _ROPE or parameters.get("type", kind) != kind:
+        return None
+    needed, possible = _ROPE[kind]
+    numbers = set(parameters) - {"rope_type", "type"}
+    if needed - numbers or numbers - needed - possible - {"rope_theta", "partial_rotary_factor"}:
+        return None
+    if not all(type(parameters[key]) in ((bool,) if key == "truncate" else (int, float)) for key in numbers):
+        return None
+    if not all(map(math.isfinite, (theta, *(parameters[key] for key in numbers)))):
+        return None
+    filled = {"rope_type": kind, "rope_theta": theta, **parameters}
+    if config.get("partial_rotary_factor") is not None:
+        filled.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    return filled

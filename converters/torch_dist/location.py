@@ -1,0 +1,54 @@
+"""Finds a distributed checkpoint in what a user points at: the ``torch_dist`` directory, or where a trainer's checkpoints keep it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from converters.errors import ConversionError
+
+INDEX_FILE = ".metadata"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_INSIDE = ("dist_ckpt", "actor/dist_ckpt", "release", "weights", "policy/weights")
+_ITERATION = re.compile(r"iter_\d{7,}")
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether the directory itself is a distributed checkpoint."""
+    return (directory / INDEX_FILE).is_file()
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """The distributed checkpoint that a user means.
+
+    Of a directory with several iterations it is the one that the tracker file names. A directory is also looked for under the names that
+    trainers give it (``release``, ``dist_ckpt``, ``weights``).
+
+    Raises:
+        ConversionError: there is none, or the tracker names one that does not exist.
+    """
+    if is_checkpoint(directory):
+        return directory
+    tracker = directory / TRACKER_FILE
+    if tracker.is_file():
+        named = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        found = directory / (named if named == "release" else f"iter_{named:0>7}")
+        if not (named == "release" or named.isdigit()) or not found.is_dir():
+            raise ConversionError(f"{tracker} names {named!r}, which does not exist", "give the directory of the iteration itself")
+        return find_checkpoint(found)
+    for name in _INSIDE:
+        if is_checkpoint(directory / name):
+            return directory / name
+    iterations = sorted(path.name for path in directory.glob("iter_*") if _ITERATION.fullmatch(path.name)) if directory.is_dir() else []
+    if iterations:
+        raise ConversionError(f"{directory} has no {TRACKER_FILE}, but {', '.join(iterations)}", "give the directory of one iteration")
+    raise ConversionError(f"{directory} holds no torch_dist checkpoint (no {INDEX_FILE})", "give the directory of a Megatron checkpoint")
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether ``find_checkpoint`` finds one."""
+    try:
+        find_checkpoint(directory)
+    except ConversionError:
+        return False
+    return True
