@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="run an algorithm",
-        usage="megarl train CONFIG [key=value ...] [--with FILE] [--dry-run]",
+        usage="megarl train CONFIG [key=value ...] [--with FILE] [--dry-run [--data]]",
         description="Run the algorithm of a configuration file. An unfinished run goes on from its newest checkpoint.",
         epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
         "SIGTERM, SIGUSR1 or a file stop_requested in the run's directory stop it after the step it is in, with a checkpoint. "
@@ -51,7 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given several times",
     )
-    train.add_argument("--dry-run", action="store_true", help="check everything, show ranks, batches and memory, and start nothing")
+    train.add_argument(
+        "--dry-run", action="store_true", help="check configuration and model, show ranks, batches and memory, and start nothing"
+    )
+    train.add_argument("--data", action="store_true", help="with --dry-run: check tokenizer, chat template and all records as well")
     listed = commands.add_parser(
         "recipes",
         help="list the configurations that ship with megarl",
@@ -132,6 +136,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     for word in rest:
         if arguments.command != "train" or word.startswith("-"):
             parser.error(f"unrecognized argument: {word}")
+    if arguments.command == "train" and arguments.data and not arguments.dry_run:
+        parser.error("--data goes with --dry-run; a run reads its data anyway")
     return arguments, rest
 
 
@@ -157,30 +163,43 @@ def list_recipes(as_json: bool) -> int:
     return 0
 
 
-def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool) -> int:
-    """Run a configuration, or show what it would do."""
+def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool, data: bool = False) -> int:
+    """Run a configuration, or show what it would do; with ``data``, that includes what it reads."""
     from megarl.config.validate import unusual_values
 
     config = load_and_check(path, overrides, layers)
     for warning in unusual_values(config):
         print(f"megarl: warning: {warning}", file=sys.stderr)
     if dry_run:
-        from rich.console import Console
-
-        from megarl.algorithms.model_check import check_model_on_disk
-        from megarl.config.model_facts import published_config, read_model_facts
-        from megarl.config.report import WIDTH, print_report
-
-        check_model_on_disk(config["policy"])
-        console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
-        model_name = config["policy"]["model_name"]
-        print_report(config, read_model_facts(model_name), console)
-        if published_config(model_name) is not None:
-            console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
+        show(config, data)
         return 0
     from megarl.algorithms.run import run
 
     return int(run(config) or 0)
+
+
+def show(config: Config, data: bool) -> None:
+    """Check and print what a run would do, and with ``data`` what it would read; all checks come first."""
+    from rich.console import Console
+
+    from megarl.algorithms.model_check import check_model_on_disk
+    from megarl.config.model_facts import published_config, read_model_facts
+    from megarl.config.report import WIDTH, print_report
+
+    check_model_on_disk(config["policy"])
+    found = []
+    if data:
+        from megarl.algorithms.inputs import describe_inputs
+
+        # reading completes the configuration; the report shows it as it was given
+        found = describe_inputs(copy.deepcopy(config))
+    console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
+    model_name = config["policy"]["model_name"]
+    print_report(config, read_model_facts(model_name), console)
+    if published_config(model_name) is not None:
+        console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
+    for line in found:
+        console.print(line, markup=False, highlight=False)
 
 
 def parity(arguments: argparse.Namespace) -> int:
@@ -229,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         if arguments.command == "train":
-            return train(arguments.config, overrides, arguments.layers, arguments.dry_run)
+            return train(arguments.config, overrides, arguments.layers, arguments.dry_run, arguments.data)
         if arguments.command == "recipes":
             return list_recipes(arguments.json)
         if arguments.command == "parity":

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megarl.algorithms.algorithm import ACTOR, Parts, Role
+from megarl.algorithms.inputs import read_inputs
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
-from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
@@ -25,30 +25,26 @@ from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
+from megarl.config.algorithms import algorithm_class, own_section, roles, step_size
 from megarl.config.model_facts import read_model_facts
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
-from megarl.data.datasets import Dataset, load_dataset
+from megarl.data.datasets import Dataset
 from megarl.data.sampler import ResumableSampler
-from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, Violation
-from megarl.models.generation import configure_generation_config
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.redact import redacted
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
-from megarl.rollout.environment import Environment, find_faults, make_environment
 from megarl.throughput.step import Devices, StepThroughput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.algorithms.stopping import Attempt, StopRequest
-    from megarl.config.sections import DataSource
     from megarl.models.policy.lm_policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -90,13 +86,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         attempt = this_attempt()
         stop = stack.enter_context(listening_for_stop(run_dir, attempt))
         check_engine(config)
-        tokenizer = _tokenizer(config)
-        if config["policy"]["generation"] is not None:
-            config["policy"]["generation"] = configure_generation_config(config["policy"]["generation"], tokenizer)
-        vocab_size = check_model(config["policy"])
-        environment = _environment(config, stack)
-        train_data, validation_data = _load_datasets(config, tokenizer, vocab_size, environment)
-        _warn_of_few_records(len(train_data), step_size(config)[0])
+        inputs = read_inputs(config, stack)
+        tokenizer, train_data = inputs.tokenizer, inputs.train
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
@@ -111,7 +102,9 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures, throughput=_throughput(config, policy))
         skipped = SkippedBatches(run_dir / DIRECTORY)
-        parts = Parts(config, models, refit, tokenizer, environment, train_data, validation_data, sampler, reporting.timer, skipped)
+        parts = Parts(
+            config, models, refit, tokenizer, inputs.environment, train_data, inputs.validation, sampler, reporting.timer, skipped
+        )
         algorithm = algorithm_class(config["algorithm"])(parts)
         writer = _writer(manager, models, config, attempt)
 
@@ -166,45 +159,6 @@ def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpo
     console.note(f"stopped after step {step} ({stop.reason}); {advice}")
     stop.forget_files()
     return STOPPED if has_checkpoints else NOT_SAVED
-
-
-def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    policy = config["policy"]
-    return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
-
-
-def _environment(config: Config, stack: ExitStack) -> Environment | None:
-    """The environment of a run that generates; the stack closes it."""
-    if not generates(config):
-        return None
-    environment = make_environment(config["env"])
-    stack.callback(environment.close)
-    return environment
-
-
-def _load_datasets(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, environment: Environment | None
-) -> tuple[Dataset, Dataset | None]:
-    """Training data and, where there is any, validation data."""
-    data, with_answers = config["data"], environment is None
-    fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
-
-    def load(source: DataSource) -> Dataset:
-        dataset = load_dataset(source, data, tokenizer, with_answers, fault_of_answer)
-        check_tokens(dataset, tokenizer, vocab_size, with_answers)
-        return dataset
-
-    return load(data["train"]), load(data["validation"]) if data["validation"] else None
-
-
-def _warn_of_few_records(records: int, per_step: int) -> None:
-    if records < per_step:
-        logger.warning(
-            "data.train has %d records and a step takes %d, so that some are in it several times; is grpo.num_prompts_per_step (for sft "
-            "policy.train_global_batch_size) meant?",
-            records,
-            per_step,
-        )
 
 
 def _schedule(config: Config, num_records: int) -> Schedule:

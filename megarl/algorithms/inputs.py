@@ -1,0 +1,120 @@
+"""Inputs: what a run reads before it starts anything: tokenizer, model, environment and data, with all that is refused of them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.model_check import check_model, check_tokens
+from megarl.config.algorithms import generates, step_size
+from megarl.data.datasets import Dataset, load_dataset
+from megarl.data.tokenization import get_tokenizer
+from megarl.models.generation import configure_generation_config
+from megarl.rollout.environment import Environment, find_faults, make_environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config.sections import DataSource
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 60
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What was read.
+
+    Attributes:
+        tokenizer: of the policy.
+        environment: that responses meet; None where nothing is generated.
+        train: training data.
+        validation: validation data; None where there are none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment | None
+    train: Dataset
+    validation: Dataset | None
+
+
+def read_inputs(config: Config, stack: ExitStack) -> Inputs:
+    """Read everything; of the configuration, the section of generation gets what the tokenizer says.
+
+    Args:
+        config: checked, with its defaults.
+        stack: closes the environment.
+
+    Raises:
+        MegarlError: data, model, tokenizer or environment cannot be used.
+        ConversionError: the model cannot be carried over.
+    """
+    policy, data = config["policy"], config["data"]
+    tokenizer = get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
+    if policy["generation"] is not None:
+        policy["generation"] = configure_generation_config(policy["generation"], tokenizer)
+    vocab_size = check_model(policy)
+    environment = _environment(config, stack)
+    with_answers = environment is None
+    fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
+
+    def load(source: DataSource) -> Dataset:
+        dataset = load_dataset(source, data, tokenizer, with_answers, fault_of_answer)
+        check_tokens(dataset, tokenizer, vocab_size, with_answers)
+        return dataset
+
+    train = load(data["train"])
+    validation = load(data["validation"]) if data["validation"] else None
+    _warn_of_few_records(len(train), step_size(config)[0])
+    return Inputs(tokenizer, environment, train, validation)
+
+
+def _environment(config: Config, stack: ExitStack) -> Environment | None:
+    """The environment of a run that generates; the stack closes it."""
+    if not generates(config):
+        return None
+    environment = make_environment(config["env"])
+    stack.callback(environment.close)
+    return environment
+
+
+def _warn_of_few_records(records: int, per_step: int) -> None:
+    if records < per_step:
+        logger.warning(
+            "data.train has %d records and a step takes %d, so that some are in it several times; is grpo.num_prompts_per_step (for sft "
+            "policy.train_global_batch_size) meant?",
+            records,
+            per_step,
+        )
+
+
+def describe_inputs(config: Config) -> list[str]:
+    """Read everything as a run would, and say what was found, a line each. Errors as of ``read_inputs``."""
+    with ExitStack() as stack:
+        inputs = read_inputs(config, stack)
+        tokenizer, with_answers = inputs.tokenizer, inputs.environment is None
+        template = str(tokenizer.chat_template).replace("\n", " ")
+        lines = [
+            f"tokenizer: {type(tokenizer).__name__}, {len(tokenizer)} tokens, pads with {tokenizer.pad_token!r}, ends with "
+            f"{tokenizer.eos_token!r}",
+            f"chat template: {template if len(template) <= _SHOWN else template[:_SHOWN] + '...'}",
+            _of_dataset("data.train", inputs.train, with_answers),
+        ]
+        if inputs.validation is not None:
+            lines.append(_of_dataset("data.validation", inputs.validation, with_answers))
+        return lines
+
+
+def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:
+    prompts = [len(example.prompt_ids) for example in dataset.examples]
+    mean = sum(prompts) / len(prompts)
+    said = f"{key}: {len(prompts):,} records; prompts of {min(prompts)} to {max(prompts)} tokens, {mean:.1f} on average"
+    if not with_answers:
+        return said
+    longest = max(len(example.prompt_ids) + len(example.answer_ids) for example in dataset.examples)
+    return f"{said}; with their answers at most {longest}"

@@ -1,0 +1,57 @@
+"""``--dry-run --data``: what a run would read, and what it would refuse of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.quickstart.material import make_model, write_problems
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """A dry run of the quickstart's reinforcement on a model and on problems in ``tmp_path``."""
+    make_model(tmp_path / "model", 1)
+    write_problems(tmp_path / "train.jsonl", 300, 1)
+    write_problems(tmp_path / "validation.jsonl", 256, 2, "validation")
+    sources = [f"data.{part}.path={tmp_path / part}.jsonl" for part in ("train", "validation")]
+    return ["train", str(QUICKSTART / "grpo.yaml"), "--dry-run", f"policy.model_name={tmp_path / 'model'}", *sources]
+
+
+def test_tokenizer_template_and_records_are_reported(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    assert main([*command, "--data"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(plain) and "data.train:" not in plain
+    lines = shown[len(plain) :].splitlines()
+    assert lines[0].startswith("tokenizer: ") and "pads with" in lines[0]
+    assert lines[1].startswith("chat template: {% for message in messages %}")
+    joined = " ".join(lines)
+    assert "data.train: 300 records; prompts of " in joined and "data.validation: 256 records; prompts of " in joined
+
+
+def test_what_a_run_would_refuse_of_the_data_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "Tom has 3 apples. " * 20, "answer": "4"}) + "\n")
+    assert main(command) == 0, "a plain dry run reads no data"
+    capsys.readouterr()
+    assert main([*command, "--data"]) == 2
+    shown = capsys.readouterr()
+    assert "exceed data.max_input_seq_length = 24" in shown.err and "index 300" in shown.err and shown.out == ""
+
+
+def test_a_template_that_fails_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--data", "policy.tokenizer.chat_template='{{ nobody.knows.it }}'"]) == 2
+    assert "policy.tokenizer.chat_template cannot be applied" in capsys.readouterr().err
+
+
+def test_data_without_a_dry_run_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*(word for word in command if word != "--dry-run"), "--data"])
+    assert caught.value.code == 2 and "--data goes with --dry-run" in capsys.readouterr().err
