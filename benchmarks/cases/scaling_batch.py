@@ -60,7 +60,8 @@ class AnsweringWorker:
     def train(self, data: BatchedDataDict[Any], **unused: Any) -> dict[str, Any]:
         """Nothing is learned."""
         self._trained = data
-        return {"global_loss": torch.zeros(1), "grad_norm": torch.tensor(1.0), "all_mb_metrics": {}, "skipped": []}
+        result = {"global_loss": torch.zeros(1), "grad_norm": torch.tensor(1.0), "all_mb_metrics": {}, "skipped": []}
+        return {**result, "gpu_info": self.get_gpu_info()}
 
     def digests(self) -> dict[str, str]:
         """A digest of each column that arrived, and of the plan."""

@@ -109,6 +109,8 @@ class RayWorkerGroup:
         self.name_prefix = name_prefix
         self.sharding_annotations = sharding_annotations
         self._call_timeout_s = call_timeout_s
+        self._before: list[str] = []
+        self._calls = 0
         self._registry = WorkerRegistry()
         bundle_counts = [group.bundle_count for group in cluster.get_placement_groups()]
         places = place_workers(bundle_counts, workers_per_node, bundle_indices_list, name_prefix)
@@ -155,8 +157,33 @@ class RayWorkerGroup:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """Handles by rank; empty after ``shutdown``."""
+        """Handles by rank; empty after ``shutdown``. What ``run_before_next`` left is run first: a handle's calls go past the group."""
+        self._run_before()
         return self._workers
+
+    @property
+    def calls(self) -> int:
+        """Calls of this group so far; as long as it is the same, the workers have not been asked for anything."""
+        return self._calls
+
+    def run_before_next(self, method_name: str) -> None:
+        """Let all workers run a method without arguments before whatever they are called for next, in the same message where that goes to
+        all of them. An error of it is raised where the results of that call are waited for; the call itself is then not run.
+
+        Raises:
+            StateError: the workers were shut down, or one still hangs in a call that failed.
+        """
+        self._require_workers(method_name)
+        self._registry.check_free(method_name)
+        self._calls += 1
+        if self._before[-1:] != [method_name]:
+            self._before.append(method_name)
+
+    def _run_before(self) -> None:
+        """Run what waits for the next call."""
+        before, self._before = self._before, []
+        for method in before:
+            self.get_all_worker_results(self._start(method, [WorkerCall(worker, {}) for worker in range(len(self._workers))], ()))
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
@@ -293,6 +320,7 @@ class RayWorkerGroup:
             True if the clean-up went well; the workers are gone in any case.
         """
         workers, self._workers = self._workers, []
+        self._before = []
         if not workers or not ray.is_initialized():
             return True
         clean = True
@@ -328,11 +356,23 @@ class RayWorkerGroup:
     def _submit(self, method: str, calls: Sequence[WorkerCall]) -> list[Any]:
         self._require_workers(method)
         self._registry.check_free(method)
+        self._calls += 1
+        if not self._before:
+            return self._start(method, calls, ())
+        if [call.worker for call in calls] != list(range(len(self._workers))) or getattr(self._workers[0], method).is_generator:
+            self._run_before()
+            return self._start(method, calls, ())
+        before, self._before = self._before, []
+        return self._start(method, calls, before)
+
+    def _start(self, method: str, calls: Sequence[WorkerCall], before: Sequence[str]) -> list[Any]:
         shared = _share(calls)
-        return [
-            getattr(self._workers[call.worker], method).remote(**{key: shared.get(id(value), value) for key, value in call.kwargs.items()})
-            for call in calls
-        ]
+        started = []
+        for call in calls:
+            kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
+            remote = getattr(self._workers[call.worker], method)
+            started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
+        return started
 
 
 def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:

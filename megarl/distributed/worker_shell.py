@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,12 @@ class WorkerShell:
         """Run a method of the worker. Errors pass through with their traceback."""
         return getattr(self._worker, method)(*args, **kwargs)
 
+    def call_after(self, before: Sequence[str], method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run methods without arguments, and then ``method`` if none of them raised."""
+        for name in before:
+            getattr(self._worker, name)()
+        return self.call(method, *args, **kwargs)
+
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Run a generator method of the worker; every item becomes an object of its own."""
         yield from getattr(self._worker, method)(*args, **kwargs)
@@ -133,17 +139,22 @@ def _methods(worker_class: type) -> dict[str, bool]:
 class RemoteMethod:
     """``handle.method``: call it with ``.remote(...)``, as a method of a Ray actor."""
 
-    __slots__ = ("_actor", "_is_generator", "_name")
+    __slots__ = ("_actor", "_name", "is_generator")
 
     def __init__(self, actor: ActorHandle[Any], name: str, is_generator: bool) -> None:
         self._actor = actor
         self._name = name
-        self._is_generator = is_generator
+        self.is_generator = is_generator
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method. Returns an ``ObjectRef``, or an ``ObjectRefGenerator`` for a generator method."""
-        target: Any = self._actor.stream if self._is_generator else self._actor.call
+        target: Any = self._actor.stream if self.is_generator else self._actor.call
         return target.remote(self._name, *args, **kwargs)
+
+    def remote_after(self, before: Sequence[str], **kwargs: Any) -> Any:
+        """Start the method, which must be no generator, behind others that take no arguments, in one call."""
+        target: Any = self._actor.call_after
+        return target.remote(tuple(before), self._name, **kwargs)
 
 
 class WorkerHandle:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from megarl.distributed import rendezvous
-from megarl.errors import BatchError, ConfigError, Violation
+from megarl.errors import BatchError, ConfigError, StateError, Violation
 
 
 class PlainWorker:
@@ -20,6 +20,7 @@ class PlainWorker:
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.arguments = (positional, keywords)
+        self.noted: list[str] = []
 
     def get_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.arguments
@@ -41,6 +42,24 @@ class PlainWorker:
             for column in batch.values():
                 column.zero_()
         return came, [str(warning.message) for warning in warned]
+
+    def note_first(self) -> None:
+        self.noted.append("first")
+
+    def note_second(self) -> None:
+        self.noted.append("second")
+
+    def refuse(self) -> None:
+        raise StateError("refuse: this worker cannot do that")
+
+    def notes(self) -> list[str]:
+        """What was noted since the last time."""
+        noted, self.noted = self.noted, []
+        return noted
+
+    def stream_notes(self) -> Iterator[str]:
+        for note in self.notes():
+            yield f"streamed {note}"
 
     def process_id(self) -> int:
         return os.getpid()

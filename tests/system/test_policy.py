@@ -79,6 +79,40 @@ def test_memory_is_that_of_the_fullest_worker(policy: Policy) -> None:
     assert figures["memory_gib"] <= figures["peak_memory_gib"] < 16
 
 
+def test_preparations_and_memory_travel_with_training(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message to each worker where there were three; alone on its devices, see the next test."""
+    started: list[tuple[str, list[str]]] = []
+    start = policy.worker_group._start
+    monkeypatch.setattr(
+        policy.worker_group, "_start", lambda method, calls, before: started.append((method, list(before))) or start(method, calls, before)
+    )
+    batch = BatchedDataDict(make_batch(8, 12, seed=3))
+    policy.offload_after_refit()
+    started.clear()
+    policy.prepare_for_training()
+    policy.train(batch, NLLLoss())
+    figures = policy.memory_figures()
+    assert started == [("train", ["prepare_for_training"])]
+    assert 0 < figures["memory_gib"] <= figures["peak_memory_gib"] < 16
+    policy.prepare_for_lp_inference()
+    assert policy.memory_figures().keys() == figures.keys()
+    assert started[1:] == [("get_gpu_info", ["prepare_for_lp_inference"])], "memory after a preparation is asked for anew"
+    policy.train(batch, NLLLoss(), eval_mode=True)
+    policy.memory_figures()
+    assert [method for method, _ in started[2:]] == ["train", "get_gpu_info"]
+
+
+def test_preparations_are_over_at_once_where_others_share_the_devices(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy.worker_group.cluster, "max_colocated_worker_groups", 2)
+    started: list[str] = []
+    start = policy.worker_group._start
+    monkeypatch.setattr(policy.worker_group, "_start", lambda method, *rest: started.append(method) or start(method, *rest))
+    policy.prepare_for_lp_inference()
+    policy.prepare_for_training()
+    assert policy.prepare_for_generation()
+    assert started == ["prepare_for_lp_inference", "prepare_for_training", "prepare_for_generation"]
+
+
 def test_checkpoint_round_trip_on_live_workers(policy: Policy, tmp_path: Path) -> None:
     batch = BatchedDataDict(make_batch(8, 12, seed=2))
     policy.prepare_for_training()

@@ -136,6 +136,46 @@ def test_batches_arrive_to_the_bit_and_may_be_written_to_both_ways(policy_group:
             came[name].zero_()
 
 
+def answers(group: RayWorkerGroup, method: str) -> list[Any]:
+    return group.get_all_worker_results(group.run_all_workers_single_data(method))
+
+
+def test_what_waits_for_the_next_call_goes_with_it(policy_group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str]]] = []
+    start = policy_group._start
+    monkeypatch.setattr(
+        policy_group, "_start", lambda method, calls, before: started.append((method, list(before))) or start(method, calls, before)
+    )
+    begun = policy_group.calls
+    for method in ("note_first", "note_second", "note_second", "note_first"):
+        policy_group.run_before_next(method)
+    assert started == [] and policy_group.calls == begun + 4
+    assert answers(policy_group, "notes") == [["first", "second", "first"]] * 6
+    assert started == [("notes", ["note_first", "note_second", "note_first"])], "one message to each worker"
+    assert answers(policy_group, "notes") == [[]] * 6
+
+
+def test_what_waits_runs_first_where_the_next_call_cannot_take_it_along(policy_group: RayWorkerGroup) -> None:
+    policy_group.run_before_next("note_first")
+    assert ray.get(policy_group.run_single_worker_single_data("notes", 4)) == ["first"]
+    assert answers(policy_group, "notes") == [["first"]] * 4 + [[], ["first"]]
+    policy_group.run_before_next("note_first")
+    assert answers(policy_group, "stream_notes") == ["streamed first"] * 6
+    policy_group.run_before_next("note_second")
+    assert ray.get(policy_group.workers[2].notes.remote()) == ["second"], "a handle goes past the group"
+    assert answers(policy_group, "notes") == [["second"]] * 2 + [[]] + [["second"]] * 3
+
+
+def test_an_error_of_what_went_before_is_its_own_and_the_call_is_not_run(policy_group: RayWorkerGroup) -> None:
+    policy_group.run_before_next("refuse")
+    with pytest.raises(StateError, match=r"\[pp0 dp\d cp0 tp\d .*\] refuse: this worker cannot do that"):
+        answers(policy_group, "note_first")
+    policy_group.run_before_next("refuse")
+    with pytest.raises(StateError, match="refuse: this worker cannot do that"):
+        policy_group.run_single_worker_single_data("note_first", 0)
+    assert answers(policy_group, "notes") == [[]] * 6
+
+
 def test_dp_leaders(policy_group: RayWorkerGroup) -> None:
     assert policy_group.dp_size == 3
     assert [policy_group.get_dp_leader_worker_idx(index) for index in range(3)] == [0, 2, 4]

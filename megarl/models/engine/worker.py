@@ -174,7 +174,8 @@ class EngineWorker(ABC):
 
         Returns:
             ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in evaluation), ``rank``,
-            ``all_mb_metrics`` a list for each metric, ``skipped`` global batches without a step (rows counted in this replica's share).
+            ``all_mb_metrics`` a list for each metric, ``skipped`` global batches without a step (rows counted in this replica's share),
+            ``positions`` of this replica's passes, padding among them, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
 
         Raises:
             NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go on.
@@ -203,6 +204,7 @@ class EngineWorker(ABC):
             "all_mb_metrics": result.micro_batch_metrics,
             "skipped": [batch.as_record() for batch in result.skipped],
             "positions": result.positions,
+            "gpu_info": None if eval_mode else self.get_gpu_info(),
         }
 
     def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:

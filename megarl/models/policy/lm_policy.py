@@ -23,7 +23,7 @@ from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
-from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
@@ -101,6 +101,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.sharding_annotations = _sharding(config, cluster.world_size())
         self._seed = seed
         self._generate_calls = 0
+        self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
         self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
@@ -193,10 +194,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         try:
-            results = self._call_sharded("train", sharded.dealt, options)
+            future = self._start_sharded("train", sharded.dealt, options)
+            answers = self.worker_group.get_all_worker_results(future.futures)
         except NonFiniteError as error:
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
             raise
+        if not eval_mode:
+            self._memory_after_train = self.worker_group.calls, [answer["gpu_info"] for answer in answers]
+        results = future.selected(answers)
         metrics: dict[str, list[float]] = defaultdict(list)
         for result in results:
             for name, values in result["all_mb_metrics"].items():
@@ -267,7 +272,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Parameters to the device; gradients and optimizer state leave."""
-        self._call_all("prepare_for_generation")
+        self._prepare("prepare_for_generation")
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -277,11 +282,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # where parameters, gradients and optimizer state are
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        self._call_all("prepare_for_training")
+        self._prepare("prepare_for_training")
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Parameters to the device; gradients and optimizer state leave."""
-        self._call_all("prepare_for_lp_inference")
+        self._prepare("prepare_for_lp_inference")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do."""
@@ -386,8 +391,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def memory_figures(self) -> dict[str, float]:
         """``memory_gib`` and ``peak_memory_gib`` of the worker that has most: what the allocator reserved of a GPU (on a CPU, the resident
         set), now and at its peak so far. On GPUs also, as NVML says them now: ``free_memory_gib`` of the fullest one, ``power_w`` of all
-        together, ``utilization_percent`` on average."""
-        infos = self._results("get_gpu_info")
+        together, ``utilization_percent`` on average. Right after ``train`` they are those that came with its result."""
+        calls, infos = self._memory_after_train
+        if calls != self.worker_group.calls:
+            infos = self._results("get_gpu_info")
         figures = {"memory_gib": "memory_reserved_mb", "peak_memory_gib": "peak_memory_reserved_mb"}
         memory = {name: max(info[key] for info in infos) / 1024 for name, key in figures.items()}
         return memory | gpu_metrics(infos)
@@ -437,7 +444,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
         """The answers of one worker for each data-parallel replica, in order."""
-        future = self.worker_group.run_all_workers_sharded_data(
+        return self.worker_group.get_all_worker_results(self._start_sharded(method, shards, options))
+
+    def _start_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> MultiWorkerFuture:
+        """A call of all workers, each with its replica's rows."""
+        return self.worker_group.run_all_workers_sharded_data(
             method,
             data=shards,
             in_sharded_axes=["data_parallel"],
@@ -445,7 +456,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             output_is_replicated=REPLICATED,
             common_kwargs=options,
         )
-        return self.worker_group.get_all_worker_results(future)
+
+    def _prepare(self, method: str) -> None:
+        """Move a worker's parts. Others on the same devices may count on it from here on; without others it goes with the next call."""
+        if self.worker_group.cluster.max_colocated_worker_groups > 1:
+            self._call_all(method)
+        else:
+            self.worker_group.run_before_next(method)
 
     def _call_all(self, method: str, **options: Any) -> None:
         self._results(method, **options)
