@@ -1,11 +1,13 @@
-"""The baseline of the step cases: the training loop that a person writes on transformers and torch, and nothing else."""
+"""What a person would take instead of a worker: a training loop on transformers and torch, in one process or under torch's FSDP2."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
@@ -13,10 +15,19 @@ from benchmarks import tiny
 
 
 class BareLoop:
-    """One model in one process with torch's AdamW; the same weights, data, micro-batches and hyperparameters as the worker's."""
+    """One model in one process with torch's fused AdamW; the same weights, data, micro-batches and hyperparameters as the worker's.
 
-    def __init__(self, model: Path, micro_batch: int) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    Args:
+        model: Hugging Face directory.
+        micro_batch: rows.
+        device: ``cpu``, where it computes in float32, or ``cuda``, where matrix products are in bfloat16 as the worker's.
+    """
+
+    ranks = 1
+
+    def __init__(self, model: Path, micro_batch: int, device: str = "cpu") -> None:
+        self.device = device
+        self.model: Any = self.divided(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train().to(device))
         self.micro_batch = micro_batch
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
@@ -25,20 +36,60 @@ class BareLoop:
             lr=tiny.LEARNING_RATE,
             betas=tiny.BETAS,
             eps=tiny.EPSILON,
+            fused=True,
         )
 
+    def divided(self, model: Any) -> Any:
+        """The model as this loop holds it."""
+        return model
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of a batch that this process has, on its device."""
+        return tensor.to(self.device)
+
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """One optimizer step; the loss before it."""
+        """One optimizer step; the loss before it, of this process's rows over the tokens of all."""
         # rows are padded on the right, so the causal mask alone hides the padding
         targets = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)[:, 1:]
         valid = (targets != -100).sum()
+        parts = list(zip(self.own(batch["input_ids"]).split(self.micro_batch), self.own(targets).split(self.micro_batch), strict=True))
         total = 0.0
-        for ids, expected in zip(batch["input_ids"].split(self.micro_batch), targets.split(self.micro_batch), strict=True):
-            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-            loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), expected.reshape(-1), ignore_index=-100, reduction="sum") / valid
-            loss.backward()
+        for place, (ids, expected) in enumerate(parts):
+            self.before_pass(place + 1 == len(parts))
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+                logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+            flat = logits.float().reshape(-1, logits.shape[-1])
+            loss = F.cross_entropy(flat, expected.reshape(-1), ignore_index=-100, reduction="sum") / valid
+            (loss * self.ranks).backward()  # FSDP2 takes the mean over its ranks
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), tiny.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+    def before_pass(self, last: bool) -> None:
+        """Called before each micro-batch."""
+
+
+class FSDP2Loop(BareLoop):
+    """The same on all ranks of the job, with torch's ``fully_shard`` over them; gradients are reduced once a step."""
+
+    def divided(self, model: Any) -> Any:
+        """Each layer, and the rest, sharded over all ranks."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.ranks = dist.get_world_size()
+        mesh = init_device_mesh(self.device, (self.ranks,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An equal share of the rows."""
+        return tensor.chunk(self.ranks)[dist.get_rank()].to(self.device)
+
+    def before_pass(self, last: bool) -> None:
+        """Gradients are reduced, and the optimizer step prepared, at the last micro-batch alone."""
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_is_last_backward(last)

@@ -50,13 +50,13 @@ print(json.dumps({"peak_memory": peak}))
 
 
 def measure(direction: str, quick: bool) -> Iterator[Point]:
-    """Models of 0.1, 0.5 and 2 GB, with one worker and with two.
+    """Models of 0.1 and 0.5 GB, with one worker and with two.
 
     Args:
         direction: ``import`` or ``export``.
         quick: the small one alone, once.
     """
-    for size in (0.1,) if quick else (0.1, 0.5, 2.0):
+    for size in (0.1,) if quick else (0.1, 0.5):
         with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
             root = Path(temporary)
             written = save_llama(root / "hf", int(size * 1e9))

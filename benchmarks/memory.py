@@ -28,6 +28,15 @@ def peak_of(action: Callable[[], Any]) -> float:
     return (_kibibytes("VmHWM") - before) / 1024
 
 
+def in_use(device: str = "cpu") -> float:
+    """MiB that this process has now, without garbage and free blocks: resident ones, or those allocated on the CUDA device."""
+    gc.collect()
+    if device == "cuda":
+        return torch.cuda.memory_allocated() / MEBIBYTE
+    ctypes.CDLL(None).malloc_trim(0)
+    return _kibibytes("VmRSS") / 1024
+
+
 def _kibibytes(key: str) -> int:
     for line in _STATUS.read_text(encoding="ascii").splitlines():
         if line.startswith(key + ":"):

@@ -7,7 +7,25 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.device import Clock
+
+
+class HostClock:
+    """The clock of this process: right for a device that has done its work when a call returns."""
+
+    def __init__(self) -> None:
+        self._begun = 0.0
+
+    def start(self) -> None:
+        """Begin."""
+        self._begun = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds since then."""
+        return time.perf_counter() - self._begun
 
 
 @contextlib.contextmanager
@@ -44,19 +62,20 @@ class Spent:
     cpu: list[float] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def repeat(self, counts: bool = True, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def repeat(self, counts: bool = True, clock: Clock | None = None) -> Iterator[None]:
         """Add what happens inside, unless it does not count.
 
         Args:
             counts: False for warm-up.
-            settle: waits until a device has done what it was given, so that it counts where it belongs.
+            clock: of the device that does the work; by default that of this process.
         """
-        settle()
-        cpu, wall = time.process_time(), time.perf_counter()
+        clock = clock or HostClock()
+        clock.start()
+        cpu = time.process_time()
         yield
-        settle()
+        wall = clock.seconds()
         if counts:
-            self.wall.append(time.perf_counter() - wall)
+            self.wall.append(wall)
             self.cpu.append(time.process_time() - cpu)
 
 
@@ -67,14 +86,14 @@ def over_ranks(ranks: Sequence[Spent]) -> Spent:
 
 
 def spent_in_turn(
-    actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, settle: Callable[[], None] = lambda: None
+    actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, clock: Clock | None = None
 ) -> dict[str, Spent]:
     """What each action took. Every repeat runs all actions one after another, so a passing load on the machine meets all of them."""
     spent = {name: Spent() for name in actions}
     with collector_off():
         for turn in range(warm_up + repeats):
             for name, action in actions.items():
-                with spent[name].repeat(turn >= warm_up, settle):
+                with spent[name].repeat(turn >= warm_up, clock):
                     action()
             gc.collect()
     return spent

@@ -48,7 +48,37 @@ CASES = {
         "benchmarks.cases.refit_export",
     ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
-    "step.overhead": Case("a training step of each backend against a plain loop on transformers", "benchmarks.cases.step_overhead"),
+    "logprobs": Case(
+        "the log-probability phase of each backend against the model of transformers with log_softmax",
+        "benchmarks.cases.logprobs",
+        takes=("device", "model", "tokens"),
+    ),
+    "head": Case(
+        "output layer and log-probabilities, forward and backward, against log_softmax, chunked and fused ones",
+        "benchmarks.cases.head",
+        takes=("device", "tokens"),
+    ),
+    "scaling.ranks": Case(
+        "core-seconds of a training step on 1 to 8 ranks against one rank, and against torch's FSDP2",
+        "benchmarks.cases.scaling_ranks",
+        takes=("device", "model", "tokens"),
+        load=8.0,
+    ),
+    "scaling.tokens": Case(
+        "a training step over the length of sequences against a bare loop, and against short ones",
+        "benchmarks.cases.scaling_tokens",
+        takes=("device", "model", "tokens"),
+    ),
+    "steps.200": Case(
+        "memory over 200 training steps against that after the first 50, and against a bare loop's",
+        "benchmarks.cases.steps_200",
+        takes=("device", "model", "tokens"),
+    ),
+    "train.step": Case(
+        "a training step of each backend and layout against a bare loop on transformers, and against torch's FSDP2",
+        "benchmarks.cases.train_step",
+        takes=("device", "model", "layout", "tokens"),
+    ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

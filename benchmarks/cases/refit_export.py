@@ -23,7 +23,7 @@ LAYERS, HIDDEN = 8, 64
 # experts of a layer; times the width of an expert it is always about the same
 EXPERTS, QUICK_EXPERTS = (12, 125, 1250), (12, 125)
 WIDTHS = 10_920
-REPEATS, QUICK_REPEATS = 7, 2
+REPEATS, QUICK_REPEATS = 5, 2
 # that a refit may take, where its memory is measured
 BUFFER_GIB = 0.0625
 # tensor parallel, for experts too

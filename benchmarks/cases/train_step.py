@@ -1,0 +1,57 @@
+"""A training step of a real worker against a plain loop on transformers with fused Adam, and against torch's own FSDP2 on as many ranks.
+
+Same weights, data, micro-batches and optimizer. Every backend on one rank and in each layout of two. In ``weights`` five million weights
+see 512 tokens in four micro-batches, so what is paid for each weight and call decides; in ``tokens`` half a million see 4096. On two ranks
+the worker and FSDP2 have two cores and the plain loop one: core-seconds say what the division costs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.options import ONE_RANK, Layout, Options
+from benchmarks.point import Point
+
+if TYPE_CHECKING:
+    from benchmarks.subject import Work
+
+BACKENDS = ("megatron", "dtensor", "fsdp1")
+LAYOUTS = (ONE_RANK, Layout(tp=2), Layout(dp=2), Layout(pp=2))
+
+
+def measure(quick: bool, options: Options) -> Iterator[Point]:
+    """Sizes x backends x layouts x micro-batches a step."""
+    from benchmarks.ranks import Ranks
+    from benchmarks.steps import compare_steps, metrics_of
+    from benchmarks.subject import batch_of, config_of, fits, policy_of
+
+    repeats = 2 if quick else 5
+    with tempfile.TemporaryDirectory() as directory, Ranks(options.device) as ranks:
+        for size, model, works in _sizes(quick, options, Path(directory)):
+            for backend in BACKENDS:
+                for layout in (options.layout,) if options.layout else LAYOUTS:
+                    for work in works:
+                        if not fits(backend, work, layout):
+                            continue
+                        policy = policy_of(model, backend, work, layout, options.device)
+                        measured = ranks.run(layout.ranks, compare_steps, policy, work, layout, ("bare", "fsdp2"), repeats, options.device)
+                        parameters = {"size": size, "backend": backend, "layout": str(layout), "micro_batches": work.micro_batches}
+                        lengths = batch_of(model, work)["input_lengths"].tolist()
+                        metrics = metrics_of(measured, config_of(model), lengths, options.device)
+                        yield Point({**parameters, "tokens": work.rows * work.length}, metrics)
+
+
+def _sizes(quick: bool, options: Options, directory: Path) -> Iterator[tuple[str, Path, tuple[Work, ...]]]:
+    from benchmarks.subject import NARROW, Work, model_of
+
+    if options.model or options.tokens:
+        lengths = options.tokens or (1024,)
+        model = model_of(options, directory / "chosen", max(lengths))
+        yield "chosen", model, tuple(Work(8, length) for length in lengths)
+        return
+    yield "weights", model_of(options, directory / "weights", 64), (Work(8, 64, 4),)
+    if not quick:
+        yield "tokens", model_of(options, directory / "tokens", 64, **NARROW), (Work(64, 64, 1),)

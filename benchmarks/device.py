@@ -1,0 +1,84 @@
+"""A device to measure on: its clock, its peak of memory, and how fast it multiplies matrices. A CPU, or one CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks import memory
+from benchmarks.timing import HostClock
+
+# large enough that a launch is nothing beside the product, small enough for a core to do it in a tenth of a second
+PRODUCT = {"cpu": 768, "cuda": 8192}
+
+
+class Clock(Protocol):
+    """Measures the wall seconds of what is given to a device between two calls."""
+
+    def start(self) -> None:
+        """Begin, with nothing left to do for the device."""
+
+    def seconds(self) -> float:
+        """Seconds since ``start``, all of that work done."""
+
+
+class CudaClock:
+    """The clock of a CUDA device, whose calls return before their work is done: events that the device itself records.
+
+    Args:
+        cuda: ``torch.cuda``.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._begun: Any = None
+
+    def start(self) -> None:
+        """See ``Clock``."""
+        self._cuda.synchronize()
+        self._begun = self._cuda.Event(enable_timing=True)
+        self._begun.record()
+
+    def seconds(self) -> float:
+        """See ``Clock``."""
+        ended = self._cuda.Event(enable_timing=True)
+        ended.record()
+        self._cuda.synchronize()
+        return float(self._begun.elapsed_time(ended)) / 1000
+
+
+def clock_of(device: str) -> Clock:
+    """The clock of ``cpu`` or ``cuda``."""
+    return CudaClock() if device == "cuda" else HostClock()
+
+
+def peak_of(action: Callable[[], Any], device: str = "cpu", cuda: Any = torch.cuda) -> float:
+    """MiB that ``action`` needed at its worst moment beyond what was there before: on a CPU as the kernel counts, on CUDA as torch does."""
+    if device == "cpu":
+        return memory.peak_of(action)
+    cuda.synchronize()
+    cuda.empty_cache()
+    cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
+    action()
+    cuda.synchronize()
+    return float(cuda.max_memory_allocated() - before) / memory.MEBIBYTE
+
+
+def gemm_rate(device: str = "cpu", repeats: int = 5) -> float:
+    """Floating-point operations a second of one square product, the best of some: what a step could reach here and now.
+
+    In bfloat16 on CUDA; in float32 on a CPU, on as many threads as torch has.
+    """
+    size = PRODUCT[device]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    one, other = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    clock = clock_of(device)
+    taken = []
+    for _ in range(repeats + 1):
+        clock.start()
+        torch.mm(one, other)
+        taken.append(clock.seconds())
+    return 2.0 * size**3 / min(taken[1:])

@@ -1,0 +1,26 @@
+"""Floating-point operations of a dense decoder, counted from its sizes: matrix products, without norms, softmax and recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def forward_flops(config: Any, lengths: list[int]) -> float:
+    """Of one forward pass over sequences of these lengths.
+
+    Args:
+        config: of transformers, of a dense decoder with gated feed-forward layers.
+        lengths: tokens of each sequence; attention is causal, so a token sees half of its sequence on average.
+    """
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    layer = config.hidden_size * (2 * query + 2 * keys + 3 * config.intermediate_size)
+    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
+    # two products, with the keys and with the values, over half the square
+    attention = config.num_hidden_layers * sum(2 * query * length * length for length in lengths)
+    return 2.0 * weights * sum(lengths) + attention
+
+
+def training_flops(config: Any, lengths: list[int]) -> float:
+    """Of a forward and a backward pass, which has two products for each of the forward's."""
+    return 3.0 * forward_flops(config, lengths)

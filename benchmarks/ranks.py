@@ -1,0 +1,89 @@
+"""Ranks that run a function together: the pool of gloo workers on a CPU, a process for each CUDA device on a GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from tests.dist.pool import WorkerPool
+
+RANK_SECONDS = 500
+
+
+class Ranks:
+    """Ranks of one machine; used as a context, at whose end all of them are gone.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self._pool = WorkerPool(RANK_SECONDS) if device == "cpu" else None
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return what ``function(*arguments)`` returned on each rank.
+
+        Raises:
+            AssertionError: it failed on a rank; the message holds that rank's traceback.
+        """
+        if self._pool is not None:
+            return self._pool.run(world, function, *arguments)
+        return in_processes(world, self._device, function, *arguments)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def in_processes(world: int, device: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(*arguments)`` in a new process for each rank, with the variables of torchrun; a worker joins its group by itself."""
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    started = [
+        context.Process(target=_serve, args=(there, rank, world, port, device, function, arguments))
+        for rank, (_, there) in enumerate(pipes)
+    ]
+    for process, (_, there) in zip(started, pipes, strict=True):
+        process.start()
+        there.close()
+    try:
+        answers = [here.recv() if here.poll(RANK_SECONDS) else (False, f"no answer in {RANK_SECONDS} s") for here, _ in pipes]
+    except EOFError:
+        answers = [(False, "a rank died without a word")]
+    finally:
+        for process in started:
+            process.join(timeout=10)
+            process.kill()
+            process.join()
+    failed = [f"rank {rank} of {function.__name__}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
+    if failed:
+        raise AssertionError("\n".join(failed))
+    return [answer for _, answer in answers]
+
+
+def _serve(answers: Any, rank: int, world: int, port: int, device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MEGARL_DEVICE": device})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        answers.send((True, function(*arguments)))
+        dist.destroy_process_group()
+    except BaseException:
+        answers.send((False, traceback.format_exc()))

@@ -1,0 +1,53 @@
+"""Whole cases of the benchmarks, at their small sizes: their numerics hold, and every ratio is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.runner import run_case
+from tests.tiers import slow
+
+# each starts processes and takes up to a minute or two
+pytestmark = slow
+
+RATIOS = {
+    "train.step": {"step", "step_cpu", "fsdp2_step", "fsdp2_step_cpu"},
+    "logprobs": {"logprobs", "logprobs_cpu"},
+    "head": {"time_to_log_softmax_cpu", "memory_to_log_softmax", "memory_to_chunked"},
+    "scaling.ranks": {"core_seconds_to_one_rank", "core_seconds_to_fsdp2"},
+    "scaling.tokens": {"step_cpu", "growth"},
+    "steps.200": {"memory_to_first_quarter"},
+}
+
+
+@pytest.mark.parametrize("case", RATIOS)
+def test_a_case_measures_its_ratios_with_equal_numbers(case: str) -> None:
+    result = run_case(case, quick=True)
+    assert result["success"], result["error"]
+    for point in result["points"]:
+        assert {name for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio to ")} >= RATIOS[case]
+    assert result["cpu_seconds"] > 0.5
+
+
+def test_ranks_in_processes_of_their_own_do_what_the_pool_s_do() -> None:
+    from benchmarks.ranks import in_processes
+
+    assert in_processes(2, "cpu", _sum_of_ranks) == [(0, 1), (1, 1)]
+    with pytest.raises(AssertionError, match="rank 1 of _fail_on_one"):
+        in_processes(2, "cpu", _fail_on_one)
+
+
+def _sum_of_ranks() -> tuple[int, int]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def _fail_on_one() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise RuntimeError("on purpose")

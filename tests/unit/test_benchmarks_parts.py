@@ -1,0 +1,198 @@
+"""What the cases are made of: options, layouts, clocks, phases, counted operations, and the loops that workers are measured against."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import device, tiny
+from benchmarks.bare_loop import BareLoop
+from benchmarks.cases import CASES
+from benchmarks.cases.head import ways
+from benchmarks.flops import forward_flops, training_flops
+from benchmarks.options import ONE_RANK, Layout, Options, layout_of, tokens_of
+from benchmarks.phases import Phases
+from benchmarks.subject import NARROW, Work, batch_of, fits, model_of, policy_of, rows_at_once
+from benchmarks.timing import Spent, over_ranks, spent_in_turn
+
+
+def test_a_layout_is_read_as_it_is_written() -> None:
+    assert layout_of("tp=2,pp=2") == Layout(tp=2, pp=2)
+    assert str(layout_of("dp=4")) == "dp=4"
+    assert (str(ONE_RANK), layout_of("tp=2, cp=3,dp=2").ranks) == ("one rank", 12)
+    for wrong in ("tp=0", "tp", "vp=2", "tp=2,tp=4", ""):
+        with pytest.raises(ValueError, match="at most once"):
+            layout_of(wrong)
+    assert tokens_of("128,512") == (128, 512)
+    with pytest.raises(ValueError, match="above 0"):
+        tokens_of("128,0")
+
+
+def test_a_choice_that_no_case_can_follow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "pack.time", "train.step", "--layout", "tp=2"]) == 2
+    assert "--layout: pack.time cannot follow it. Fix: leave it out, or choose from train.step" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["run", "train.step", "--layout", "xp=2"])
+    assert "is no axis with its ranks" in capsys.readouterr().err
+    assert "train.step" in command._cases_that_take(Options(layout=Layout(tp=2)))
+    everything = command._cases_that_take(Options())
+    assert [name for name in CASES if name not in everything] == [name for name, case in CASES.items() if case.needs]
+
+
+class FakeCuda:
+    """A CUDA device that is done with its work only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now, self.queued, self.allocated, self.peak = 0.0, 0.0, 100, 900
+
+    def give(self, milliseconds: float) -> None:
+        self.queued += milliseconds
+
+    def synchronize(self) -> None:
+        self.now, self.queued = self.now + self.queued, 0.0
+
+    def Event(self, enable_timing: bool) -> Any:
+        cuda = self
+
+        class Event:
+            def record(self) -> None:
+                self.at = cuda.now + cuda.queued
+
+            def elapsed_time(self, later: Any) -> float:
+                return later.at - self.at
+
+        return Event()
+
+    def empty_cache(self) -> None: ...
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.allocated
+
+    def memory_allocated(self) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+
+def test_a_cuda_clock_waits_for_what_was_given_before_and_inside() -> None:
+    cuda = FakeCuda()
+    clock = device.CudaClock(cuda)
+    cuda.give(500.0)
+    clock.start()
+    cuda.give(20.0)
+    assert clock.seconds() == pytest.approx(0.020)
+    assert cuda.queued == 0.0
+
+
+def test_the_peak_of_a_cuda_device_leaves_out_what_was_there_and_earlier_peaks() -> None:
+    cuda = FakeCuda()
+
+    def action() -> None:
+        cuda.peak = 100 + 3 * device.memory.MEBIBYTE
+
+    assert device.peak_of(action, "cuda", cuda) == 3.0
+
+
+def test_the_rate_of_products_is_that_of_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device.PRODUCT, "cpu", 64)
+    seconds = iter([9.0, 4.0, 2.0, 3.0])
+    monkeypatch.setattr(device, "clock_of", lambda _: SimpleNamespace(start=lambda: None, seconds=lambda: next(seconds)))
+    assert device.gemm_rate("cpu", repeats=3) == 2 * 64**3 / 2.0
+
+
+def test_phases_add_up_and_the_rest_is_what_no_phase_covers() -> None:
+    phases = Phases("generation", "training")
+    for counts in (False, True):
+        with phases.step(counts):
+            for _ in range(2):
+                with phases.phase("generation"):
+                    time.sleep(0.02)
+            with phases.phase("reward"):
+                time.sleep(0.03)
+    spent = phases.spent
+    assert {name: len(taken.wall) for name, taken in spent.items()} == {"step": 1, "generation": 1, "training": 1, "rest": 1}
+    assert spent["generation"].wall[0] >= 0.04 and spent["training"].wall == [0.0]
+    assert spent["rest"].wall[0] >= 0.03
+    assert spent["step"].wall[0] == pytest.approx(spent["generation"].wall[0] + spent["rest"].wall[0])
+
+
+def test_ranks_take_as_long_as_the_slowest_and_as_many_core_seconds_as_all() -> None:
+    both = over_ranks([Spent([1.0, 4.0], [1.0, 1.0]), Spent([2.0, 3.0], [2.0, 2.5])])
+    assert (both.wall, both.cpu) == ([2.0, 4.0], [3.0, 3.5])
+
+
+def test_operations_are_those_of_torch_s_own_count(tmp_path: Path) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path, 64, **NARROW), attn_implementation="eager")
+    ids = torch.arange(2, 66)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    # torch counts the whole square of attention, of which half is masked
+    square = 2 * model.config.num_hidden_layers * model.config.hidden_size * 64 * 64
+    assert forward_flops(model.config, [64]) + square == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert training_flops(model.config, [64]) == 3 * forward_flops(model.config, [64])
+
+
+def test_every_way_through_the_head_gives_the_same_value_and_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(130, 8, generator=generator), torch.randn(50, 8, generator=generator)
+    targets = torch.randint(50, (130,), generator=generator)
+    found = {}
+    for name, way in ways().items():
+        leaf, matrix = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = way(leaf, matrix, targets)
+        value.backward()
+        found[name] = (value.detach(), leaf.grad, matrix.grad)
+    assert len(found) >= 3
+    for parts in found.values():
+        torch.testing.assert_close(parts, found["ours"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_bare_loop_takes_the_same_step_in_one_and_in_several_micro_batches(tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path, 16, **NARROW)
+    batch = batch_of(model, Work(4, 16))
+    whole, parts = BareLoop(model, 4), BareLoop(model, 1)
+    losses = [(whole.step(batch), parts.step(batch)) for _ in range(3)]
+    for one, other in losses:
+        assert one == pytest.approx(other, rel=1e-5)
+    assert losses[-1][0] < losses[0][0]
+    assert whole.optimizer.defaults["fused"] is True
+
+
+def test_a_policy_has_the_layout_that_was_asked_for(tmp_path: Path) -> None:
+    model = model_of(Options(), tmp_path, 32, **NARROW)
+    policy = policy_of(model, "megatron", Work(8, 32, 2), Layout(tp=2, pp=2, dp=2))
+    sizes = policy["megatron_cfg"]
+    assert (sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"]) == (2, 2)
+    assert (policy["train_micro_batch_size"], policy["train_global_batch_size"]) == (2, 8)
+    assert sizes["optimizer"]["lr"] == tiny.LEARNING_RATE, "other keys of the section stay"
+    with pytest.raises(ValueError, match="fsdp1 has no such axis"):
+        policy_of(model, "fsdp1", Work(8, 32), Layout(tp=2))
+    with pytest.raises(ValueError, match="they do not divide"):
+        rows_at_once(Work(8, 32, 3))
+    assert fits("dtensor", Work(8, 32), Layout(tp=2, dp=2)) and not fits("dtensor", Work(8, 32), Layout(pp=2))
+    assert not fits("megatron", Work(8, 32, 8), Layout(dp=2))
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere does not exist\. Fix: name a Hugging Face config\.json"):
+        model_of(Options(model=str(tmp_path / "nowhere")), tmp_path, 8)
+    shapes = tiny.save_model(tmp_path / "shapes", 32, **NARROW)
+    made = model_of(Options(model=str(shapes)), tmp_path / "made", 8)
+    assert batch_of(made, Work(2, 8))["input_ids"].max() < NARROW["vocab_size"]
+
+
+def test_a_planted_delay_of_one_side_shows_in_its_ratio() -> None:
+    numbers = range(100_000)
+    spent = spent_in_turn({"slow": lambda: [sum(numbers) for _ in range(3)], "fast": lambda: sum(numbers)}, repeats=5)
+    ratios = sorted(one / other for one, other in zip(spent["slow"].cpu, spent["fast"].cpu, strict=True))
+    assert 2.0 < ratios[2] < 4.5
