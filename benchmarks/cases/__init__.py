@@ -48,6 +48,7 @@ CASES = {
         "benchmarks.cases.refit_export",
     ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
+    "grpo.step": Case("a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"),
     "logprobs": Case(
         "the log-probability phase of each backend against the model of transformers with log_softmax",
         "benchmarks.cases.logprobs",

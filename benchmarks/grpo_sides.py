@@ -1,0 +1,335 @@
+"""The sides of a GRPO step: megarl's worker with the collector and the loss of a run, TRL's GRPOTrainer, and a loop by hand.
+
+All have the same model, the same prompts, answers of a fixed number of tokens, the same reward and one optimizer step on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.phases import REST, STEP, Phases
+from benchmarks.timing import Spent
+
+PHASES = ("generation", "logprobs", "training")
+LEARNING_RATE, BETAS, EPSILON, CLIP = 1e-3, (0.9, 0.95), 1e-8, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every side does.
+
+    Attributes:
+        model: Hugging Face directory with its tokenizer.
+        prompts: texts.
+        answers: to each prompt.
+        new_tokens: of each answer.
+    """
+
+    model: Path
+    prompts: tuple[str, ...]
+    answers: int
+    new_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return len(self.prompts) * self.answers
+
+
+def prompts_of(path: Path, count: int) -> tuple[str, ...]:
+    """The texts of the first problems of a file of the quickstart."""
+    return tuple(json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()[:count])
+
+
+def reward(text: str) -> float:
+    """A share of digits: some number that differs within a group."""
+    return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+class Ours:
+    """A step as ``megarl.algorithms.grpo`` makes it, with the worker in this process."""
+
+    def __init__(self, config: Any, task: Task) -> None:
+        from transformers import AutoTokenizer
+
+        from benchmarks import tiny
+        from megarl.algorithms.loss_functions import ClippedPGLossFn
+        from megarl.rollout.collector import Collector
+
+        self.worker = tiny.worker_of(config)
+        self.task, self.phases = task, Phases(*PHASES)
+        tokenizer: Any = AutoTokenizer.from_pretrained(task.model)
+        self.records: Any = [SimpleNamespace(prompt_ids=tokenizer(text)["input_ids"]) for text in task.prompts]
+        self.loss_fn = ClippedPGLossFn(LOSS)  # type: ignore[arg-type]
+        timer: Any = self.phases
+        self.collector = Collector(_OneRank(self.worker), tokenizer, _Digits(), timer, stop_token_ids=[])
+        self.steps = 0
+
+    def step(self, counts: bool = True) -> Any:
+        """One step; the batch that was trained on and what training answered."""
+        from megarl.rollout.samples import sampling_seeds
+
+        with self.phases.step(counts):
+            self.steps += 1
+            seeds = sampling_seeds(1, self.steps, len(self.records), self.task.answers)
+            batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
+            with self.phases.phase("training"):
+                self.worker.prepare_for_training()
+                result = self.worker.train(data=batch, loss_fn=self.loss_fn)
+        return batch, result
+
+    def _batch(self, samples: Any) -> Any:
+        from megarl.algorithms.advantages import group_advantages
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.samples import MODEL_INPUTS
+
+        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
+        advantages = group_advantages(samples["prompt_ids"], samples["reward"], samples["sample_mask"], False, False)
+        with self.phases.phase("logprobs"):
+            self.worker.prepare_for_lp_inference()
+            before = self.worker.get_logprobs(data=inputs)["logprobs"]
+        columns = {"advantages": advantages[:, None].expand_as(before).contiguous(), "prev_logprobs": before}
+        return BatchedDataDict({**inputs, **columns, "generation_logprobs": samples["generation_logprobs"]})
+
+
+LOSS = {
+    "reference_policy_kl_penalty": 0.0,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "use_on_policy_kl_approximation": False,
+    "use_importance_sampling_correction": False,
+    "token_level_loss": True,
+}
+
+
+class _OneRank:
+    """What the collector asks of a policy, of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def prepare_for_generation(self) -> None:
+        """Weights on the device, evaluation behaviour."""
+        self._worker.prepare_for_generation()
+
+    def generate(self, data: Any, greedy: bool) -> Any:
+        """Answers of the worker."""
+        return self._worker.generate(data=data, greedy=greedy)
+
+    def finish_generation(self) -> None:
+        """Nothing is left over."""
+
+
+class _Digits:
+    """The environment of ``reward``."""
+
+    def step(self, turn: Any) -> Any:
+        """Rewards; every conversation ends."""
+        from megarl.rollout.environment import EnvironmentReturn
+
+        rewards = [reward(text) for text in turn.responses]
+        return EnvironmentReturn(rewards, [True] * len(rewards), [False] * len(rewards))
+
+
+class ByHand:
+    """The loop that a person writes on transformers: generate, log-probabilities, one step of fused Adam."""
+
+    def __init__(self, task: Task) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.task, self.phases = task, Phases(*PHASES)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(task.model, padding_side="left")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True
+        )
+
+    @property
+    def spent(self) -> dict[str, Spent]:
+        """By phase."""
+        return self.phases.spent
+
+    def run(self, steps: int, warm_up: int, between: Callable[[bool], Any]) -> None:
+        """Steps of this side and of ``between`` in turn; the first ones do not count."""
+        for turn in range(steps + warm_up):
+            with self.phases.step(turn >= warm_up):
+                self._step()
+            between(turn >= warm_up)
+
+    def _step(self) -> None:
+        new = self.task.new_tokens
+        with self.phases.phase("generation"), torch.no_grad():
+            texts = [text for text in self.task.prompts for _ in range(self.task.answers)]
+            asked = self.tokenizer(texts, padding=True, return_tensors="pt")
+            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
+            ids = self.model.eval().generate(asked["input_ids"], attention_mask=asked["attention_mask"], **options)
+        texts = self.tokenizer.batch_decode(ids[:, -new:], skip_special_tokens=True)
+        rewards = torch.tensor([reward(text) for text in texts]).view(-1, self.task.answers)
+        advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
+        mask = torch.cat([asked["attention_mask"], torch.ones(len(ids), new, dtype=torch.int64)], 1)
+        with self.phases.phase("logprobs"), torch.no_grad():
+            before = answer_logprobs(self.model, ids, mask, new)
+        with self.phases.phase("training"):
+            self.model.train()
+            policy_loss(answer_logprobs(self.model, ids, mask, new), before, advantages).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def answer_logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor, new: int) -> torch.Tensor:
+    """[rows, new] of the last tokens of rows that are padded on the left."""
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1).logits[:, :-1]
+    found: torch.Tensor = logits.float().log_softmax(-1).gather(-1, ids[:, -new:, None]).squeeze(-1)
+    return found
+
+
+def policy_loss(now: torch.Tensor, before: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """The clipped policy gradient of answers that all have as many tokens."""
+    ratio = (now - before).exp()
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
+
+
+class TRL:
+    """TRL's GRPOTrainer; its own loop runs, and gives the turn to others at the end of each step."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.phases = task, Phases("generation", "batch")
+
+    @property
+    def spent(self) -> dict[str, Spent]:
+        """By phase: what makes a batch contains generation, and all that follows it is training; there are no log-probabilities."""
+        found = self.phases.spent
+        step, generation, batch = found[STEP], found["generation"], found["batch"]
+        return {STEP: step, "generation": generation, "training": _less(step, batch), REST: _less(batch, generation)}
+
+    def run(self, steps: int, warm_up: int, between: Callable[[bool], Any]) -> None:
+        """Steps of this side and of ``between`` in turn; the first ones do not count."""
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = self._trainer(directory, steps + warm_up)
+            self._watch(trainer)
+            trainer.add_callback(_turns(self.phases, warm_up, between))
+            trainer.train()
+
+    def _trainer(self, directory: str, steps: int) -> Any:
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from trl import GRPOConfig, GRPOTrainer
+
+        new = self.task.new_tokens
+        arguments = GRPOConfig(
+            output_dir=directory,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=self.task.rows,
+            num_generations=self.task.answers,
+            max_completion_length=new,
+            generation_kwargs={"min_new_tokens": new},
+            max_steps=steps,
+            num_iterations=1,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_epsilon=EPSILON,
+            weight_decay=0.0,
+            max_grad_norm=CLIP,
+            beta=0.0,
+            scale_rewards="none",
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            seed=1,
+        )
+        return GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(self.task.model, dtype=torch.float32),
+            reward_funcs=lambda completions, **_: [reward(text) for text in completions],
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": text} for text in self.task.prompts]),
+            processing_class=AutoTokenizer.from_pretrained(self.task.model, padding_side="left"),
+        )
+
+    def _watch(self, trainer: Any) -> None:
+        """Time what its steps call: generation, and what makes a batch with it."""
+        generate, score = trainer._generate_single_turn, trainer._generate_and_score_completions
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.phases.phase("generation"):
+                return generate(*arguments, **named)
+
+        def scored(*arguments: Any, **named: Any) -> Any:
+            with self.phases.phase("batch"):
+                return score(*arguments, **named)
+
+        trainer._generate_single_turn, trainer._generate_and_score_completions = timed, scored
+
+
+def _less(whole: Spent, part: Spent) -> Spent:
+    wall, cpu = ([one - other for one, other in zip(*pair, strict=True)] for pair in ((whole.wall, part.wall), (whole.cpu, part.cpu)))
+    return Spent(wall, cpu)
+
+
+def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
+    from transformers import TrainerCallback
+
+    class Turns(TrainerCallback):
+        """Times each step of the trainer, and lets the other side have its turn after it."""
+
+        def __init__(self) -> None:
+            self.open: Any = None
+
+        def on_step_begin(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
+            self.open = phases.step(state.global_step >= warm_up)
+            self.open.__enter__()
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
+            self.open.__exit__(None, None, None)
+            between(state.global_step > warm_up)
+
+    return Turns()
+
+
+def assert_same(ours: Ours, model: Any) -> dict[str, float]:
+    """Largest differences between megarl's and a plain model of the same weights, on a batch of megarl's, which trains on it once.
+
+    Raises:
+        AssertionError: log-probabilities or the gradient's norm differ by more than rounding.
+    """
+    batch, result = ours.step(counts=False)
+    new, lengths = ours.task.new_tokens, batch["input_lengths"]
+    width = int(lengths.max())
+    ids, mask = (torch.zeros(len(lengths), width, dtype=torch.int64) for _ in range(2))
+    for row, length in enumerate(lengths.tolist()):
+        ids[row, width - length :], mask[row, width - length :] = batch["input_ids"][row, :length], 1
+    # transformers gives the row of the padding token no gradient, also where that token was drawn as part of an answer
+    model.get_input_embeddings().padding_idx = None
+    before = _answers_of(batch["prev_logprobs"], lengths, new)
+    now = answer_logprobs(model, ids, mask, new)
+    policy_loss(now, now.detach(), _answers_of(batch["advantages"], lengths, new)).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+    off = {
+        "logprobs": float((now - before).abs().max()),
+        "generation": float((_answers_of(batch["generation_logprobs"], lengths, new) - before).abs().max()),
+        "gradient": abs(norm - float(result["grad_norm"])) / norm,
+    }
+    assert max(off.values()) < 1e-3, f"megarl and a plain model of the same weights differ: {off}"
+    return off
+
+
+def _answers_of(columns: torch.Tensor, lengths: torch.Tensor, new: int) -> torch.Tensor:
+    return torch.stack([row[length - new : length] for row, length in zip(columns, lengths.tolist(), strict=True)])
