@@ -49,6 +49,12 @@ CASES = {
     ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "grpo.step": Case("a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"),
+    "recipe.step": Case(
+        "log-probabilities and training of a recipe in its layout on all nodes, against products of matrices there",
+        "benchmarks.cases.recipe_step",
+        takes=("device", "model", "tokens"),
+        needs=("model",),
+    ),
     "logprobs": Case(
         "the log-probability phase of each backend against the model of transformers with log_softmax",
         "benchmarks.cases.logprobs",

@@ -370,6 +370,23 @@ def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path
     assert "srun --nodes=1" in done.stderr and not job.calls("srun") and not (job.directory / "runs").exists()
 
 
+def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job_s_code(job: Job) -> None:
+    python = job.directory / "bin" / "python"
+    driver = 'touch "$MEGARL_ATTEMPT_DIR/driver_started"; echo "ran $* on $SLURMD_NODENAME with $RAY_ADDRESS"; exit 1'
+    python.write_text(f'#!/bin/bash\n[[ "$*" != *ray_nodes* ]] || exit 0  # all nodes are there\n{driver}\n')
+    python.chmod(0o755)
+    arguments = ["run", "recipe.step", "--model", "configs/a recipe.yaml", "--device", "cuda"]
+    command = ["bash", str(ROOT / "launch" / "bench.sbatch"), *arguments]
+    done = subprocess.run(
+        command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False, timeout=LONGEST_WAIT_S
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = f"ran -m benchmarks {' '.join(arguments)} on n1 with 127.0.0.1:{job.variables['MEGARL_PORT_BASE']}"
+    assert (done.stdout + done.stderr).count(said) == 1
+    [srun] = job.calls("srun")
+    assert {"--nodes=2", "--ntasks=2"} <= set(srun)
+
+
 @pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
 def test_outside_of_slurm_nothing_starts(job: Job, script: Path) -> None:
     (job.directory / "run.yaml").touch()

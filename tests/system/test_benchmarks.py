@@ -1,15 +1,22 @@
-"""Whole cases of the benchmarks, at their small sizes: their numerics hold, and every ratio is there."""
+"""Whole cases of the benchmarks, at their small sizes: their numerics hold, and every ratio is there; the recipe's on two nodes of Ray."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.runner import run_case
+from megarl import env
 from tests.tiers import slow
 
 # each starts processes and takes up to a minute or two
 pytestmark = slow
 
+ROOT = Path(__file__).parents[2]
 RATIOS = {
     "train.step": {"step", "step_cpu", "fsdp2_step", "fsdp2_step_cpu"},
     "logprobs": {"logprobs", "logprobs_cpu"},
@@ -52,3 +59,36 @@ def _fail_on_one() -> None:
 
     if dist.get_rank() == 1:
         raise RuntimeError("on purpose")
+
+
+RECIPE = """
+defaults: {configs}/quickstart/grpo.yaml
+policy:
+  model_name: {model}
+  max_total_sequence_length: 32
+  train_global_batch_size: 32
+cluster:
+  gpus_per_node: 1
+  num_nodes: 2
+data:
+  train:
+    path: {problems}
+  validation:
+    path: {problems}
+"""
+
+
+def test_a_recipe_s_layout_runs_on_two_nodes(tmp_path: Path) -> None:
+    from megarl.quickstart.material import make_model, write_problems
+
+    problems = write_problems(tmp_path / "train.jsonl", 8, 1)
+    text = RECIPE.format(configs=ROOT / "configs", model=make_model(tmp_path / "model", 1), problems=problems)
+    (tmp_path / "recipe.yaml").write_text(text)
+    variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-m", "tests.system.benchmark_nodes", str(tmp_path / "recipe.yaml"), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    [result] = json.loads((tmp_path / "out" / "recipe.step.json").read_text())
+    [point] = result["points"]
+    assert (point["parameters"]["nodes"], point["parameters"]["layout"], point["run"]["gpus"]) == (2, "tp=2", 0)
+    assert point["metrics"]["logprobs_over_third"]["median"] > 0
