@@ -20,7 +20,7 @@ from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
 from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
-from megarl.algorithms.start import check_engine, start_engines, start_policy
+from megarl.algorithms.start import check_engine, start_engines, start_policy, start_ray
 from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
@@ -86,6 +86,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         attempt = this_attempt()
         stop = stack.enter_context(listening_for_stop(run_dir, attempt))
         check_engine(config)
+        if make_policy is None:
+            start_ray(stack)
         inputs = read_inputs(config, stack)
         tokenizer, train_data = inputs.tokenizer, inputs.train
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)

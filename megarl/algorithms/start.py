@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from megarl.models.policy.lm_policy import Policy
 
 Config = dict[str, Any]
+_DRIVER_IMPORTS = ("transformers.models.auto.tokenization_auto", "megarl.models.policy.lm_policy")
 
 
 def engine_of(config: Mapping[str, Any]) -> EngineKind | None:
@@ -48,16 +52,44 @@ def check_engine(config: Mapping[str, Any]) -> None:
         kind.check_installed()
 
 
+def start_ray(stack: ExitStack) -> None:
+    """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
+
+    Ray's start is waiting for processes, and importing is computing, so that both together take as long as the longer one.
+
+    Raises:
+        ClusterError: Ray does not start.
+    """
+    importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
+    importing.start()
+    try:
+        import ray
+
+        from megarl.distributed.ray_runtime import init_ray
+
+        if not ray.is_initialized():
+            stack.callback(ray.shutdown)
+            init_ray()
+    finally:
+        importing.join()
+
+
+def _import_for_driver() -> None:
+    for module in _DRIVER_IMPORTS:
+        # Whoever uses it meets the error again, where it can be told.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+
 def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack, role: Role = ACTOR) -> Policy:
-    """Start Ray, reserve bundles for the workers and build the policy of a role on them; the stack takes all of it down again."""
+    """Reserve bundles for the workers and build the policy of a role on them, on a Ray that is started where none runs yet; the stack takes
+    all of it down again."""
+    start_ray(stack)
     import ray
 
-    from megarl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.policy.lm_policy import Policy
 
-    if not ray.is_initialized():
-        init_ray()
-        stack.callback(ray.shutdown)
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
     section = config["cluster"]

@@ -15,10 +15,12 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from megarl import env
@@ -30,8 +32,10 @@ logger = logging.getLogger(__name__)
 # CPUs are book-keeping for Ray; a laptop must be able to hold more ranks than it has cores.
 DEFAULT_LOCAL_CPUS = 64
 
-INIT_SECONDS = 300.0
-"""How long ``ray.init`` may take; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
+INIT_SECONDS = 120.0
+"""How long each of the two tries of ``ray.init`` may take; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
+TOLD_AFTER_SECONDS = 20.0
+"""After which a start that is not done is told of, again and again."""
 
 # Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
 _LONGEST_LOG_DIR = 40
@@ -112,18 +116,66 @@ def _init_with_one_retry(options: Mapping[str, Any]) -> None:
     try:
         _init_in_time(options)
     except Exception as error:
-        logger.warning("Ray did not start (%s); trying once more", error)
-        ray.shutdown()
+        logger.warning("Ray did not start (%s); trying once more, with new processes", error)
         _init_in_time(options)
 
 
 def _init_in_time(options: Mapping[str, Any]) -> None:
+    """``ray.init`` under a deadline. Of a try that failed no process of Ray is left."""
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
     try:
-        with time_limit(INIT_SECONDS):
+        with _told_of_waiting(), time_limit(INIT_SECONDS):
             ray.init(**options)
-    except OutOfTimeError:
+    except BaseException as error:
         ray.shutdown()
-        raise DeadlineError(f"ray.init did not come back within {INIT_SECONDS:g} s") from None
+        _end_processes_of_ray(others)
+        if isinstance(error, OutOfTimeError):
+            raise DeadlineError(f"ray.init did not come back within {INIT_SECONDS:g} s") from None
+        raise
+
+
+@contextlib.contextmanager
+def _told_of_waiting() -> Iterator[None]:
+    """Log from time to time that a start is still waited for."""
+    done, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(TOLD_AFTER_SECONDS):
+            logger.warning(
+                "Ray has not started after %.0f s; waiting at most %g s for its processes (gcs_server, raylet and the raylet's agents). "
+                "Their logs: the newest session below /tmp/ray",
+                time.monotonic() - begun,
+                INIT_SECONDS,
+            )
+
+    teller = threading.Thread(target=tell, name="waiting for Ray", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+def _end_processes_of_ray(others: Collection[int]) -> None:
+    """End what a failed start has left: Ray itself knows only those processes that it was done with.
+
+    Args:
+        others: children of this process that are older, which stay.
+    """
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in others and _is_of_ray(child)]
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(left, timeout=10)
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    try:
+        words = " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return "ray::" in words or "/ray/" in words
 
 
 def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool) -> None:
@@ -155,6 +207,8 @@ def _start_local(
         "object_store_memory": object_store_bytes,
         "runtime_env": runtime_env,
         "_temp_dir": _usable_log_dir(log_dir),
+        # idle processes, one a core, that workers with an environment of their own never take
+        "_system_config": {"prestart_worker_first_driver": False},
     }
     try:
         with _loopback_only():

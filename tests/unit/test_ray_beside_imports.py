@@ -1,0 +1,81 @@
+"""Ray starts beside the imports of the driver, before anything is read, and is ended by whatever ends the run."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from megarl.algorithms import run as algorithms_run
+from megarl.algorithms import start
+from megarl.config import complete_run
+from megarl.distributed import ray_runtime
+from megarl.errors import ClusterError, DataError
+from tests.unit.config_samples import raw_grpo
+
+LONGEST = 60
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No Ray; what ends one is noted here."""
+    calls: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    return calls
+
+
+def test_imports_go_on_while_ray_starts(ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other, so that one after the other would never end."""
+    begun, imported = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "events_of_this_test", (begun, imported), raising=False)
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import threading\nbegun, imported = threading.events_of_this_test\nassert begun.wait({LONGEST})\nimported.set()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(start, "_DRIVER_IMPORTS", ("no_such_module", "slow_to_import"))
+
+    def init_ray() -> None:
+        begun.set()
+        assert imported.wait(LONGEST), "nothing is imported while Ray starts"
+
+    monkeypatch.setattr(ray_runtime, "init_ray", init_ray)
+    with ExitStack() as stack:
+        start.start_ray(stack)
+        assert ended == []
+    assert ended == ["shutdown"]
+
+
+def test_a_ray_that_does_not_start_is_ended_too(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ClusterError("no raylet")
+
+    monkeypatch.setattr(start, "_DRIVER_IMPORTS", ())
+    monkeypatch.setattr(ray_runtime, "init_ray", fail)
+    with pytest.raises(ClusterError, match="no raylet"), ExitStack() as stack:
+        start.start_ray(stack)
+    assert ended == ["shutdown"]
+
+
+def test_data_are_refused_after_ray_began_and_before_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    def start_ray(stack: ExitStack) -> None:
+        happened.append("ray")
+        stack.callback(happened.append, "ray ended")
+
+    def read_inputs(config: Any, stack: ExitStack) -> None:
+        happened.append("inputs")
+        raise DataError("no records")
+
+    monkeypatch.setattr(algorithms_run, "start_ray", start_ray)
+    monkeypatch.setattr(algorithms_run, "read_inputs", read_inputs)
+    monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: happened.append("workers"))
+    config: Any = {**complete_run(raw_grpo(), "run"), "run_dir": str(tmp_path / "run")}
+    with pytest.raises(DataError, match="no records"):
+        algorithms_run.run(config)
+    assert happened == ["ray", "inputs", "ray ended"]
