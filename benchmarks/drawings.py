@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.change import name_of
+from benchmarks.marks import is_loaded
 
 Points = Sequence[Mapping[str, Any]]
-MOST_PANELS, MOST_BARS, MOST_LINES = 3, 24, 8
+MOST_PANELS, MOST_BARS, MOST_LINES = 4, 24, 8
 INK, RULE = "#222222", "#bbbbbb"
 # distinguishable also without colours' names: Okabe and Ito's, darkest first
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
@@ -21,9 +22,17 @@ def ratios_of(points: Points) -> list[str]:
     return list(found)
 
 
-def drawn(points: Points) -> str:
+def panels_of(points: Points, in_cpu_seconds: bool) -> list[str]:
+    """The ratios to draw: of those that are there in wall and in CPU seconds the one kind."""
+    ratios = ratios_of(points)
+    twins = {name for name in ratios if f"{name}_cpu" in ratios}
+    left_out = twins if in_cpu_seconds else {f"{name}_cpu" for name in twins}
+    return [name for name in ratios if name not in left_out][:MOST_PANELS]
+
+
+def drawn(points: Points, in_cpu_seconds: bool = False) -> str:
     """An SVG of the first ratios of a case; empty where there are none, or one number alone."""
-    ratios = ratios_of(points)[:MOST_PANELS]
+    ratios = panels_of(points, in_cpu_seconds)
     if not ratios or len(points) < 2:
         return ""
     axis = varied(points)
@@ -48,8 +57,14 @@ def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
     for point in points:
         if axis in point["parameters"]:
             rest = {name: value for name, value in point["parameters"].items() if name != axis and _tells_apart(points, name)}
-            lines.setdefault(name_of(rest), []).append(point)
+            lines.setdefault(label_of(rest), []).append(point)
     return {name: sorted(line, key=lambda point: point["parameters"][axis]) for name, line in lines.items()}
+
+
+def label_of(parameters: Mapping[str, Any]) -> str:
+    """Parameters in few words: names speak for themselves, numbers need theirs."""
+    words = [value if isinstance(value, str) else f"{value:g} {name}".replace("_", " ") for name, value in parameters.items()]
+    return ", ".join(words)
 
 
 def _tells_apart(points: Points, name: str) -> bool:
@@ -57,7 +72,7 @@ def _tells_apart(points: Points, name: str) -> bool:
 
 
 def _lines(points: Points, ratios: Sequence[str], axis: str) -> Any:
-    figure, panels = _figure(len(ratios), height=3.2)
+    figure, panels = _figure(len(ratios), height=3.4)
     lines = series(points, axis)
     for panel, ratio in zip(panels, ratios, strict=True):
         for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
@@ -71,17 +86,20 @@ def _lines(points: Points, ratios: Sequence[str], axis: str) -> Any:
             panel.minorticks_off()
         panel.set_xticks(values, [f"{value:g}" for value in values], rotation=45 if len(values) > 6 else 0)
         panel.set_xlabel(axis.replace("_", " "))
-        _finish(panel, ratio, panel.set_yscale, panel.axhline)
+        _finish(panel, _title(points, ratio), panel.set_yscale, panel.axhline)
     handles, labels = panels[0].get_legend_handles_labels()
     if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 45 else 3, frameon=False, fontsize=8)
+        # about eleven letters of this size an inch, and room for the sample of a line
+        columns = max(1, int(figure.get_figwidth() * 11 / (max(map(len, labels)) + 8)))
+        figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(labels) // columns))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return figure
 
 
 def _bars(points: Points, ratios: Sequence[str]) -> Any:
     shown = points[:MOST_BARS]
-    names = [name_of({key: value for key, value in point["parameters"].items() if _tells_apart(points, key)}) for point in shown]
-    figure, panels = _figure(len(ratios), height=1.0 + 0.26 * len(shown), sharey=True)
+    names = [label_of({key: value for key, value in point["parameters"].items() if _tells_apart(points, key)}) for point in shown]
+    figure, panels = _figure(len(ratios), height=1.2 + 0.26 * len(shown), sharey=True)
     for panel, ratio, colour in zip(panels, ratios, COLOURS, strict=False):
         for row, point in enumerate(shown):
             if ratio in point["metrics"]:
@@ -89,18 +107,24 @@ def _bars(points: Points, ratios: Sequence[str]) -> Any:
                 panel.barh(row, metric["median"], color=colour, alpha=0.75, height=0.7)
                 panel.plot([metric["min"], metric["max"]], [row, row], color=INK, lw=1)
         panel.set_yticks(range(len(shown)), names)
-        _finish(panel, ratio, panel.set_xscale, panel.axvline)
+        _finish(panel, _title(points, ratio), panel.set_xscale, panel.axvline)
     panels[0].invert_yaxis()
     return figure
 
 
-def _finish(panel: Any, ratio: str, set_scale: Any, rule: Any) -> None:
+def _title(points: Points, ratio: str) -> str:
+    """What is drawn, and of what it is the ratio."""
+    unit = next(point["metrics"][ratio]["unit"] for point in points if ratio in point["metrics"])
+    return f"{ratio.replace('_', ' ')}\n{textwrap.shorten(unit, 46, placeholder=' ...')}"
+
+
+def _finish(panel: Any, title: str, set_scale: Any, rule: Any) -> None:
     """A line where both are the same, a scale that shows all of it, and the panel's title."""
     low, high = panel.dataLim.intervaly if set_scale == panel.set_yscale else panel.dataLim.intervalx
     if low > 0 and high / low > 20:
         set_scale("log")
     rule(1.0, color=INK, lw=1, ls=":")
-    panel.set_title(ratio.replace("_", " "), fontsize=9, color=INK)
+    panel.set_title(title, fontsize=9, color=INK)
     panel.grid(color=RULE, lw=0.4)
     panel.set_axisbelow(True)
 
@@ -108,7 +132,7 @@ def _finish(panel: Any, ratio: str, set_scale: Any, rule: Any) -> None:
 def _figure(count: int, height: float, sharey: bool = False) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.6 * count + 0.6, height), layout="constrained")
+    figure = Figure(figsize=(max(6.4, 3.6 * count + 0.6), height), layout="constrained")
     panels = figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
     for panel in panels:
         panel.tick_params(labelsize=8, colors=INK)
@@ -130,7 +154,7 @@ def _svg(figure: Any) -> str:
 def all_drawn(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Each result with its plot; ids are made different, since all stand in one page."""
     for place, result in enumerate(results):
-        svg = drawn(result["points"])
+        svg = drawn(result["points"], is_loaded(result))
         yield result, _with_own_ids(svg, f"r{place}-")
 
 

@@ -65,6 +65,7 @@ class FakeCuda:
                 self.at = cuda.now + cuda.queued
 
             def elapsed_time(self, later: Any) -> float:
+                assert later.at <= cuda.now, "the event has not happened yet"
                 return later.at - self.at
 
         return Event()
@@ -86,9 +87,9 @@ def test_a_cuda_clock_waits_for_what_was_given_before_and_inside() -> None:
     clock = device.CudaClock(cuda)
     cuda.give(500.0)
     clock.start()
+    assert cuda.queued == 0.0, "what was given before is done"
     cuda.give(20.0)
     assert clock.seconds() == pytest.approx(0.020)
-    assert cuda.queued == 0.0
 
 
 def test_the_peak_of_a_cuda_device_leaves_out_what_was_there_and_earlier_peaks() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import results_file
-from benchmarks.drawings import drawn, varied
+from benchmarks.drawings import drawn, panels_of, varied
 from benchmarks.report import page
 from benchmarks.whole_runs import HEAD, whole_runs
 from tests.tiers import slow
@@ -68,8 +68,14 @@ def test_what_was_varied_becomes_the_axis() -> None:
     assert varied(over_tokens) == "tokens"
     assert varied([point(backend) for backend in ("megatron", "dtensor")]) is None
     svg = drawn(over_tokens)
-    assert svg.startswith("<svg") and "backend=dtensor" in svg
+    assert svg.startswith("<svg") and "dtensor" in svg and "backend=" not in svg
     assert drawn(over_tokens[:1]) == ""
+
+
+def test_a_busy_machine_s_ratios_are_drawn_in_cpu_seconds() -> None:
+    points = result()["points"]
+    assert panels_of(points, in_cpu_seconds=False) == ["step"]
+    assert panels_of(points, in_cpu_seconds=True) == ["step_cpu"]
 
 
 @slow
