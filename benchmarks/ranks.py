@@ -13,6 +13,7 @@ from typing import Any
 from tests.dist.pool import WorkerPool
 
 RANK_SECONDS = 500
+CPU_RANKS = 64
 
 
 class Ranks:
@@ -25,6 +26,13 @@ class Ranks:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         self._pool = WorkerPool(RANK_SECONDS) if device == "cpu" else None
+
+    @property
+    def most(self) -> int:
+        """Ranks that there can be: one a CUDA device; on a CPU they may share cores."""
+        import torch
+
+        return torch.cuda.device_count() if self._device == "cuda" else CPU_RANKS
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return what ``function(*arguments)`` returned on each rank.

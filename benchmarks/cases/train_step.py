@@ -34,7 +34,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
             for backend in BACKENDS:
                 for layout in (options.layout,) if options.layout else LAYOUTS:
                     for work in works:
-                        if not fits(backend, work, layout):
+                        if not fits(backend, work, layout) or layout.ranks > ranks.most:
                             continue
                         policy = policy_of(model, backend, work, layout, options.device)
                         measured = ranks.run(layout.ranks, compare_steps, policy, work, layout, ("bare", "fsdp2"), repeats, options.device)

@@ -18,6 +18,7 @@ from benchmarks.cases.head import ways
 from benchmarks.flops import forward_flops, training_flops
 from benchmarks.options import ONE_RANK, Layout, Options, layout_of, tokens_of
 from benchmarks.phases import Phases
+from benchmarks.ranks import Ranks
 from benchmarks.subject import NARROW, Work, batch_of, fits, model_of, policy_of, rows_at_once
 from benchmarks.timing import Spent, over_ranks, spent_in_turn
 
@@ -182,6 +183,13 @@ def test_a_policy_has_the_layout_that_was_asked_for(tmp_path: Path) -> None:
         rows_at_once(Work(8, 32, 3))
     assert fits("dtensor", Work(8, 32), Layout(tp=2, dp=2)) and not fits("dtensor", Work(8, 32), Layout(pp=2))
     assert not fits("megatron", Work(8, 32, 8), Layout(dp=2))
+
+
+def test_there_are_as_many_ranks_as_devices_and_on_a_cpu_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with Ranks("cuda") as on_gpus, Ranks("cpu") as on_cpu:
+        assert on_gpus.most == 3
+        assert on_cpu.most >= 8
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
