@@ -241,8 +241,12 @@ class DTensorBackend:
         """Continue prompts; see ``decode``.
 
         The weights are gathered once over data and context parallel ranks, into a model of their own, so that ranks with more or longer
-        rows need not wait for the others. Single positions cannot be divided: it has no sequence parallelism.
+        rows need not wait for the others. Single positions cannot be divided: it has no sequence parallelism. Where there is nothing to
+        gather, the model itself generates.
         """
+        if self._stays_whole and not self._sequence_parallel and not self._settings.get("activation_checkpointing"):
+            with whole_parameters(self.model):
+                return generate(self.model, self, data, config, tokenizer, greedy=greedy)
         return generate(self._gathered(), self, data, config, tokenizer, greedy=greedy)
 
     def _gathered(self) -> Any:
