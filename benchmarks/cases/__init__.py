@@ -86,6 +86,10 @@ CASES = {
         "benchmarks.cases.train_step",
         takes=("device", "model", "layout", "tokens"),
     ),
+    "startup": Case(
+        "a command, a dry run and a tiny GRPO run until its first step, against an empty interpreter, import torch and TRL",
+        "benchmarks.cases.startup",
+    ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

@@ -1,0 +1,212 @@
+"""What a start costs: of a command that only speaks, of a dry run, and of a tiny GRPO run until its first step is done, in CPU and in wall
+seconds; against an empty interpreter, against ``import torch``, and against TRL's trainer where it is installed.
+
+CPU seconds are those of a program and of everything it starts, Ray's processes included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.point import Metric, Point
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart"
+RECIPE = "grpo-qwen2.5-1.5b-1gpu-megatron"
+SPEAKING = {"--help": ["--help"], "convert --help": ["convert", "--help"], "recipes": ["recipes"]}
+BACKENDS = ("megatron", "dtensor")
+PROMPTS, ANSWERS = 32, 8
+_LOOK_EVERY = 0.02
+_LONGEST = 300.0
+_TRL = """
+import json, sys
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+model, lines, out = sys.argv[1:]
+rows = [json.loads(line) for line in open(lines, encoding="utf-8")]
+data = Dataset.from_list([{{"prompt": row["prompt"], "answer": row["answer"]}} for row in rows])
+def reward(completions, answer, **_):
+    return [float(text.strip() == wanted) for text, wanted in zip(completions, answer)]
+options = GRPOConfig(
+    output_dir=out, per_device_train_batch_size={batch}, num_generations={answers}, max_completion_length=8, max_steps=1,
+    learning_rate=1e-3, beta=0.0, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+GRPOTrainer(model=model, processing_class=AutoTokenizer.from_pretrained(model), reward_funcs=reward, args=options,
+            train_dataset=data).train()
+open(out + "/done", "w").write("1")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost: seconds of a program until it was done."""
+
+    cpu: float
+    wall: float
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """Commands and the limits that they are held against, then whole runs on one rank."""
+    repeats = 1 if quick else 3
+    python = [sys.executable, "-c"]
+    limits = {"python -c pass": [*python, "pass"], "import torch": [*python, "import torch"]}
+    commands = {f"megarl {name}": _megarl(*arguments) for name, arguments in SPEAKING.items()}
+    commands["megarl train RECIPE --dry-run"] = _megarl("train", RECIPE, "--dry-run")
+    costs = _in_turn({name: _until_exit(command) for name, command in {**limits, **commands}.items()}, repeats)
+    for name in (*limits, *commands):
+        yield Point({"command": name}, _metrics(costs[name], costs["python -c pass"], "an empty interpreter"))
+    with tempfile.TemporaryDirectory() as directory:
+        yield from _runs(Path(directory), 1 if quick else 2)
+
+
+def _runs(work: Path, repeats: int) -> Iterator[Point]:
+    """Starts of a tiny GRPO run on one rank, until its first step is in ``metrics.jsonl``."""
+    from megarl.quickstart.material import make_model, write_problems
+
+    model, problems = work / "model", work / "train.jsonl"
+    make_model(model, 1)
+    write_problems(problems, 512, 1)
+    actions = {f"megarl on {backend}": _first_step(work, backend, model, problems) for backend in BACKENDS}
+    has_trl = importlib.util.find_spec("trl") is not None
+    if has_trl:
+        actions["trl"] = _trl(work, model, problems)
+    else:
+        print("trl is not installed: its start is left out", file=sys.stderr)
+    actions["import torch"] = _until_exit([sys.executable, "-c", "import torch"])
+    costs = _in_turn(actions, repeats, warm_up=0)  # commands have read the files before
+    against, what = ("trl", "TRL's trainer") if has_trl else ("import torch", "import torch")
+    for name in actions:
+        yield Point({"run": name}, _metrics(costs[name], costs[against], what))
+
+
+def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[str, Metric]:
+    return {
+        "cpu": Metric.of("CPU s", [cost.cpu for cost in costs]),
+        "wall": Metric.of("s", [cost.wall for cost in costs]),
+        "cpu_ratio": Metric.ratio(what, [cost.cpu for cost in costs], [cost.cpu for cost in against]),
+    }
+
+
+def _in_turn(actions: dict[str, Callable[[], Cost]], repeats: int, *, warm_up: int = 1) -> dict[str, list[Cost]]:
+    """The costs of each, round by round, after rounds that are not counted: files are read from memory then."""
+    costs: dict[str, list[Cost]] = {name: [] for name in actions}
+    for turn in range(warm_up + repeats):
+        for name, action in actions.items():
+            cost = action()
+            if turn >= warm_up:
+                costs[name].append(cost)
+    return costs
+
+
+def _megarl(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "megarl.cli", *arguments]
+
+
+def _first_step(work: Path, backend: str, model: Path, problems: Path) -> Callable[[], Cost]:
+    changes = [
+        f"policy.model_name={model}",
+        f"data.train.path={problems}",
+        "data.validation=null",
+        "cluster.gpus_per_node=1",
+        f"policy.{backend}_cfg.{'tensor_model_parallel_size' if backend == 'megatron' else 'tensor_parallel_size'}=1",
+        f"grpo.num_prompts_per_step={PROMPTS}",
+        f"grpo.num_generations_per_prompt={ANSWERS}",
+        f"policy.train_global_batch_size={PROMPTS * ANSWERS}",
+        "grpo.max_num_steps=1",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        "checkpointing.enabled=false",
+    ]
+    layers = ["--with", str(QUICKSTART / f"{backend}.yaml")]
+
+    def start() -> Cost:
+        with tempfile.TemporaryDirectory(dir=work) as run:
+            command = _megarl("train", str(QUICKSTART / "grpo.yaml"), *layers, *changes, f"run_dir={run}")
+            return _cost(command, Path(run) / "metrics.jsonl", ends=False)
+
+    return start
+
+
+def _trl(work: Path, model: Path, problems: Path) -> Callable[[], Cost]:
+    program = work / "with_trl.py"
+    program.write_text(_TRL.format(batch=PROMPTS * ANSWERS, answers=ANSWERS), encoding="utf-8")
+
+    def start() -> Cost:
+        with tempfile.TemporaryDirectory(dir=work) as out:
+            return _cost([sys.executable, str(program), str(model), str(problems), out], Path(out) / "done", ends=False)
+
+    return start
+
+
+def _until_exit(command: Sequence[str]) -> Callable[[], Cost]:
+    return lambda: _cost(command, None, ends=True)
+
+
+def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
+    """Seconds of a program and all that it starts.
+
+    Args:
+        command: the program.
+        sign: a file that says, once it holds something, that what is measured is done; None for the program's end.
+        ends: the program has to end well, and its own figures and those of its children count.
+    """
+    before, started = os.times(), time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        if ends:
+            code = process.wait(_LONGEST)
+            wall, after = time.perf_counter() - started, os.times()
+            cpu = after.children_user + after.children_system - before.children_user - before.children_system
+        else:
+            assert sign is not None
+            cpu, code = _watch(process, sign, started)
+            wall = time.perf_counter() - started
+            _end(process)
+        said.seek(0)
+        assert code == 0, f"{' '.join(command)} left with {code}: {said.read().decode(errors='replace')[-2000:]}"
+    return Cost(cpu, wall)
+
+
+def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tuple[float, int]:
+    """CPU seconds of a program and all its descendants until the sign is there; those of one that has ended are what was last seen."""
+    seen: dict[int, float] = {}
+    root = psutil.Process(process.pid)
+    while not (sign.is_file() and sign.stat().st_size):
+        _look(root, seen)
+        if process.poll() is not None and not (sign.is_file() and sign.stat().st_size):
+            return sum(seen.values()), process.returncode or 1
+        assert time.perf_counter() - started < _LONGEST, f"no first step within {_LONGEST:g} s"
+        time.sleep(_LOOK_EVERY)
+    _look(root, seen)
+    return sum(seen.values()), 0
+
+
+def _look(root: psutil.Process, seen: dict[int, float]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                seen[each.pid] = times.user + times.system
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the program end by itself; it takes down what it started."""
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
