@@ -43,6 +43,11 @@ class Inputs:
     validation: Dataset | None
 
 
+def tokenizer_of(policy: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer that a policy section names; by default that of its model."""
+    return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
+
+
 def read_inputs(config: Config, stack: ExitStack) -> Inputs:
     """Read everything; of the configuration, the section of generation gets what the tokenizer says.
 
@@ -55,7 +60,7 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
         ConversionError: the model cannot be carried over.
     """
     policy, data = config["policy"], config["data"]
-    tokenizer = get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
+    tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
         policy["generation"] = configure_generation_config(policy["generation"], tokenizer)
     vocab_size = check_model(policy)

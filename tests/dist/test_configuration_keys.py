@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoConfig
 
 from converters.families.read import read_architecture
-from megarl.algorithms.run import _tokenizer as tokenizer_of
+from megarl.algorithms.inputs import tokenizer_of
 from megarl.config import load_config, validate_policy_config
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.errors import ConfigError
@@ -188,7 +188,7 @@ def test_the_learning_rate_is_what_an_optimizer_refers_to(keys: Keys, backend: s
 def test_code_that_comes_with_a_tokenizer_runs_only_where_it_is_trusted(keys: Keys) -> None:
     def kind(trusted: bool) -> str:
         change = {"tokenizer.name": "model:coded", "trust_remote_code": trusted}
-        return type(tokenizer_of({"policy": validate_policy_config(keys.policy("megatron", "qwen2", change), 1)})).__name__
+        return type(tokenizer_of(validate_policy_config(keys.policy("megatron", "qwen2", change), 1))).__name__
 
     assert "Remote" not in kind(False)
     assert kind(True) == "RemoteTokenizer"

@@ -55,7 +55,7 @@ def test_bounds_that_other_versions_break(project: dict[str, Any]) -> None:
 def test_command_and_extras(project: dict[str, Any]) -> None:
     assert project["scripts"] == {"megarl": "megarl.cli:main"}
     assert project["entry-points"] == {"vllm.general_plugins": {"megarl": "megarl.models.generation.vllm.plugin:register"}}
-    assert set(project["optional-dependencies"]) == {"te", "vllm", "vllm-cpu", "wandb", "tensorboard", "plot", "test"}
+    assert set(project["optional-dependencies"]) == {"te", "vllm", "vllm-cpu", "wandb", "tensorboard", "plot", "test", "bench"}
 
 
 @pytest.fixture(scope="module")
