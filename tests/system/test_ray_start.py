@@ -15,6 +15,7 @@ import ray
 from megarl.distributed import ray_runtime
 from megarl.errors import ClusterError
 from tests.system.whole_runs import Launches, make_material, write_config
+from tests.tiers import slow
 
 MARK = "MEGARL_MARK_OF_TEST"
 
@@ -38,6 +39,7 @@ def marked(value: str) -> list[str]:
     return found
 
 
+@slow
 @pytest.mark.usefixtures("no_ray")
 def test_a_raylet_that_hangs_is_told_of_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

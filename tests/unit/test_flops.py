@@ -123,6 +123,18 @@ def test_pairs_are_those_of_the_mask(window: int | None) -> None:
     assert attended_pairs(lengths, window).tolist() == expected
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "mistral_window", "qwen2_tied", "qwen3", "deepseek_v3"])
+def test_attention_is_counted_within_the_window_of_each_layer(name: str) -> None:
+    config_class, options = CONFIGS[name]
+    facts = facts_of(config_class(**{**SIZES, **options}).to_dict())
+    flops, lengths = ModelFlops.of(facts), [0, 7, 31]
+    widths = 2 * facts.head_dim if facts.latent is None else facts.latent.qk_head_dim + facts.latent.v_head_dim
+    pairs = 0
+    for window in facts.windows or (None,) * facts.num_layers:
+        pairs += sum(query - key < (window or query + 1) for length in lengths for query in range(length) for key in range(query + 1))
+    assert flops.attention(lengths) == 2 * facts.num_attention_heads * widths * pairs
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_windows_of_a_file_are_those_of_the_converted_model(name: str) -> None:
     config_class, options = CONFIGS[name]

@@ -62,7 +62,8 @@ def test_each_phase_has_rates_over_its_own_devices() -> None:
 def test_several_passes_of_a_phase_add_up_and_a_validation_does_not_count() -> None:
     throughput = StepThroughput(DEVICES, FLOPS)
     alone = throughput.metrics(24, SECONDS, {"train": [TRAINED]})
-    both = throughput.metrics(48, SECONDS, {"train": [TRAINED, TRAINED], "validation/generation": [GENERATED]})
+    seconds = {**SECONDS, "validation_s": 0.5, "validation/generation_s": 0.4}
+    both = throughput.metrics(48, seconds, {"train": [TRAINED, TRAINED], "validation/generation": [GENERATED]})
     assert both["train_mfu"] == pytest.approx(2 * alone["train_mfu"])
     assert both["padding_efficiency"] == alone["padding_efficiency"]
     assert not any("generation" in name for name in both)
