@@ -119,6 +119,7 @@ def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
     """The table, if the library gives the same texts for the whole vocabulary, else None: its next version may decode otherwise."""
     special = {number for number, token in added.items() if token.special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
+    tokens |= {number: token.content for number, token in added.items()}  # where both have a number, the library takes the added one
     table = ByteTable.of({number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()})
     every = TokenRows.of([list(range(start, min(start + 256, len(table.lengths)))) for start in range(0, len(table.lengths), 256)])
     return table if table.decode(every) == backend.decode_batch(list(every), skip_special_tokens=True) else None
