@@ -38,12 +38,7 @@ def calculate_baseline_and_std_per_prompt(
     Raises:
         BatchError: the shapes do not fit.
     """
-    if prompts.ndim != 2 or rewards.shape != prompts.shape[:1] or valid_mask.shape != rewards.shape:
-        raise BatchError(
-            f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask {list(valid_mask.shape)} "
-            "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
-        )
-    return _baseline_and_std(_groups(prompts), rewards, valid_mask, leave_one_out_baseline)
+    return _baseline_and_std(_groups(prompts, rewards, valid_mask), rewards, valid_mask, leave_one_out_baseline)
 
 
 def _baseline_and_std(group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool) -> tuple[Tensor, Tensor]:
@@ -80,8 +75,8 @@ def group_advantages(
     n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree. Groups that agree entirely, but for rounding, and
     invalid rows get 0. ``std`` divides the squares by n (``population``) or by n - 1 (``sample``).
     """
-    baseline, _ = calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_one_out_baseline)
-    group = _groups(prompts)
+    group = _groups(prompts, rewards, valid_mask)
+    baseline, _ = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline)
     group_mean, deviation = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline=False)
     # A group of equal rewards can differ from its mean by rounding only; dividing that by itself would make noise an advantage.
     agreed = deviation <= _ROUNDING * group_mean.abs().clamp(min=1.0)
@@ -94,8 +89,13 @@ def group_advantages(
     return torch.where(agreed, 0.0, advantages / torch.where(agreed, 1.0, deviation))
 
 
-def _groups(prompts: Tensor) -> Tensor:
-    """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one."""
+def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:
+    """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one. Shapes that do not fit raise BatchError."""
+    if prompts.ndim != 2 or rewards.shape != prompts.shape[:1] or valid_mask.shape != rewards.shape:
+        raise BatchError(
+            f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask {list(valid_mask.shape)} "
+            "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
+        )
     if prompts.numel() == 0:
         return torch.zeros(prompts.shape[0], dtype=torch.int64, device=prompts.device)
     # answers to one prompt stand next to each other: one of each run is sorted, not all of them

@@ -7,11 +7,14 @@ Tensors on the meta device, where plans are checked by shape, are not sent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Placement, Shard
+
+_Change = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 
 
 def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
@@ -23,25 +26,25 @@ def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGr
         group: the tensor-parallel ranks.
     """
     if isinstance(layout, Shard):
-        return _applied(_GatherForParts, activation, layout.dim, group)
+        return _applied(_AlongDimension, activation, _gather, _scatter_sum, layout.dim, group)
     return _applied(_CopyForParts, activation, group)
 
 
 def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks of ``parts``, which nobody else may use any more, lying as ``layout``: ``Replicate()`` or ``Shard(dimension)``."""
     if isinstance(layout, Shard):
-        return _applied(_SumToRuns, parts, layout.dim, group)
+        return _applied(_AlongDimension, parts, _scatter_sum, _gather, layout.dim, group)
     return _applied(_Sum, parts, group)
 
 
 def own_run(activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's run along ``dimension`` of an activation that every rank has."""
-    return _applied(_OwnRun, activation, dimension, group)
+    return _applied(_AlongDimension, activation, _run_of, _gather, dimension, group)
 
 
 def from_runs(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
     """All of an activation from the runs of all ranks along ``dimension``, for what every rank computes alike."""
-    return _applied(_FromRuns, run, dimension, group)
+    return _applied(_AlongDimension, run, _gather, _run_of, dimension, group)
 
 
 def _applied(border: Any, *arguments: Any) -> torch.Tensor:
@@ -74,48 +77,19 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _GatherForParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dimension, ctx.group = dimension, group
-        return _gather(run, dimension, group)
+class _AlongDimension(torch.autograd.Function):
+    """A change along one dimension in the forward pass, and another, its adjoint, in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _scatter_sum(gradient, ctx.dimension, ctx.group), None, None
-
-
-class _SumToRuns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dimension, ctx.group = dimension, group
-        return _scatter_sum(parts, dimension, group)
+    def forward(
+        ctx: Any, activation: torch.Tensor, change: _Change, adjoint: _Change, dimension: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.adjoint, ctx.dimension, ctx.group = adjoint, dimension, group
+        return change(activation, dimension, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather(gradient, ctx.dimension, ctx.group), None, None
-
-
-class _OwnRun(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dimension, ctx.group = dimension, group
-        return _run_of(activation, dimension, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather(gradient, ctx.dimension, ctx.group), None, None
-
-
-class _FromRuns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dimension, ctx.group = dimension, group
-        return _gather(run, dimension, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _run_of(gradient, ctx.dimension, ctx.group), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.adjoint(gradient, ctx.dimension, ctx.group), None, None, None, None
 
 
 def _add_up(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
