@@ -11,7 +11,7 @@ from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFligh
 from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.manifest import BUCKET_BYTES
 
-COUNTS = (300, 3_000, 30_000)
+COUNTS = (300, 10_000)
 BYTES, QUICK_BYTES = 256 * 2**20, 16 * 2**20
 REPEATS, QUICK_REPEATS = 7, 2
 # of both buffers

@@ -41,8 +41,8 @@ CASES = {
     ),
     "convert.h2m": Case("import of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_h2m"),
     "convert.m2h": Case("export of a checkpoint against a plain copy and against transformers", "benchmarks.cases.convert_m2h"),
-    "refit.ipc": Case("weights handed over in 300 to 30,000 tensors against one flat copy of them", "benchmarks.cases.refit_ipc"),
-    "refit.bcast": Case("weights sent in 300 to 30,000 tensors against one flat broadcast of them", "benchmarks.cases.refit_bcast"),
+    "refit.ipc": Case("weights handed over in 300 and 10,000 tensors against one flat copy of them", "benchmarks.cases.refit_ipc"),
+    "refit.bcast": Case("weights sent in 300 and 10,000 tensors against one flat broadcast of them", "benchmarks.cases.refit_bcast"),
     "refit.export": Case(
         "all weights of mixtures of 12 to 1,250 experts a layer, about as many bytes, against one flat copy",
         "benchmarks.cases.refit_export",

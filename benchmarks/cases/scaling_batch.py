@@ -61,7 +61,8 @@ class AnsweringWorker:
         """Nothing is learned."""
         self._trained = data
         result = {"global_loss": torch.zeros(1), "grad_norm": torch.tensor(1.0), "all_mb_metrics": {}, "skipped": []}
-        return {**result, "gpu_info": self.get_gpu_info()}
+        positions = data["input_ids"].numel()
+        return {**result, "positions": positions, "gpu_info": self.get_gpu_info()}
 
     def digests(self) -> dict[str, str]:
         """A digest of each column that arrived, and of the plan."""

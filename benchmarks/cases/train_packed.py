@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig
 
 LONGEST = 256
-ROWS = 32
+ROWS = 16
 ROWS_AT_ONCE = 4
 WAYS = ("padded", "dynamic", "packed")
 # float32, the sums in another order
