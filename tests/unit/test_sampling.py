@@ -121,6 +121,27 @@ def test_ends_of_the_uniform_interval() -> None:
     assert draw(logits, JUST_BELOW_1) == 3
 
 
+@pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 700])
+def test_every_size_draws_what_one_sum_over_all_tokens_draws(size: int) -> None:
+    """Against the cumulative distribution in float64, whose edges rounding may move."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(40, size, generator=generator) * 3
+    uniforms = torch.rand(40, dtype=torch.float64, generator=generator)
+    tokens, values = choose_tokens(logits, uniforms, SamplingSettings())
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniforms[:, None], right=True).squeeze(1)
+    edge = (cumulative - uniforms[:, None]).abs().amin(-1)
+    assert (tokens == expected)[edge > 1e-6].all() and (edge > 1e-6).sum() >= 39
+    assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [3, 256, 300])
+def test_rows_that_are_no_numbers_get_a_token_and_a_logprob_that_is_none(size: int) -> None:
+    logits = torch.full((2, size), torch.nan)
+    tokens, values = choose_tokens(logits, torch.tensor([0.0, 0.9], dtype=torch.float64), SamplingSettings())
+    assert tokens.ge(0).all() and tokens.lt(size).all() and values.isnan().all()
+
+
 def test_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.3, -1.0, 1.7, 0.0, 2.0])
     count = 4001

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megarl.key import defaults_of
 from megarl.models.generation.interfaces import GenerationConfig
@@ -68,11 +69,11 @@ def choose_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampli
         tokens [b] int64; log-probabilities [b] float32 under the distribution that they were drawn from; greedy ones under that of the
         temperature alone.
     """
-    scaled = logits.float() / settings.temperature
+    scaled = logits.float() if settings.temperature == 1.0 else logits.float() / settings.temperature
     if not settings.greedy and not settings.keeps_all(scaled.shape[-1]):
         scaled = scaled.masked_fill(scaled < smallest_kept(scaled, settings)[:, None], -torch.inf)
     logprobs = torch.log_softmax(scaled, dim=-1)
-    tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(logprobs.double().exp(), uniforms)
+    tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(logprobs.exp(), uniforms)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -99,11 +100,29 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
     return ordered.gather(1, last).squeeze(1)
 
 
+BLOCK = 256
+"""Tokens whose probabilities are added up first: of a vocabulary only the sums of blocks, and one block, are needed in float64."""
+
+
 def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[b] int64: the token at which the cumulative distribution first exceeds the row's uniform number."""
-    cumulative = probabilities.cumsum(dim=-1)
+    """[b] int64: the token at which the cumulative distribution [b, V] float32 first exceeds the row's uniform number."""
+    blocks = F.pad(probabilities, (0, -probabilities.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1).double()
+    cumulative = sums.cumsum(-1)
     threshold = uniforms.to(cumulative.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    # rounding may put the threshold on the very end: the last token that can be drawn is the answer there
-    after_last = (probabilities > 0).flip(-1).byte().argmax(dim=-1)
-    return torch.minimum(tokens, probabilities.shape[-1] - 1 - after_last)
+    block = _first_above(cumulative, threshold, sums)
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double()
+    rest = threshold - (cumulative - sums).gather(1, block)
+    tokens = (block * BLOCK + _first_above(inside.cumsum(-1), rest, inside)).squeeze(1)
+    # a row that is not a number must not get a token that is none: it is refused where its log-probability is read
+    return tokens.clamp(max=probabilities.shape[-1] - 1)
+
+
+def _first_above(cumulative: torch.Tensor, threshold: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """[b, 1] int64: the first place where ``cumulative`` [b, n], the sum of ``parts``, exceeds the threshold [b, 1].
+
+    Rounding may put the threshold on the very end, or beyond: the last part that is not zero is the answer there.
+    """
+    found = torch.searchsorted(cumulative, threshold, right=True)
+    after_last = (parts > 0).flip(-1).byte().argmax(dim=-1, keepdim=True)
+    return torch.minimum(found, parts.shape[-1] - 1 - after_last)

@@ -33,7 +33,7 @@ class StopRules:
             answers: [len(rows), n] int64, all tokens of each answer so far, the newest included.
         """
         finished: list[bool] = torch.isin(newest, self._token_ids).tolist()
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows if any(self._strings) else ()):
             if self._strings[row] and not finished[place]:
                 text = self._tokenizer.decode(answers[place].tolist(), skip_special_tokens=False)
                 finished[place] = any(stop in text for stop in self._strings[row])
