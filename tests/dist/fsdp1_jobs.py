@@ -15,6 +15,7 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
+from tests.dist.jobs import prompts_in_several_passes
 from tests.dist.worker_jobs import differences
 from tests.models import policy_config
 
@@ -262,7 +263,8 @@ def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, 
     worker = build(config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False)
     groups = worker.backend.groups
     shards = BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=None, allow_uneven_shards=True)
-    output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
+    with prompts_in_several_passes():
+        output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
     rows = []
     for row in range(output["output_ids"].shape[0]):
         total, new = int(output["unpadded_sequence_lengths"][row]), int(output["generation_lengths"][row])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.engine import decoding
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
@@ -96,10 +97,16 @@ def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: 
     return {"losses": losses, "norms": norms, "metrics": metrics, "weights": weights}
 
 
+def prompts_in_several_passes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a pass is cheap, so that also a few short prompts are read in several."""
+    return mock.patch.object(decoding, "PASS_POSITIONS", 3)
+
+
 def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None) -> dict[str, Any]:
     """Generated batch of every data-parallel rank in order, and the log-probabilities that get_logprobs gives the same tokens."""
     worker = MegatronPolicyWorker(config, tokenizer, init_optimizer=False, init_reference_model=False)
-    output = worker.generate(data=my_share(worker, batch), greedy=greedy)
+    with prompts_in_several_passes():
+        output = worker.generate(data=my_share(worker, batch), greedy=greedy)
     check = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
     recomputed = worker.get_logprobs(data=BatchedDataDict(check))["logprobs"]
     shares: list[Any] = [None] * worker.backend.groups.data_size

@@ -357,7 +357,8 @@ def generate_unevenly(config: Mapping[str, Any], batch: Mapping[str, Any], greed
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     groups = worker.backend.groups
     shards = BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=None, allow_uneven_shards=True)
-    output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
+    with jobs.prompts_in_several_passes():
+        output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
     rows = [ids[:total].tolist() for ids, total in zip(output["output_ids"], output["unpadded_sequence_lengths"].tolist(), strict=True)]
     shares: list[Any] = [None] * groups.data_size
     dist.all_gather_object(shares, rows, group=groups.data)

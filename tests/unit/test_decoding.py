@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
-from megarl.models.engine.decoding import Decoder, decode
+from megarl.models.engine import decoding
+from megarl.models.engine.decoding import Decoder, decode, ends_of_passes
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.huggingface.attention import IMPLEMENTATION
-from megarl.models.huggingface.generation import _CachedForward
+from megarl.models.huggingface.generation import _CachedForward, _can_be_joined, _joined
 from tests.models import make_tiny
 
 FAMILIES = ["llama", "qwen3", "mistral_window"]
@@ -66,7 +71,7 @@ def decoded(model: Any, rows: list[list[int]], *, greedy: bool, stop: list[int],
         ids[row, : len(prompt)] = torch.tensor(prompt)
     data = {"input_ids": ids, "input_lengths": lengths, "sampling_seeds": torch.arange(len(rows)) + 5}
     config = {"max_new_tokens": NEW, "pad_token_id": 0, "stop_token_ids": stop, "temperature": 1.0, "top_p": 1.0, "top_k": None, **settings}
-    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None))
+    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None), _joined)
     with torch.no_grad():
         return decode(decoder, data, config, None, greedy=greedy), [batch.passes for batch in batches]
 
@@ -87,12 +92,20 @@ def one_by_one(model: Any, prompt: list[int], stop: list[int]) -> tuple[list[int
     return ids[len(prompt) :], values
 
 
+@pytest.mark.parametrize("pass_positions", [1, 3, 512])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_rows_are_what_each_is_alone(models: dict[str, Any], family: str) -> None:
+def test_ragged_rows_are_what_each_is_alone(
+    models: dict[str, Any], family: str, pass_positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all prompts are read in one pass, or in several whose caches are put together."""
+    monkeypatch.setattr(decoding, "PASS_POSITIONS", pass_positions)
     rows = prompts()
     # a token that one row meets in the middle of its answer
     stop = [one_by_one(models[family], rows[3], [])[0][4]]
-    found, _ = decoded(models[family], rows, greedy=True, stop=stop)
+    found, batches = decoded(models[family], rows, greedy=True, stop=stop)
+    assert [batch[0] for batch in batches] == {1: [(1, 1), (1, 3), (1, 5), (1, 9), (1, 12)], 3: [(1, 1), (2, 5), (2, 12)]}.get(
+        pass_positions, [(5, 12)]
+    )
     lengths = set()
     for row, prompt in enumerate(rows):
         tokens, values = one_by_one(models[family], prompt, stop)
@@ -110,6 +123,28 @@ def test_one_pass_reads_all_prompts_and_one_more_each_token(models: dict[str, An
     rows = prompts()
     _, [passes] = decoded(models["qwen3"], rows, greedy=False, stop=[])
     assert passes == [(len(rows) - len(SAME), max(LENGTHS)), *[(len(rows), 1)] * (NEW - 1)]
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9).map(sorted), pass_positions=st.integers(1, 60))
+def test_passes_over_prompts_cost_least(lengths: list[int], pass_positions: int) -> None:
+    """No other way to cut the prompts has fewer positions, padding and passes counted."""
+
+    def cost(ends: tuple[int, ...]) -> int:
+        return sum((end - start) * lengths[end - 1] + pass_positions for start, end in itertools.pairwise([0, *ends]))
+
+    inner = range(1, len(lengths))
+    ways = [(*cuts, len(lengths)) for count in range(len(lengths)) for cuts in itertools.combinations(inner, count)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "PASS_POSITIONS", pass_positions)
+        found = ends_of_passes(lengths)
+    assert cost(tuple(found)) == min(map(cost, ways))
+    assert all(lengths[end - 1] != lengths[end] for end in found[:-1])
+
+
+def test_caches_that_remember_more_than_positions_are_not_joined() -> None:
+    ordinary, other = DynamicCache(), DynamicCache()
+    other.layers = [LinearAttentionLayer()]
+    assert _can_be_joined(ordinary) and not _can_be_joined(other)
 
 
 def test_rows_that_ended_leave(models: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Decoding, the same for every backend: the same seeds draw the same tokens from the same logits.
 
-Prompts of a batch are padded on the left, so that one pass fills the cache for all of them and their answers begin together; what a row
-computes does not depend on its padding. Rows with one prompt share its pass. Rows that have ended leave the batch.
+Prompts of a batch are padded on the left, so that their answers begin together; what a row computes does not depend on its padding. A few
+passes over prompts of like lengths fill the cache. Rows with one prompt share its pass. Rows that have ended leave the batch.
 
 Legend: b rows of a batch, V vocabulary.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,10 @@ SEED_RANGE = 2**62
 
 LEAVING_SHARE = 1 / 8
 """Rows leave a batch once so large a share of it has ended: the cache is copied then."""
+
+PASS_POSITIONS = 512
+"""One pass more over the prompts is worth so many positions of padding that it saves: it launches all operations, and reads all weights,
+once more."""
 
 
 class Forward(Protocol):
@@ -50,6 +55,10 @@ class Forward(Protocol):
 Start: TypeAlias = Callable[[int, int], Forward]
 """Makes a ``Forward`` with an empty cache for so many rows and positions."""
 
+Join: TypeAlias = Callable[[Sequence[Any], int], Forward]
+"""Makes one ``Forward`` of several of the same model, with all their rows in order and a cache for so many positions. Each has read its
+prompts, no two of the same length, and nothing behind them; the cache of shorter prompts is padded on the left."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -61,6 +70,7 @@ class Decoder:
         device: where the model wants its tokens.
         longest: most tokens of prompt and answer together.
         rows_at_once: most rows of a batch; None for all.
+        join: puts batches together after their prompts; None where caches are of a kind that cannot be joined: one pass reads all prompts.
     """
 
     start: Start
@@ -68,6 +78,7 @@ class Decoder:
     device: torch.device
     longest: int
     rows_at_once: int | None = None
+    join: Join | None = None
 
 
 def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
@@ -180,20 +191,35 @@ class _Decoding:
             logits = forward(newest[:, None], lengths)
 
     def _prefill(self, rows: list[int]) -> tuple[Forward, torch.Tensor | None]:
-        """One pass over each different prompt; the cache and the logits [rows, V] after the prompts."""
+        """Read each different prompt once; return the cache and the logits [rows, V] after them. ``rows`` begin with the shortest."""
         places: dict[tuple[int, ...], int] = {}
         prompt_of = [places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows]
-        lengths = [len(prompt) for prompt in places]
-        tokens = torch.zeros(len(places), max(lengths), dtype=torch.int64)
-        for prompt, place in places.items():
-            tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-        forward = self.decoder.start(len(places), tokens.shape[1] + int(self.allowed[rows].max()))
-        logits = forward(tokens.to(self.decoder.device), self._on_device(lengths))
+        prompts = list(places)
+        positions = len(prompts[-1]) + int(self.allowed[rows].max())
+        ends = [len(prompts)]
+        if self.decoder.join is not None:
+            ends = ends_of_passes([len(prompt) for prompt in prompts])
+        if len(ends) == 1 or self.decoder.join is None:
+            forward, logits = self._read(prompts, positions)
+        else:
+            parts = [prompts[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+            read = [self._read(part, len(part[-1])) for part in parts]
+            forward = self.decoder.join([of_part for of_part, _ in read], positions)
+            given = [of_part for _, of_part in read if of_part is not None]
+            logits = torch.cat(given) if given else None
         if prompt_of != list(range(len(places))):
             chosen = self._on_device(prompt_of)
             forward.keep(chosen)
             logits = None if logits is None else logits[chosen]
         return forward, logits
+
+    def _read(self, prompts: Sequence[Sequence[int]], positions: int) -> tuple[Forward, torch.Tensor | None]:
+        """One pass over prompts, the longest last: a cache for ``positions``, and the logits after the prompts."""
+        tokens = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.int64)
+        for place, prompt in enumerate(prompts):
+            tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+        forward = self.decoder.start(len(prompts), positions)
+        return forward, forward(tokens.to(self.decoder.device), self._on_device([len(prompt) for prompt in prompts]))
 
     def _write(
         self, rows: torch.Tensor, done: int, logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules
@@ -230,6 +256,30 @@ class _Decoding:
                 f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. Fix: see whether the weights are "
                 "finite, or use float32 or bfloat16 instead of float16"
             )
+
+
+def ends_of_passes(lengths: Sequence[int]) -> list[int]:
+    """Return which prompts to read together, so that positions, padding among them, and passes cost least.
+
+    Args:
+        lengths: of the prompts, the shortest first.
+
+    Returns:
+        The prompt that each pass ends before; the last one is their number. Prompts of one length are in one pass.
+    """
+    distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
+    before = np.concatenate([[0], counts.cumsum()])
+    # cost[i] of the shortest before[i] prompts, by dynamic programming over where their last pass begins
+    cost, begins = np.zeros(len(before), dtype=np.int64), np.zeros(len(before), dtype=np.int64)
+    for border, longest in enumerate(distinct, start=1):
+        costs = cost[:border] + (before[border] - before[:border]) * longest + PASS_POSITIONS
+        begins[border] = costs.argmin()
+        cost[border] = costs[begins[border]]
+    ends, border = [], len(distinct)
+    while border:
+        ends.append(int(before[border]))
+        border = int(begins[border])
+    return ends[::-1]
 
 
 def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad: int) -> BatchedDataDict[Any]:

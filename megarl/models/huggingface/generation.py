@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
@@ -34,7 +35,6 @@ def generate(
     tokenizer: Any,
     *,
     greedy: bool,
-    new_cache: Callable[[int, int], Any] | None = None,
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``.
 
@@ -45,15 +45,14 @@ def generate(
         model: a causal language model of transformers; its logits are the columns that ``backend.vocabulary`` says.
         backend: where the model runs and who runs it together.
         data, config, tokenizer, greedy: as for ``decode``.
-        new_cache: makes a transformers cache for so many rows and positions; ``DynamicCache`` by default.
     """
-    make = new_cache or (lambda rows, positions: DynamicCache(config=model.config))
     decoder = Decoder(
-        lambda rows, positions: _CachedForward(model, backend.vocabulary, make(rows, positions)),
+        lambda rows, positions: _CachedForward(model, backend.vocabulary, DynamicCache(config=model.config)),
         backend.groups,
         backend.runtime.device,
         backend.policy["max_total_sequence_length"],
         backend.policy.get("generation_batch_size"),
+        _joined if _can_be_joined(DynamicCache(config=model.config)) else None,
     )
     with _evaluating(model), torch.no_grad():
         return decode(decoder, data, config, tokenizer, greedy=greedy)
@@ -82,6 +81,34 @@ class _CachedForward:
     def keep(self, rows: torch.Tensor) -> None:
         """See ``Forward``."""
         self.cache.batch_select_indices(rows)
+
+
+def _can_be_joined(cache: DynamicCache) -> bool:
+    """Whether every layer keeps keys and values of its last positions, and nothing that was computed from all of them."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def _joined(parts: Sequence[_CachedForward], positions: int) -> _CachedForward:
+    """See ``Join``; the cache grows by itself, so ``positions`` says nothing."""
+    del positions
+    whole = parts[0]
+    for layers in zip(*(part.cache.layers for part in parts), strict=True):
+        layer = layers[0]
+        layer.keys = _stacked([each.keys for each in layers])
+        layer.values = _stacked([each.values for each in layers])
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = max(each.cumulative_length for each in layers)
+    whole.is_padded = True
+    return whole
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[sum of b, heads, most positions, d] of tensors [b, heads, positions, d], with zeros before the shorter ones."""
+    rows, positions = sum(len(tensor) for tensor in tensors), max(tensor.shape[2] for tensor in tensors)
+    whole = tensors[0].new_zeros(rows, tensors[0].shape[1], positions, tensors[0].shape[3])
+    for tensor, place in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+        place[:, :, positions - tensor.shape[2] :] = tensor
+    return whole
 
 
 def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:

@@ -104,6 +104,7 @@ def generate(
             backend.runtime.device,
             backend.policy["max_total_sequence_length"],
             backend.policy.get("generation_batch_size"),
+            _joined_batches,
         )
         return decode(decoder, rows, config, tokenizer, greedy=greedy)
 
@@ -158,6 +159,30 @@ class _StaticForward:
         groups = self.backend.groups
         after = (groups.pipeline_rank + 1) % groups.pipeline_size
         dist.send(hidden.contiguous(), dst=dist.get_global_rank(groups.pipeline, after), group=groups.pipeline)
+
+
+def _joined_batches(parts: Sequence[_StaticForward], positions: int) -> _StaticForward:
+    """See ``Join``."""
+    first = parts[0]
+    whole = _StaticForward(first.backend, first.decoded, sum(part.rows for part in parts), positions)
+    prompts = [part.context.sequence_len_offset for part in parts]
+    for layer, pair in first.context.key_value_memory_dict.items():
+        whole.context.key_value_memory_dict[layer] = tuple(
+            _stacked([part.context.key_value_memory_dict[layer][kind] for part in parts], prompts, positions) for kind in range(len(pair))
+        )
+    whole.context.sequence_len_offset = max(prompts)
+    whole.context.enable_decode_mode()
+    first.decoded.are_padded = True
+    return whole
+
+
+def _stacked(tensors: Sequence[torch.Tensor], prompts: Sequence[int], positions: int) -> torch.Tensor:
+    """[positions, sum of b, heads, d] of tensors [its prompt, b, heads, d], all of which end where the longest prompt does."""
+    first, longest = tensors[0], max(prompts)
+    whole = first.new_zeros(positions, sum(tensor.shape[1] for tensor in tensors), *first.shape[2:])
+    for tensor, prompt, place in zip(tensors, prompts, whole.split([tensor.shape[1] for tensor in tensors], dim=1), strict=True):
+        place[longest - prompt : longest] = tensor[:prompt]
+    return whole
 
 
 @contextlib.contextmanager
