@@ -60,13 +60,14 @@ def start_ray(stack: ExitStack) -> None:
     Raises:
         ClusterError: Ray does not start.
     """
+    import ray
+
+    from megarl.distributed.ray_runtime import init_ray
+
+    # after Ray's own import: two threads that import take turns, and Ray's processes would start later
     importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
     importing.start()
     try:
-        import ray
-
-        from megarl.distributed.ray_runtime import init_ray
-
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
             init_ray()
