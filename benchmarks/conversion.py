@@ -65,13 +65,16 @@ def measure(direction: str, quick: bool) -> Iterator[Point]:
             source = root / "mcore"
             _convert("import", root / "hf", source, 2)
         imports = _json_of([sys.executable, "-c", IMPORTS, str(root / "hf")])
-        for workers in (1, 2):
-            measured: dict[str, list[dict[str, Any]]] = {"conversion": [], "copy": [], "transformers": [], "imports": [imports]}
-            for _ in range(1 if quick else 3):
-                measured["copy"].append({"seconds": _copy(source, root / "copy")})
-                measured["conversion"].append(_convert(direction, source, root / "made", workers))
-                measured["transformers"].append(_json_of([sys.executable, "-c", TRANSFORMERS, str(root / "hf"), str(root / "saved")]))
-            yield Point({"gigabytes": round(written / 1e9, 2), "workers": workers}, _metrics(measured, written, bound))
+        conversions: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+        limits: dict[str, list[dict[str, Any]]] = {"copy": [], "transformers": [], "imports": [imports]}
+        for _ in range(1 if quick else 3):
+            limits["copy"].append({"seconds": _copy(source, root / "copy")})
+            for workers, runs in conversions.items():
+                runs.append(_convert(direction, source, root / "made", workers))
+            limits["transformers"].append(_json_of([sys.executable, "-c", TRANSFORMERS, str(root / "hf"), str(root / "saved")]))
+        for workers, runs in conversions.items():
+            metrics = _metrics({"conversion": runs, **limits}, written, bound)
+            yield Point({"gigabytes": round(written / 1e9, 2), "workers": workers}, metrics)
 
 
 def shard_and_tensor(directory: Path) -> int:

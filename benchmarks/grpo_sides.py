@@ -55,9 +55,15 @@ def reward(text: str) -> float:
 
 
 class Ours:
-    """A step as ``megarl.algorithms.grpo`` makes it, with the worker in this process."""
+    """A step as ``megarl.algorithms.grpo`` makes it, with the worker in this process, on this data-parallel rank's share of the prompts.
 
-    def __init__(self, config: Any, task: Task) -> None:
+    Args:
+        config: of the policy.
+        task: what every side does; its prompts divide among the ranks.
+        on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no log-probabilities before training.
+    """
+
+    def __init__(self, config: Any, task: Task, on_policy: bool = False) -> None:
         from transformers import AutoTokenizer
 
         from benchmarks import tiny
@@ -65,10 +71,14 @@ class Ours:
         from megarl.rollout.collector import Collector
 
         self.worker = tiny.worker_of(config)
-        self.task, self.phases = task, Phases(*PHASES)
+        self.task, self.phases = task, Phases(*(phase for phase in PHASES if not (on_policy and phase == "logprobs")))
         tokenizer: Any = AutoTokenizer.from_pretrained(task.model)
-        self.records: Any = [SimpleNamespace(prompt_ids=tokenizer(text)["input_ids"]) for text in task.prompts]
-        self.loss_fn = ClippedPGLossFn(LOSS)  # type: ignore[arg-type]
+        groups = self.worker.backend.groups
+        share, rest = divmod(len(task.prompts), groups.data_size)
+        assert not rest, f"{len(task.prompts)} prompts do not divide among {groups.data_size} ranks"
+        self.share = slice(groups.data_rank * share, (groups.data_rank + 1) * share)
+        self.records: Any = [SimpleNamespace(prompt_ids=tokenizer(text)["input_ids"]) for text in task.prompts[self.share]]
+        self.loss_fn = ClippedPGLossFn({**LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
         timer: Any = self.phases
         self.collector = Collector(_OneRank(self.worker), tokenizer, _Digits(), timer, stop_token_ids=[])
         self.steps = 0
@@ -79,7 +89,8 @@ class Ours:
 
         with self.phases.step(counts):
             self.steps += 1
-            seeds = sampling_seeds(1, self.steps, len(self.records), self.task.answers)
+            of_all, answers = sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers), self.task.answers
+            seeds = of_all[self.share.start * answers : self.share.stop * answers]
             batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
             with self.phases.phase("training"):
                 self.worker.prepare_for_training()
@@ -93,10 +104,11 @@ class Ours:
 
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         advantages = group_advantages(samples["prompt_ids"], samples["reward"], samples["sample_mask"], False, False)
-        with self.phases.phase("logprobs"):
-            self.worker.prepare_for_lp_inference()
-            before = self.worker.get_logprobs(data=inputs)["logprobs"]
-        columns = {"advantages": advantages[:, None].expand_as(before).contiguous(), "prev_logprobs": before}
+        columns = {"advantages": advantages[:, None].expand_as(samples["input_ids"]).contiguous()}
+        if not self.loss_fn.force_on_policy_ratio:
+            with self.phases.phase("logprobs"):
+                self.worker.prepare_for_lp_inference()
+                columns["prev_logprobs"] = self.worker.get_logprobs(data=inputs)["logprobs"]
         return BatchedDataDict({**inputs, **columns, "generation_logprobs": samples["generation_logprobs"]})
 
 
@@ -318,13 +330,12 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
         ids[row, width - length :], mask[row, width - length :] = batch["input_ids"][row, :length], 1
     # transformers gives the row of the padding token no gradient, also where that token was drawn as part of an answer
     model.get_input_embeddings().padding_idx = None
-    before = _answers_of(batch["prev_logprobs"], lengths, new)
     now = answer_logprobs(model, ids, mask, new)
+    found = {name: batch[key] for name, key in (("logprobs", "prev_logprobs"), ("generation", "generation_logprobs")) if key in batch}
     policy_loss(now, now.detach(), _answers_of(batch["advantages"], lengths, new)).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
     off = {
-        "logprobs": float((now - before).abs().max()),
-        "generation": float((_answers_of(batch["generation_logprobs"], lengths, new) - before).abs().max()),
+        **{name: float((now - _answers_of(values, lengths, new)).detach().abs().max()) for name, values in found.items()},
         "gradient": abs(norm - float(result["grad_norm"])) / norm,
     }
     assert max(off.values()) < 1e-3, f"megarl and a plain model of the same weights differ: {off}"

@@ -1,4 +1,8 @@
-"""CPU seconds that a case and everything it started used, and what other programs of the machine used meanwhile."""
+"""CPU seconds that a case and everything it started used, and what other programs of the machine used meanwhile.
+
+The kernel adds up those of processes that somebody waited for. Ray's raylet waits for none of its workers: it ignores their end, and what
+they used is then told to nobody. So they are looked at while they run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import ctypes
 import multiprocessing.resource_tracker
 import os
 import resource
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +23,7 @@ import psutil
 _PR_SET_CHILD_SUBREAPER = 36
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 ORPHAN_SECONDS = 10.0
+LOOK_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -25,7 +32,8 @@ class Usage:
 
     Attributes:
         wall: seconds.
-        cpu: CPU seconds of this process and of all that it started, wherever those went.
+        cpu: CPU seconds of this process and of all that it started, wherever those went; of processes that nobody waits for, those until up
+            to a second before their end.
         others: cores that other programs kept busy, on average; None where the kernel does not say.
     """
 
@@ -42,11 +50,12 @@ def measured_usage() -> Iterator[Usage]:
     usage, begun, used, busy = Usage(), time.monotonic(), _own_cpu(), machine_cpu()
     _adopt_orphans(True)
     try:
-        yield usage
+        with _Unreported() as unreported:
+            yield usage
     finally:
         _end_orphans(before)
         _adopt_orphans(False)
-        usage.wall, usage.cpu = time.monotonic() - begun, _own_cpu() - used
+        usage.wall, usage.cpu = time.monotonic() - begun, _own_cpu() - used + unreported.seconds
         after = machine_cpu()
         if busy is not None and after is not None:
             usage.others = max(0.0, after - busy - usage.cpu) / usage.wall
@@ -67,6 +76,42 @@ def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
     # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already. Stolen time is lost to another machine.
     counted = [[int(word) for word in words[1:9]] for words in lines if words[0] in cores]
     return sum(sum(ticks) - ticks[3] - ticks[4] for ticks in counted) / _CLOCK_TICKS if counted else None
+
+
+class _Unreported:
+    """CPU seconds of the processes below this one whose parents ignore their end; looked at every ``LOOK_SECONDS`` by a thread."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, float], float] = {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, daemon=True)
+
+    def __enter__(self) -> _Unreported:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Of all that were seen."""
+        return sum(self._found.values())
+
+    def _look_on(self) -> None:
+        while not self._end.wait(LOOK_SECONDS):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                    if _ignores_children(process.ppid()):
+                        self._found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
+
+
+def _ignores_children(pid: int) -> bool:
+    """Whether a process does not want to know when its children end."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored, 16) >> (signal.SIGCHLD - 1) & 1)
 
 
 def _adopt_orphans(adopt: bool) -> None:

@@ -1,19 +1,23 @@
 """A GRPO step by phase: generation, log-probabilities, training, rest; against TRL's GRPOTrainer, or a loop by hand where TRL is missing.
 
 The same model, prompts, answers, reward and optimizer, one rank and one thread, in turn. TRL computes no log-probabilities before it trains
-once on a batch. Log-probabilities and gradient of one batch are compared with a plain model of the same weights.
+once on a batch, and takes a ratio of exactly 1; megarl's step is measured with ``loss_fn.force_on_policy_ratio``, which means the same, and
+without it, as by default. Log-probabilities and gradient of one batch are compared with a plain model of the same weights.
+
+Then the same step on two ranks: core-seconds of both against one rank's, with equal losses.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.options import ONE_RANK, Layout
 from benchmarks.point import Metric, Point, sides
-from benchmarks.timing import Spent
+from benchmarks.timing import Spent, over_ranks
 
 if TYPE_CHECKING:
     from benchmarks.grpo_sides import Task
@@ -22,10 +26,12 @@ if TYPE_CHECKING:
 BACKENDS = ("megatron", "dtensor")
 ANSWERS, NEW_TOKENS = 8, 8
 WARM_UP = 2
+LAYOUTS = (ONE_RANK, Layout(dp=2), Layout(tp=2))
+LOSS_TOLERANCE = 1e-5  # relative; sums in another order
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Backends."""
+    """Backends, with a ratio of 1 and with the ratio to the policy before the update."""
     from benchmarks.grpo_sides import Task, prompts_of
     from benchmarks.ranks import Ranks
     from megarl.quickstart.material import write_problems
@@ -36,8 +42,17 @@ def measure(quick: bool) -> Iterator[Point]:
         prompts = prompts_of(write_problems(root / "problems.jsonl", count, 1), count)
         task = Task(_model(root / "model"), prompts, ANSWERS, NEW_TOKENS)
         for backend in BACKENDS:
-            [measured] = ranks.run(1, _compare, _config(task, backend), task, 2 if quick else 7)
-            yield Point({"backend": backend, "against": against}, _metrics(measured, task), _run(measured, task))
+            for on_policy in (True, False):
+                [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 7)
+                ratio = "exactly 1" if on_policy else "to the policy before"
+                yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task))
+        for backend in BACKENDS:
+            alone: list[Any] = []
+            for layout in LAYOUTS:
+                measured = ranks.run(layout.ranks, _steps, _config(task, backend, layout), task, 2 if quick else 5)
+                alone = alone or measured
+                if layout is not ONE_RANK:
+                    yield Point({"backend": backend, "layout": str(layout)}, _of_layout(measured, alone))
 
 
 def _model(directory: Path) -> Path:
@@ -52,7 +67,7 @@ def _model(directory: Path) -> Path:
     return directory
 
 
-def _config(task: Task, backend: str) -> dict[str, Any]:
+def _config(task: Task, backend: str, layout: Layout = ONE_RANK) -> dict[str, Any]:
     from benchmarks.grpo_sides import BETAS, CLIP, EPSILON, LEARNING_RATE
     from benchmarks.subject import Work, policy_of
 
@@ -64,10 +79,10 @@ def _config(task: Task, backend: str) -> dict[str, Any]:
     else:
         kwargs = {"lr": LEARNING_RATE, "weight_decay": 0.0, "betas": list(BETAS), "eps": EPSILON}
         changes["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": kwargs}
-    return policy_of(task.model, backend, Work(task.rows, 64), **changes)
+    return policy_of(task.model, backend, Work(task.rows, 64), layout, **changes)
 
 
-def _compare(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
+def _compare(config: PolicyConfig, task: Task, on_policy: bool, repeats: int) -> dict[str, Any]:
     """What every phase of both sides took, and how far megarl's numbers are from a plain model's."""
     import gc
 
@@ -76,7 +91,7 @@ def _compare(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
     from benchmarks.device import gemm_rate
     from benchmarks.grpo_sides import TRL, ByHand, Ours, assert_same
 
-    ours = Ours(config, task)
+    ours = Ours(config, task, on_policy)
     off = assert_same(ours, AutoModelForCausalLM.from_pretrained(task.model).float())
     other = TRL(task) if find_spec("trl") else ByHand(task)
     lengths: list[int] = []
@@ -103,12 +118,50 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
         else:
             metrics |= sides(phase, spent, f"the other's {phase}", other[phase])
     lengths, step = measured["lengths"], ours["step"].wall
-    # each answer's prompt is passed once, and each of its tokens; then log-probabilities, then training
-    done = 2 * forward_flops(config_of(task.model), lengths) + training_flops(config_of(task.model), lengths)
+    # each answer's prompt is passed once, and each of its tokens; then log-probabilities, if any, then training
+    done = (2 if "logprobs" in ours else 1) * forward_flops(config_of(task.model), lengths) + training_flops(config_of(task.model), lengths)
     metrics["step_seconds"] = Metric.of("s", step)
     metrics["tokens_per_second"] = Metric.of("tokens of prompts and answers a second", [sum(lengths) / took for took in step])
     metrics["mfu"] = Metric.of("share of the rate of matrix products here", [done / took / measured["gemm"] for took in step])
     return {**metrics, **{f"{name}_difference": Metric.of("from a plain model", [value]) for name, value in measured["off"].items()}}
+
+
+def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
+    """On every rank: what each phase of its steps took, and the first step's loss and gradient norm."""
+    import gc
+
+    import torch.distributed as dist
+
+    from benchmarks.grpo_sides import Ours
+    from benchmarks.timing import collector_off
+
+    ours = Ours(config, task, on_policy=True)
+    results = []
+    with collector_off():
+        for turn in range(WARM_UP + repeats):
+            dist.barrier()
+            results.append(ours.step(turn >= WARM_UP)[1])
+            gc.collect()
+    ours.worker.backend.close()
+    return {"ours": ours.phases.spent, "numbers": [float(results[0][key]) for key in ("global_loss", "grad_norm")]}
+
+
+def _of_layout(ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
+    """Core-seconds of all ranks against those of one rank.
+
+    Raises:
+        AssertionError: loss or gradient norm of the first step differ by more than rounding.
+    """
+    pairs = zip(ranks[0]["numbers"], alone[0]["numbers"], strict=True)
+    off = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
+    assert off < LOSS_TOLERANCE, f"loss and gradient norm {ranks[0]['numbers']} are not those of one rank, {alone[0]['numbers']}"
+    metrics: dict[str, Metric] = {}
+    for phase in ("step", "generation", "training"):
+        spent, single = over_ranks([rank["ours"][phase] for rank in ranks]), alone[0]["ours"][phase]
+        metrics[f"{phase}_core_seconds_to_one_rank"] = Metric.ratio("core-seconds of one rank", spent.cpu, single.cpu)
+        metrics[f"{phase}_core_seconds"] = Metric.of("CPU s", spent.cpu)
+        metrics[f"{phase}_seconds"] = Metric.of("s", spent.wall)
+    return {**metrics, "difference": Metric.of("largest relative difference of loss and gradient norm from one rank's", [off])}
 
 
 def _alone(phase: str, spent: Spent) -> dict[str, Metric]:

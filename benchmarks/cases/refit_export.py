@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LAYERS, HIDDEN = 8, 64
 # experts of a layer; times the width of an expert it is always about the same
-EXPERTS, QUICK_EXPERTS = (12, 400), (12, 125)
+EXPERTS, QUICK_EXPERTS = (12, 250), (12, 125)
 WIDTHS = 10_920
 REPEATS, QUICK_REPEATS = 3, 2
 # that a refit may take, where its memory is measured

@@ -24,6 +24,7 @@ RATIOS = {
     "scaling.ranks": {"core_seconds_to_one_rank", "core_seconds_to_fsdp2"},
     "scaling.tokens": {"step_cpu", "growth"},
     "steps.200": {"memory_to_first_quarter"},
+    "scaling.batch": {"driver", "bytes_shipped"},
     "grpo.step": {"step_cpu", "generation_cpu", "training_cpu"},
 }
 

@@ -185,3 +185,17 @@ def test_cpu_seconds_of_children_count_also_of_those_that_outlive_their_parents(
     assert 0.4 <= usage.cpu < 2.0
     assert usage.wall > 0.3
     assert usage.others is not None and usage.others >= 0.0
+
+
+def test_cpu_seconds_of_children_count_whose_parent_ignores_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells them to nobody; Ray's raylet is such a parent."""
+    monkeypatch.setattr("benchmarks.usage.LOOK_SECONDS", 0.05)
+    burn = "import time\nwhile time.process_time() < 0.6: pass"
+    parent = f"""
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()
+"""
+    with measured_usage() as usage:
+        subprocess.run([sys.executable, "-c", parent], check=True)
+    assert 0.4 <= usage.cpu < 2.0
