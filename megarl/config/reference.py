@@ -18,8 +18,8 @@ from typing_extensions import is_typeddict
 from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
-from megarl.config.not_yet import NEVER_LEGAL
 from megarl.config.report import memory_of_run, size_text
+from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, section_types
 

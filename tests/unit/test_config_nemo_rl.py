@@ -13,7 +13,7 @@ import yaml
 
 from megarl.cli import main
 from megarl.config.load import load_config
-from megarl.config.not_yet import NEVER_LEGAL
+from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.schema import INSTEAD
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,16 @@ def rows_of(page: str) -> dict[str, tuple[str, str, str]]:
 def test_the_pages_are_current(name: str) -> None:
     page = (CONFIGS / name).read_text(encoding="utf-8")
     assert updated(page, name, CONFIGS) == page, "run: python -m megarl.config.reference configs"
+
+
+def test_the_program_brings_the_pages_up_to_date(tmp_path: Path) -> None:
+    """In a process of its own, where nothing was imported before."""
+    for path in CONFIGS.glob("*.md"):
+        (tmp_path / path.name).write_text(re.sub(r"(?m)^\|.*\n", "", path.read_text(encoding="utf-8")))
+    shutil.copytree(CONFIGS, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.md"))
+    subprocess.run([sys.executable, "-m", "megarl.config.reference", str(tmp_path)], check=True, cwd=CONFIGS.parent)
+    keys = [(path / "KEYS.md").read_text(encoding="utf-8") for path in (tmp_path, CONFIGS)]
+    assert keys[0] == keys[1]
 
 
 def test_every_key_is_there_with_its_meaning(page: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 from converters.families import FAMILIES
 from megarl.config import check, complete_run
 from megarl.config.algorithms import run_type
-from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules import RULES, bounded_keys
+from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
 from tests.unit.config_samples import FACTS, complete, mixture, raw_grpo, raw_sft

@@ -11,9 +11,9 @@ from typing import Any
 
 from megarl.config.algorithms import run_type
 from megarl.config.model_facts import ModelFacts
-from megarl.config.not_yet import NOT_YET_RULES
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.generation import GENERATION_RULES
+from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
