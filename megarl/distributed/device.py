@@ -215,6 +215,14 @@ def runtime() -> DeviceRuntime:
     return DeviceRuntime(torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl")
 
 
+def runtime_on(device: torch.device) -> DeviceRuntime:
+    """The runtime of a device that somebody else has chosen; a CUDA device without an index is the current one of this process."""
+    if device.type != "cuda":
+        return DeviceRuntime(device, "gloo")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return DeviceRuntime(torch.device("cuda", index), "nccl")
+
+
 # what allocators without an error class of their own say: torch's on a CPU, and C++'s where it comes through torch
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.device import DeviceRuntime
+from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity
 from megarl.weight_sync.layout import Group, checksum
@@ -216,7 +216,7 @@ class WeightSender:
             expect_end(stream)
 
     def close(self) -> None:
-        """Let go of the ipc_buffer."""
+        """Let go of the IPC buffer."""
         self.give_up()
         self._let_go()
 
@@ -231,7 +231,7 @@ class WeightReceiver:
 
     Args:
         manifest: from the policy's refit info.
-        device: where this rank of the engine computes.
+        device: where this rank of the engine computes; ``torch.device("cuda")`` is the current one.
 
     Attributes:
         version: of the weights that are whole; None before the first refit and from the first group of one to its last.
@@ -240,7 +240,7 @@ class WeightReceiver:
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self.manifest = manifest
         self.version: int | None = None
-        self._device = device
+        self._runtime = runtime_on(device)
         self._ipc_buffer: IpcBufferReader | None = None
         self._token: object = None
         self._round: tuple[object, int] | None = None
@@ -251,7 +251,8 @@ class WeightReceiver:
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The weights of one group, to be loaded inside the context; they lie in the policy's buffer and must not be kept or written.
 
-        Leaving the context without an error acknowledges the group. Leaving it with one gives the refit up: the version stays None.
+        Leaving the context without an error waits for the copies that were queued on the device, and then acknowledges the group. Leaving
+        it with one gives the refit up: the version stays None.
 
         Raises:
             RefitError: the handle is an old one, of another model, out of order, or its bytes are not those that were sent.
@@ -265,6 +266,8 @@ class WeightReceiver:
                 first = self.manifest.tensors[group.first].name
                 raise RefitError(f"the weights from {first} on have another checksum than the policy's: start a new refit")
             yield self._views_of(payload["slot"], group, buffer)
+            # the policy writes the slot anew once it is acknowledged, and a copy that is only queued would read that
+            self._runtime.synchronize()
             ipc_buffer.check(*where)
         except BaseException:
             self._round = None
@@ -291,7 +294,7 @@ class WeightReceiver:
                 self._ipc_buffer.close()
                 self._ipc_buffer = None
             self._views.clear()
-            self._ipc_buffer, self._token = IpcBufferReader(payload["ipc_buffer"], self._device), token
+            self._ipc_buffer, self._token = IpcBufferReader(payload["ipc_buffer"], self._runtime.device), token
         return self._ipc_buffer, self.manifest.group(payload["first"], payload["count"])
 
     def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

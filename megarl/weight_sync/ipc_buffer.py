@@ -5,22 +5,29 @@ both sides see: what each slot holds, and which reader has read what. A slot is 
 acknowledged what was in it, and a reader that was overtaken all the same (after a refit was given up) finds out. On a CPU the memory has
 no name in any file system (``memfd_create``, Linux alone): another process of the same user opens it through ``/proc``, and the kernel
 frees it when the last of them is gone.
+
+On a GPU the slots are device memory, shared by CUDA's own handle. The handle is made once a buffer: each one that torch makes counts as a
+further reader to be waited for, and only the first is ever opened. It travels as numbers and bytes by name, and the reader takes no others:
+nothing that comes from the policy is unpickled. No GPU has run this yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import inspect
 import mmap
 import os
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl import env
 from megarl.errors import RefitError
 
 _TOKEN_BYTES = 16
@@ -160,21 +167,22 @@ class IpcBuffer:
         self._words = self._block.bytes[:PAGE].view(torch.int64).view(-1, _WORDS)
         self._words[:SLOTS, :2] = -1
         try:
-            self._data = torch.empty(SLOTS * self.slot_bytes, dtype=torch.uint8, device=device) if on_gpu else self._block.bytes[PAGE:]
+            self._data = _device_buffer(SLOTS * self.slot_bytes, device) if on_gpu else self._block.bytes[PAGE:]
         except torch.OutOfMemoryError as error:
             self._block.close()
             raise RefitError(
                 f"no {SLOTS * self.slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: "
                 "set a smaller policy.refit_buffer_size_gb"
             ) from error
-        self._on_gpu = on_gpu
+        self._handle = {
+            "memory": self._block.handle(),
+            "slot_bytes": self.slot_bytes,
+            "device": _device_handle(self._data) if on_gpu else None,
+        }
 
     def handle(self) -> dict[str, Any]:
-        """Handle, of plain types, by which another process opens it; on a GPU it holds PyTorch's own handle of the device memory."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        device = reduce_tensor(self._data)[1] if self._on_gpu else None
-        return {"memory": self._block.handle(), "slot_bytes": self.slot_bytes, "device": device}
+        """Handle, of plain types, by which another process opens it; the same one every time."""
+        return self._handle
 
     def claim(self, slot: int, round_: int) -> torch.Tensor:
         """uint8 [slot_bytes] to write group after group into; nobody reads it any more.
@@ -270,10 +278,105 @@ class IpcBufferReader:
             self._block.close()
 
 
-def _device_memory(arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
-    """Device memory of another process. The device's number may differ between the two; the seventh argument is it."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+# what travels of torch's handle, and as what; the rest is the same for every buffer
+_TRAVELS: Mapping[str, type] = {
+    "storage_handle": bytes,
+    "storage_size_bytes": int,
+    "storage_offset_bytes": int,
+    "tensor_offset": int,
+    "ref_counter_handle": bytes,
+    "ref_counter_offset": int,
+    "event_handle": bytes,
+    "event_sync_required": bool,
+}
+_KNOWN: Mapping[str, Any] = {
+    "tensor_cls": torch.Tensor,
+    "tensor_stride": (1,),
+    "storage_cls": torch.storage.TypedStorage,
+    "dtype": torch.uint8,
+    "requires_grad": False,
+}
+_EACH_SIDE = {"tensor_size", "storage_device"}
 
-    values = list(arguments)
-    values[6] = device.index
-    return rebuild_cuda_tensor(*values)
+
+@contextlib.contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Inside, torch's allocator makes segments that do not grow, where it was told to make others.
+
+    CUDA's handles are for memory of ``cudaMalloc``. What grows is handed over by a file descriptor that the reader fetches from the
+    policy's process, which needs rights that many containers have not.
+    """
+    chosen = next((value for value in map(env.text, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")) if value), "")
+    name = "expandable_segments"
+    if f"{name}:true" not in chosen.lower().replace(" ", ""):
+        yield
+        return
+    kept = [option for option in chosen.split(",") if name not in option]
+    # each call sets all options anew
+    _set_allocator(",".join([*kept, f"{name}:False"]))
+    try:
+        yield
+    finally:
+        _set_allocator(chosen)
+
+
+def _set_allocator(options: str) -> None:
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    settings(options)
+
+
+def _device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] of device memory that another process can open."""
+    with _plain_segments():
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _device_handle(data: torch.Tensor) -> dict[str, Any]:
+    """Handle of device memory, of numbers and bytes.
+
+    Raises:
+        RefitError: this torch describes it otherwise.
+    """
+    from torch.multiprocessing import reductions
+
+    fields = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    _check_fields(fields)
+    values = dict(zip(fields, reductions.reduce_tensor(data)[1], strict=True))
+    other = [name for name, value in _KNOWN.items() if values[name] != value]
+    wrong = [name for name, kind in _TRAVELS.items() if type(values[name]) is not kind]
+    if other or wrong or values["tensor_size"] != data.shape:
+        raise RefitError(
+            f"torch {torch.__version__} describes {', '.join([*other, *wrong]) or 'tensor_size'} of shared device memory otherwise than "
+            "megarl knows. Fix: install the torch of the constraints file, or generate with the policy itself"
+        )
+    return {"nbytes": data.numel(), **{name: values[name] for name in _TRAVELS}}
+
+
+def _check_fields(fields: list[str]) -> None:
+    known = {*_TRAVELS, *_KNOWN, *_EACH_SIDE}
+    if set(fields) != known:
+        raise RefitError(
+            f"torch {torch.__version__} shares device memory by other fields than megarl knows: {sorted(known ^ set(fields))}. Fix: "
+            "install the torch of the constraints file, or generate with the policy itself"
+        )
+
+
+def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes], device memory of another process, on what this process calls the device.
+
+    Raises:
+        RefitError: the handle has other fields, or others than numbers and bytes.
+    """
+    from torch.multiprocessing import reductions
+
+    kinds = {**_TRAVELS, "nbytes": int}
+    wrong = sorted(set(handle) ^ set(kinds)) or [name for name, kind in kinds.items() if type(handle[name]) is not kind]
+    if wrong:
+        raise RefitError(
+            f"the handle of the policy's device memory has other fields than megarl's: {', '.join(wrong)}. Fix: give engine and policy one "
+            "version of megarl"
+        )
+    _check_fields(list(inspect.signature(reductions.rebuild_cuda_tensor).parameters))
+    travelled = {name: handle[name] for name in _TRAVELS}
+    size = torch.Size([handle["nbytes"]])
+    return reductions.rebuild_cuda_tensor(**_KNOWN, **travelled, tensor_size=size, storage_device=device.index)

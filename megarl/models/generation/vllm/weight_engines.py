@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megarl.distributed.device import DeviceRuntime, is_out_of_memory
+from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
@@ -212,11 +212,8 @@ class SharedMemoryEngine(_Reloading):
     def receive_weights(self, update_info: Transfer) -> None:
         """Load one group."""
         assert self._receiver is not None, "vLLM initialises an engine before it uses it"
-        with self._receiver.group(payload_for(update_info.handles or {}, self._identity())) as weights:
+        with self._receiver.group(payload_for(update_info.handles or {}, runtime_on(self.device).identity())) as weights:
             self.load(weights)
-
-    def _identity(self) -> str:
-        return DeviceRuntime(self.device, "nccl" if self.device.type == "cuda" else "gloo").identity()
 
     def version(self) -> int | None:
         return self._receiver.version if self._receiver is not None else None
