@@ -2,6 +2,11 @@
 
 Every pipeline stage of the policy has one rank that sends, and a group of that rank and all engine ranks. A group of everybody says in
 the end of a refit whether all have all of it. A policy of one stage has one group for both.
+
+On a GPU an operation is waited for on the host, by asking whether it is done: torch's own wait only orders streams, and an operation whose
+peer died would stand in the stream until the watchdog of torch's NCCL groups ends the whole process. These groups have no watchdog; a lost
+rank is missed by its connection (``liveness``), as on a CPU, and an operation that takes too long by the clock. Not run on a GPU yet. Not
+covered: a rank that dies while NCCL makes its first connections, within the first broadcast.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl import env
 from megarl.errors import RefitError
 from megarl.weight_sync.liveness import Liveness
 from megarl.weight_sync.manifest import ONE_STAGE, Stages
@@ -23,6 +29,8 @@ from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
 COLLECTIVE_SECONDS = 600.0
 # between two looks at who is still there, while an operation lasts
 _LOOK = datetime.timedelta(seconds=1)
+# seconds between two questions whether an operation of a GPU is done, the first and the longest: a group of weights takes milliseconds
+_PAUSES = 0.0001, 0.002
 NEW_GROUP = "make a new group with init_collective() and refit anew"
 
 
@@ -70,6 +78,7 @@ class TransferGroup:
         if not 0.0 <= delta_share <= 1.0:
             raise RefitError(f"delta_share = {delta_share}: must lie in [0, 1]; write 0 to send all weights at every refit")
         self.rank, self.world_size, self.stage, self.device = rank, world_size, stage, device
+        self._asks = device.type == "cuda"
         self._collective = datetime.timedelta(seconds=collective_s)
         keeps = rank == 0 and stage == 0
         self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
@@ -102,9 +111,7 @@ class TransferGroup:
         return self.rank == 0
 
     def _lines(self, ip: str, port: int) -> Liveness:
-        """To all ranks that this one may wait for. On a GPU it waits for none: operations are queued there."""
-        if self.device.type == "cuda":
-            return Liveness({})
+        """To all ranks that this one may wait for."""
         names = {self._members.number(0, stage): f"lifeline/{stage}" for stage in range(self.stages.count)}
         store, left = self._rendezvous.store, self._rendezvous.left()
         try:
@@ -134,7 +141,10 @@ class TransferGroup:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._collective
-                return dist.ProcessGroupNCCL(store, rank, size, options)
+                # read when a group is made: it gets no watchdog, which after an error has the whole process ended, by way of the monitor
+                # of the default group even where it is told to leave errors alone
+                with env.variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+                    return dist.ProcessGroupNCCL(store, rank, size, options)
             return dist.ProcessGroupGloo(store, rank, size, self._rendezvous.left())
         except (dist.DistError, RuntimeError) as error:
             raise self._not_made(error) from error
@@ -155,31 +165,48 @@ class TransferGroup:
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
-    def wait(self, works: list[dist.Work]) -> None:
+    def wait(self, works: list[dist.Work], longest: datetime.timedelta | None = None) -> None:
         """Until all of ``works`` are done; each leaves the list as it is, and all do when one fails.
 
+        Args:
+            works: begun by this rank.
+            longest: time on a GPU for all of them together, that of a broadcast by default. On a CPU each has its own.
+
         Raises:
-            RuntimeError: one failed, or a rank is gone that may have a part in it.
+            RuntimeError: one failed or takes too long, or a rank is gone that may have a part in it.
         """
+        seconds = (longest or self._collective).total_seconds()
+        ends = time.monotonic() + seconds
         # nowhere a name for a work: an error would keep it, and it the connections
         try:
             while works:
-                if self.device.type == "cuda":
-                    works.pop(0).wait()
-                    continue
-                try:
-                    works[0].wait(_LOOK)
-                except RuntimeError:
-                    if not works[0].is_completed():
-                        lost = self._lifelines.lost()
-                        if lost:
-                            raise RuntimeError(f"{', '.join(map(self._members.name, lost))} went away") from None
-                        continue
-                    # in the moment between, or with an error that this raises
+                if self._is_over(works):
+                    # raises where it failed; on a GPU it has the present stream wait for that of the operation as well
                     works[0].wait()
-                works.pop(0)
+                    works.pop(0)
+                    continue
+                lost = self._lifelines.lost()
+                if lost:
+                    raise RuntimeError(f"{', '.join(map(self._members.name, lost))} went away")
+                if self._asks and time.monotonic() > ends:
+                    raise RuntimeError(f"an operation was not done after {seconds:g} s")
         finally:
             works.clear()
+
+    def _is_over(self, works: list[dist.Work]) -> bool:
+        """Whether the first of ``works`` is done or failed, after a look at it that lasts ``_LOOK`` at most."""
+        if not self._asks:
+            # an error is that of this look, or that of the operation, which is then over
+            with contextlib.suppress(RuntimeError):
+                return works[0].wait(_LOOK)
+            return works[0].is_completed()
+        ends, pause = time.monotonic() + _LOOK.total_seconds(), _PAUSES[0]
+        while not works[0].is_completed():
+            if time.monotonic() > ends:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        return True
 
     def _require_open(self) -> None:
         if self._everybody is None:
@@ -205,7 +232,7 @@ class TransferGroup:
         options.timeout = self._collective if self.sends and self.stages.count > 1 else datetime.timedelta(seconds=seconds)
         try:
             store.set(mine, refusal)
-            self.wait([self._begun(self._everybody.allreduce([refused], options))])
+            self.wait([self._begun(self._everybody.allreduce([refused], options))], options.timeout)
             refusing = refused.nonzero().flatten().tolist()
             if not refusal:
                 store.delete_key(mine)

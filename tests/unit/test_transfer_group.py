@@ -10,14 +10,19 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl import env
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
+from megarl.weight_sync import transfer_group
 from megarl.weight_sync.liveness import Liveness
+from megarl.weight_sync.rendezvous import Members
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.tiers import sampled, slow
 
@@ -27,8 +32,16 @@ BYTES = 2**28
 LONG = 20.0
 
 
-def join(port: int, rank: int, collective_s: float = LONG, world_size: int = 2) -> TransferGroup:
-    return TransferGroup(HOST, port, world_size, rank, digest="same", device=torch.device("cpu"), collective_s=collective_s)
+CPU = torch.device("cpu")
+
+
+def join(
+    port: int, rank: int, collective_s: float = LONG, world_size: int = 2, asks: bool | None = None, device: torch.device = CPU
+) -> TransferGroup:
+    """With ``asks`` a group that waits as one on a GPU does."""
+    group = TransferGroup(HOST, port, world_size, rank, digest="same", device=device, collective_s=collective_s)
+    group._asks = group._asks if asks is None else asks
+    return group
 
 
 def begin(group: TransferGroup) -> tuple[torch.Tensor, list[torch.distributed.Work]]:
@@ -54,14 +67,15 @@ def other_side(port: int, rank: int, dies: bool, world_size: int = 2) -> None:
 
 
 @sampled(1)
+@pytest.mark.parametrize("asks", [False, True], ids=["waits", "asks"])
 @pytest.mark.parametrize("killed", [0, 1], ids=["sender", "listener"])
-def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_works(killed: int) -> None:
+def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_works(killed: int, asks: bool) -> None:
     spawn = multiprocessing.get_context("spawn")
     for dies in (True, False):
         port = free_port(HOST)
         other = spawn.Process(target=other_side, args=(port, killed, dies), daemon=True)
         other.start()
-        group = join(port, 1 - killed)
+        group = join(port, 1 - killed, asks=asks)
         buffer, works = begin(group)
         if dies:
             if group.sends:
@@ -77,6 +91,78 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
         group.close()
         other.join()
         assert other.exitcode == (-signal.SIGKILL if dies else 0)
+
+
+class Operation:
+    """An operation of a GPU, which is done at the ``done``-th question or never; a wait for one that is not done would not end."""
+
+    def __init__(self, done: int | None = None, error: Exception | None = None) -> None:
+        self.asked, self.waited = 0, 0
+        self._done, self._error = done, error
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self._done is not None and self.asked >= self._done
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("of NCCL's it is not known")
+
+    def wait(self, *arguments: object) -> bool:
+        assert self._done is not None and self.asked >= self._done and not arguments
+        self.waited += 1
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def group_of_gpu(seconds: float, lifelines: Any = None) -> TransferGroup:
+    """As far as it takes part in waiting."""
+    group = TransferGroup.__new__(TransferGroup)
+    group._asks, group._collective = True, datetime.timedelta(seconds=seconds)
+    group._lifelines, group._members = lifelines or Liveness({}), Members(3, 1)
+    return group
+
+
+def test_operations_of_a_gpu_are_asked_whether_they_are_done_and_given_up_at_their_time() -> None:
+    operations = [Operation(done=3), Operation(done=1), Operation()]
+    works: list[Any] = [*operations]
+    with pytest.raises(RuntimeError, match=r"^an operation was not done after 0\.01 s$"):
+        group_of_gpu(LONG).wait(works, datetime.timedelta(seconds=0.01))
+    assert works == [] and [one.waited for one in operations] == [1, 1, 0]
+    assert [one.asked for one in operations[:2]] == [3, 1]
+
+
+def test_an_operation_of_a_gpu_that_failed_says_why() -> None:
+    works: list[Any] = [Operation(done=2, error=dist.DistBackendError("NCCL error: remote process exited"))]
+    with pytest.raises(RuntimeError, match=r"^NCCL error: remote process exited$"):
+        group_of_gpu(LONG).wait(works)
+
+
+def test_a_rank_that_is_gone_ends_the_wait_for_an_operation_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_group, "_LOOK", datetime.timedelta(seconds=0.01))
+    with pytest.raises(RuntimeError, match=r"^rank 2 went away$"):
+        group_of_gpu(LONG, SimpleNamespace(lost=lambda: [2])).wait([Operation()])  # type: ignore[list-item]
+
+
+def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's group is played by gloo's."""
+    seen: list[str | None] = []
+
+    def nccl(store: Any, rank: int, size: int, options: Any) -> Any:
+        seen.append(env.text("TORCH_NCCL_BLOCKING_WAIT"))
+        return dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(nccl, "Options", SimpleNamespace, raising=False)
+    port = free_port(HOST)
+    with ThreadPoolExecutor(2) as pool:
+        sender, engine = pool.map(lambda rank: join(port, rank, device=torch.device("cuda", 0)), (0, 1))
+    assert seen == ["1", "1"]
+    assert sender._asks and engine._asks and (sender._lifelines.lost(), engine._lifelines.lost()) == ([], [])
+    engine.close()
+    assert sender._lifelines.lost() == [1]
+    sender.close()
 
 
 def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -> None:
