@@ -123,7 +123,9 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
     """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the policy itself generates.
 
-    The stack takes the engines down again.
+    Engines on the policy's devices start when it has left them, and sleep before its parameters return: vLLM starts only where its whole
+    share of a device is free, and a policy in training leaves less, above all a resumed one with its moments. Gradients and optimizer state
+    stay in host memory until the first step trains. The stack takes the engines down again.
 
     Raises:
         ConfigError: the engine cannot run the model on these devices.
@@ -143,9 +145,15 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
             name=f"{algorithm_class(config['algorithm']).section()}-generation",
         )
         stack.callback(cluster.shutdown)
+    colocated = own is None
+    if colocated:
+        policy.offload_after_refit()
     generation = kind.start(cluster, config)
     stack.callback(generation.shutdown)
-    return Refit(policy, generation, colocated=own is None)
+    if colocated:
+        generation.finish_generation()
+        policy.prepare_for_lp_inference()
+    return Refit(policy, generation, colocated)
 
 
 def _text(path: Path | None) -> str | None:

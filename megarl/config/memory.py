@@ -15,6 +15,7 @@ from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout, stage_layer_counts
 from megarl.config.model_facts import ModelFacts
+from megarl.models.generation.engines import is_engine
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -279,7 +280,7 @@ def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, pl
 
 def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:
     """Keys and values of the sequences that are generated at a time; none where an engine has them."""
-    if policy["generation"] is None or policy["generation"]["backend"] == "vllm":
+    if policy["generation"] is None or is_engine(policy["generation"]["backend"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
     width = cached_width(facts)

@@ -1,4 +1,5 @@
-"""Memory run: what a run needs besides the devices of training: the generation engine, host memory of a node, disk. All sizes are bytes."""
+"""Memory run: what a run needs besides the devices of training (the generation engine, host memory of a node, disk), and the memory ledger:
+what lies at each moment on a device that policy and engine share. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +9,17 @@ from typing import Any
 
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
-from megarl.config.memory import BYTES, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
+from megarl.config.memory import BYTES, MOMENTS, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
 from megarl.config.model_facts import ModelFacts
 from megarl.models.generation.engines import is_engine
 
 GIB = 2**30
+POLICY_REST, ENGINE_REST = 3 * GIB // 2, 2 * GIB
+"""Bytes that stay of a process on a device that it has left: the CUDA context and the buffers of NCCL, and of an engine its CUDA graphs
+too. Assumed, not measured."""
+SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
+"""Bytes of a half of a refit's buffer, and of the weights that are gathered for it, where neither a configured size nor a larger weight
+says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,69 @@ class EngineMemory:
     def cached_tokens(self) -> int:
         """Tokens whose keys and values have room beside the weights; 0 where the weights have none."""
         return max(0, self.budget - self.weights) // max(self.token, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What lies at one moment on a device that a rank of the policy shares with a rank of an engine.
+
+    Attributes:
+        name: of the moment.
+        policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and what its process always takes.
+        engine: bytes of the engine's process.
+        transfer: bytes of the buffer that weights are handed over in, and of what is gathered for it.
+    """
+
+    name: str
+    policy: int
+    engine: int
+    transfer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.policy + self.engine + self.transfer
+
+
+def device_ledger(policy: Mapping[str, Any], rank: RankMemory, engine: EngineMemory, facts: ModelFacts) -> list[Moment]:
+    """The moments of a run on a device that an engine shares, from its start to the first trained step, in their order.
+
+    vLLM starts only where its whole budget is free. So the policy, which a checkpoint brings with the moments of its optimizer, leaves the
+    device before; in a first start these come with the first step.
+
+    Args:
+        policy: a checked ``policy`` section with its defaults.
+        rank: the rank of the policy, of the fullest stage.
+        engine: the engine's part of the device.
+        facts: sizes of the model.
+    """
+    largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
+    configured = policy["refit_buffer_size_gb"]
+    # a configured size is that of both
+    slots = 2 * max(SLOT_BYTES, largest) if configured is None else int(configured * GIB)
+    gathered = max(GATHERED_BYTES, largest) if configured is None else 0
+    resumed, trained = POLICY_REST + rank.weights + rank.gradients + rank.optimizer, POLICY_REST + rank.peak
+    parameters = POLICY_REST + rank.weights
+    return [
+        Moment("policy built, first start", resumed - _moment_bytes(policy, rank), 0),
+        Moment("policy built, resumed", resumed, 0),
+        Moment("engine starts, policy has left", POLICY_REST, engine.budget),
+        Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
+        Moment("refit", parameters, ENGINE_REST + engine.weights, slots + gathered),
+        Moment("generation", POLICY_REST, engine.budget, slots),
+        Moment("log-probabilities", parameters + rank.logits, ENGINE_REST, slots),
+        Moment("training", trained, ENGINE_REST, slots),
+    ]
+
+
+def _moment_bytes(policy: Mapping[str, Any], rank: RankMemory) -> int:
+    """Bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of weights nor of gradients."""
+    if enabled_backend(policy) != "megatron":
+        return rank.optimizer
+    optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
+    moments = MOMENTS if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
+    in_float32 = policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] or element == 4
+    copies = (element < 4) + (not in_float32)
+    return rank.optimizer * moments // max(moments + copies, 1)
 
 
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:

@@ -14,7 +14,15 @@ from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
-from megarl.config.memory_run import EngineMemory, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory
+from megarl.config.memory_run import (
+    EngineMemory,
+    Moment,
+    checkpoint_bytes,
+    checkpoints_kept,
+    device_ledger,
+    disk_bytes,
+    host_memory,
+)
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
@@ -79,6 +87,9 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     ranks = _memory(config, facts, layout)
     console.print(memory_table(ranks))
     console.print(surroundings_table(config, facts, ranks))
+    moments = ledger(config, facts, ranks)
+    if moments:
+        console.print(ledger_table(moments, config["cluster"]["device_memory_gib"]))
 
 
 def layout_table(layout: Layout) -> Table:
@@ -158,6 +169,32 @@ def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list
         table.add_row("a checkpoint", size_text(checkpoint_bytes(config["policy"], facts)))
         kept = f"{checkpoints_kept(config)} checkpoints at once" + (", exported model" if checkpointing["export_hf"] else "")
         table.add_row(f"disk: {kept}", size_text(disk_bytes(config, facts)))
+    return table
+
+
+def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
+    """What lies on the fullest device of training at each moment of a start; nothing where no engine shares it.
+
+    Args:
+        config: a checked run with its defaults.
+        facts: sizes of the model.
+        ranks: from ``memory_of_run``.
+    """
+    engine = _engine_memory(config, facts)
+    if engine is None or not config["policy"]["generation"]["colocated"]["enabled"]:
+        return []
+    return device_ledger(config["policy"], max(ranks, key=lambda rank: rank.peak), engine, facts)
+
+
+def ledger_table(moments: list[Moment], device_gib: float) -> Table:
+    """The moments of a run on a device that the engine shares, and what each leaves of it."""
+    table = Table(title=f"a device that policy and engine share, {device_gib:g} GiB (estimated)")
+    for heading in ("moment", "policy", "engine", "transfer", "together", "free"):
+        table.add_column(heading, justify="left" if heading == "moment" else "right")
+    for moment in moments:
+        free = int(device_gib * 2**30) - moment.total
+        left = size_text(free) if free >= 0 else f"lacks {size_text(-free)}"
+        table.add_row(moment.name, *map(size_text, (moment.policy, moment.engine, moment.transfer, moment.total)), left)
     return table
 
 
