@@ -1,4 +1,4 @@
-"""Peak memory of a piece of code: as the kernel counts this process's resident pages, and as autograd holds tensors for the way back."""
+"""Peak memory of a piece of code: as the kernel counts this process's resident pages, as autograd holds tensors, and tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 MEBIBYTE = 1024 * 1024
 _STATUS = Path("/proc/self/status")
@@ -95,3 +98,38 @@ def saved_for_backward() -> Iterator[Saved]:
     saved = Saved()
     with torch.autograd.graph.saved_tensors_hooks(saved.hold, lambda held: held.tensor):
         yield saved
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the memory of floating-point tensors that operations of this thread make inside; each storage counts once, for as long as it
+    is there. Numbers of other types, such as objects on their way between ranks, grow with the number of tensors and not with their sizes.
+
+    Attributes:
+        peak: bytes at the worst moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((arguments, keywords))}
+        result = function(*arguments, **(keywords or {}))
+        self._alive = {key: reference for key, reference in self._alive.items() if not reference.expired()}
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and tensor.is_floating_point() and not tensor.is_meta:
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        self.peak = max(self.peak, sum(map(_size_of, self._alive.values())))
+        return result
+
+
+def _size_of(reference: StorageWeakRef) -> int:
+    """Bytes that a storage has now."""
+    return int(torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes())
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Tensors with memory of their own among arguments or results; one that wraps others has none."""
+    return (leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter))

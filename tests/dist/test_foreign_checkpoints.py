@@ -81,7 +81,7 @@ def save_as_megatron_lm(
     for layer in (module for chunk in chunks for module in chunk.modules() if own_names and isinstance(module, TransformerLayer)):
         spec = get_gpt_layer_local_spec(num_experts=chunks[0].module.config.num_moe_experts, normalization="RMSNorm")
         layer.submodules_config.sharded_state_dict_keys_map = spec.submodules.sharded_state_dict_keys_map
-    with cuda_literals(), fused_style_adam(), exact_offsets():
+    with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         model = chunks[0].module.sharded_state_dict(metadata=dict(metadata))
         state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 1, "model": model}
         if "distrib_optim_sharding_type" in metadata:
@@ -89,7 +89,7 @@ def save_as_megatron_lm(
         if torch.distributed.get_rank() == 0:
             Path(target).mkdir(parents=True)
         torch.distributed.barrier()
-        checkpoint._save(state, Path(target))
+        checkpoint._save(state, Path(target), stream)
     weights = jobs.full_weights(worker)
     worker.backend.close()
     return weights

@@ -2,9 +2,9 @@
 
 A checkpoint directory appears whole or not at all: everything is written beside it, synced to disk, and moved to its name by rank 0 alone.
 
-The distributed optimizer's state is collected here at the right offsets. Megatron-Core up to 0.19 lays the gathered buckets of a buffer
-end to end without their padding, but then cuts parameters out by their offsets *with* padding: with two or more buckets (large models, or
-tied embeddings over pipeline stages) every parameter beyond the first bucket is saved from the wrong place.
+The distributed optimizer's state is collected by ``state_stream``, at the right offsets. Megatron-Core up to 0.19 lays the gathered
+buckets of a buffer end to end without their padding, but then cuts parameters out by their offsets *with* padding: with two or more
+buckets (large models, or tied embeddings over pipeline stages) every parameter beyond the first bucket is saved from the wrong place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -34,64 +33,36 @@ from torch.distributed.checkpoint.api import CheckpointException
 from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import read_plain_index, restricted_loading
-from megarl.distributed.device import DeviceRuntime, runtime
+from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.optimizer import fused_style_adam
+from megarl.models.megatron.state_stream import STATES, StateStream, StreamedSave
+from megarl.patched import patched
 
-STATES = ("param", "exp_avg", "exp_avg_sq")
 
-
-def gathered_state(
-    optimizer: DistributedOptimizer, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
-) -> dict[Any, Any]:
-    """Stands for ``DistributedOptimizer.get_parameter_state_dp_zero``: for each buffer and dtype, each state as one float32 tensor on the
-    CPU.
-
-    A collective over the data-parallel group; always returns on all ranks. With ``empty_data`` the tensors are zeros, to be loaded into.
-    """
+def _to_be_loaded_into(optimizer: DistributedOptimizer) -> dict[Any, Any]:
+    """For each buffer and dtype, each state as one float32 tensor of zeros on the host."""
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, ranges in enumerate(optimizer.gbuf_ranges):
-        buffer = optimizer.buffers[index]
-        state[index] = {}
-        for dtype, buckets in ranges.items():
-            whole: dict[str, Any] = {key: torch.zeros(buffer.grad_data.numel(), dtype=torch.float32) for key in STATES}
-            if not empty_data:
-                for bucket, bucket_ranges in zip(buffer.buckets, buckets, strict=True):
-                    for key, values in _gathered_bucket(optimizer, bucket.grad_data.numel(), bucket_ranges["param_map"]).items():
-                        whole[key][bucket.offset : bucket.offset + values.numel()] = values
-            state[index][dtype] = whole
+        size = optimizer.buffers[index].grad_data.numel()
+        for dtype in ranges:
+            state[index] = {dtype: {key: torch.zeros(size, dtype=torch.float32) for key in STATES}}
     return state
 
 
-def _gathered_bucket(optimizer: DistributedOptimizer, size: int, param_map: dict[Any, Any]) -> dict[str, torch.Tensor]:
-    """Each state of one bucket, padding included: every rank's equal share, end to end."""
-    group = optimizer.data_parallel_group
-    ranks = dist.get_world_size(group)
-    device = runtime().device
-    shares = {key: torch.zeros(size // ranks, dtype=torch.float32, device=device) for key in STATES}
-    for parameter, ranges in param_map.items():
-        mine = slice(ranges["gbuf_local"].start, ranges["gbuf_local"].end)
-        values = optimizer._get_main_param_and_optimizer_states(parameter)
-        for key in STATES:
-            shares[key][mine] = values[key].detach().to(device)
-    gathered = {}
-    for key, share in shares.items():
-        full = torch.empty(size, dtype=torch.float32, device=device)
-        dist.all_gather_into_tensor(full, share, group=group)
-        gathered[key] = full.cpu()
-    return gathered
-
-
 @contextlib.contextmanager
-def exact_offsets() -> Iterator[None]:
-    """Inside, Megatron's distributed optimizer collects its state with ``gathered_state``."""
-    original = DistributedOptimizer.get_parameter_state_dp_zero
-    DistributedOptimizer.get_parameter_state_dp_zero = gathered_state
-    try:
-        yield
-    finally:
-        DistributedOptimizer.get_parameter_state_dp_zero = original
+def exact_offsets() -> Iterator[StateStream]:
+    """Inside, the state of Megatron's distributed optimizer that is to be saved are outlines, whose values the stream has for ``_save``."""
+    stream = StateStream()
+
+    def parameter_state(
+        optimizer: DistributedOptimizer, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any]:
+        return _to_be_loaded_into(optimizer) if empty_data else stream.outlines(optimizer)
+
+    with patched((DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state)):
+        yield stream
 
 
 SCHEDULE_FILE = "schedule.json"
@@ -154,10 +125,10 @@ def save_optimizer(
     directory: Path,
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``. A collective over all ranks."""
-    with appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets():
+    with appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
-        _save(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging)
+        _save(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging, stream)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
@@ -214,13 +185,12 @@ def require(directory: Path) -> None:
         )
 
 
-def _save(state: dict[str, Any], directory: Path) -> None:
+def _save(state: dict[str, Any], directory: Path, stream: StateStream | None = None) -> None:
     # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     try:
-        # one writer process a rank: more would only make more files
-        dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+        dist_checkpointing.save(state, str(directory), StreamedSave(stream))
     except CheckpointException as error:  # raised on all ranks; not even an Exception
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 

@@ -1,0 +1,50 @@
+"""Bytes of a save of the optimizer's state, counted tensor by tensor: what it allocates on the rank that writes and on the others.
+
+Against the state gathered in full on every rank, which is what Megatron-Core's checkpoint does. Counts are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.point import Metric, Point
+from benchmarks.ranks import Ranks
+
+SLICE = 2**18
+"""A slice as much smaller than the real one as this model is than a real one: the save's bounds do not depend on it otherwise."""
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """Megatron on 1, 2 and 4 data-parallel ranks, in float32 and bfloat16."""
+    from benchmarks import tiny
+    from tests.dist.memory_jobs import save_and_count
+
+    with tempfile.TemporaryDirectory() as directory, Ranks() as ranks:
+        model = tiny.save_model(Path(directory) / "model")
+        for world in (1, 2) if quick else (1, 2, 4):
+            for precision in ("float32", "bfloat16"):
+                config = tiny.policy_config(model, micro_batch=1, ranks=world, precision=precision)
+                saved = Path(directory) / f"{precision}-{world}"
+                counted = ranks.run(world, save_and_count, config, tiny.make_batch(0), saved, SLICE, True)
+                yield _point(counted, world, precision, saved)
+
+
+def _point(counted: list[dict[str, int]], world: int, precision: str, saved: Path) -> Point:
+    from converters.torch_dist.reader import TorchDistCheckpoint
+
+    stored = TorchDistCheckpoint(saved / "slices")
+    state = 4 * sum(math.prod(stored.shape(key)) for key in stored)
+    first, *others = counted
+    rest = max((rank["slices"] for rank in others), default=0)
+    return Point(
+        {"data_parallel": world, "precision": precision, "state_bytes": state},
+        {
+            "writer": Metric.of("ratio to the state gathered in full", [first["slices"] / first["whole"]]),
+            "writer_bytes": Metric.of("bytes, a tensor and a slice", [first["slices"]]),
+            "others_bytes": Metric.of("bytes of the rank that needs most", [rest]),
+            "gathered_bytes": Metric.of("bytes on each rank, gathered in full", [max(rank["whole"] for rank in counted)]),
+        },
+    )

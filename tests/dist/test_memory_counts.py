@@ -1,0 +1,69 @@
+"""Bytes that a worker allocates, counted: what a save of the optimizer needs beside the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.memory import Allocations
+from converters.torch_dist.reader import TorchDistCheckpoint
+from tests.dist.batches import make_batch
+from tests.dist.memory_jobs import save_and_count
+from tests.dist.pool import WorkerPool
+from tests.models import policy_config
+from tests.tiers import newest_megatron
+
+SLICE = 4096
+SMALL = 64
+"""Bytes for what Megatron-Core makes of its schedule."""
+
+
+def test_allocations_are_counted_while_they_last() -> None:
+    with Allocations() as counted:
+        torch.ones(100)
+        kept = torch.ones(25).view(5, 5)
+        kept.add_(1)
+        torch.ones(50)
+        torch.ones(200, dtype=torch.int64)
+    assert counted.peak == 4 * 100
+    with Allocations() as counted:
+        both = torch.ones(100), torch.ones(20)
+    assert counted.peak == 4 * 120 and len(both) == 2
+    with Allocations() as counted:
+        emptied = torch.ones(100)
+        emptied.untyped_storage().resize_(0)
+        torch.ones(90)
+    assert counted.peak == 4 * 100
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "dp2": (2, {}),
+    "buckets": (2, {"overlap": True, "bucket_size": 3001}),
+}
+
+
+@newest_megatron
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_takes_a_tensor_and_a_slice(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, on_device: bool
+) -> None:
+    """On the first rank of a data-parallel group one tensor on the host and one slice on the device, on the others nothing; the bytes on
+    disk are those of the state gathered in full."""
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models["qwen2-tied"], precision="bfloat16", **changes)
+    first, *others = pool.run(world, save_and_count, config, make_batch(8, 9, seed=0), tmp_path, SLICE, on_device)
+    stored = TorchDistCheckpoint(tmp_path / "slices")
+    # the tensors of all layers are stored under one key, each by itself
+    shapes = {key: torch.Size(stored.shape(key)) for key in stored}
+    sizes = [4 * (shape[1:] if ".layers." in key else shape).numel() for key, shape in shapes.items()]
+    assert max(sizes) > 2 * SLICE and sum(sizes) > 10 * max(sizes), "too small a model to see a difference"
+    assert first["slices"] <= max(sizes) + SLICE * on_device + SMALL
+    assert all(other["slices"] <= SMALL for other in others), others
+    assert min(rank["whole"] for rank in (first, *others)) > sum(sizes), "what is not streamed is seen"
+    files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("whole", "slices")]
+    assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
