@@ -115,16 +115,18 @@ def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
 
 
 def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory]) -> int:
-    """Host memory of a node: of each of its ranks the reference policy, the optimizer state while answers are generated and scored, and the
-    weights while an engine on the same device generates; where ranks run on a CPU, everything."""
+    """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it takes the place of; optimizer
+    state and weights while an engine on the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where
+    ranks run on a CPU, everything."""
     generation = config["policy"]["generation"]
-    on_cpu, offloads = config["cluster"]["device"] == "cpu", generates(config)
+    on_cpu = config["cluster"]["device"] == "cpu"
     colocated = generation is not None and is_engine(generation["backend"]) and generation["colocated"]["enabled"]
+    offloads = generates(config) and (colocated or config["policy"]["offload_optimizer_for_logprob"])
 
     def of_rank(rank: RankMemory) -> int:
         if on_cpu:
-            return rank.peak + rank.reference_weights
-        return rank.reference_weights + offloads * rank.optimizer + colocated * rank.weights
+            return rank.peak + 2 * rank.reference_weights
+        return 2 * rank.reference_weights + offloads * rank.optimizer + colocated * rank.weights
 
     return int(config["cluster"]["gpus_per_node"] * max(of_rank(rank) for rank in ranks))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,16 @@ import torch.distributed as dist
 
 from benchmarks.memory import Allocations
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.config.backend import enabled_backend
+from megarl.models.dtensor.mover import move_optimizer as move_optimizer_of_dtensor
+from megarl.models.engine.offload_state import HostCopies
+from megarl.models.fsdp1.backend import move_optimizer as move_optimizer_of_fsdp1
 from megarl.models.megatron import checkpoint, state_stream
+from megarl.models.megatron.backend import move_optimizer as move_optimizer_of_megatron
+from megarl.parity.jobs import WORKERS
 from megarl.patched import patched
 from tests.dist import jobs
+from tests.dist.batches import make_batch
 
 
 def whole_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
@@ -72,3 +81,103 @@ def save_and_count(
         peaks[name] = counted.peak
     backend.close()
     return peaks
+
+
+# what a step moves
+
+MOVERS = {"megatron": move_optimizer_of_megatron, "dtensor": move_optimizer_of_dtensor, "fsdp1": move_optimizer_of_fsdp1}
+
+
+def build(config: Mapping[str, Any], **options: Any) -> Any:
+    module, _, name = WORKERS[enabled_backend(config)].rpartition(".")
+    return getattr(importlib.import_module(module), name)(config, None, **options)
+
+
+def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
+    """Bytes of optimizer state that a GRPO step moves for each parameter, and its moves.
+
+    On a CPU nothing has to move, so what would move it is called with what counts.
+
+    Args:
+        config: of the policy.
+        engine: one on the same device generates.
+    """
+    worker = build(config, init_reference_model=False)
+    each = functools.partial(MOVERS[enabled_backend(config)], worker.backend.optimizer)
+    moves, moved = [], 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal moved
+        moved += tensor.nbytes
+        return tensor
+
+    def move(part: str, place: str) -> None:
+        moves.append((part, place))
+        if part == "optimizer":
+            each(count)
+
+    worker.offload_states._move = move
+    batch = jobs.my_share(worker, make_batch(8, 9, seed=0), config["train_global_batch_size"])
+    worker.train(data=batch, loss_fn=NLLLoss())
+    if engine:
+        worker.offload_before_refit()
+        worker.offload_after_refit()
+    worker.prepare_for_lp_inference()
+    worker.get_logprobs(data=batch)
+    worker.prepare_for_training()
+    worker.train(data=batch, loss_fn=NLLLoss())
+    parameters = sum(parameter.numel() for _, parameter in worker.backend.parameters())
+    worker.backend.close()
+    return {"bytes a parameter": moved / parameters, "moves": moves}
+
+
+def move_and_train(config: Mapping[str, Any]) -> list[str]:
+    """What differs after steps with the optimizer's state in host copies between them, and copies that were made anew."""
+    outcomes, mistakes, places = [], [], []
+    for moving in (False, True):
+        worker = build(config, init_reference_model=False)
+        each = functools.partial(MOVERS[enabled_backend(config)], worker.backend.optimizer)
+        copies, batch = HostCopies(worker.runtime), jobs.my_share(worker, make_batch(8, 9, seed=0), config["train_global_batch_size"])
+        losses = []
+        for _ in range(3):
+            losses.append(float(worker.train(data=batch, loss_fn=NLLLoss())["global_loss"]))
+            if moving:
+                copies.take(each)
+                places.append(_places(each))
+                # as on the way back to a device
+                each(torch.clone)
+        outcomes.append((losses, {name: tensor.clone() for name, tensor in worker.backend.export_hf()}))
+        worker.backend.close()
+    if any(place != places[0] for place in places) or not places[0]:
+        mistakes.append("host copies were made anew")
+    (losses, weights), (others, moved) = outcomes
+    return mistakes + ["losses"] * (losses != others) + [name for name in weights if not torch.equal(weights[name], moved[name])]
+
+
+def _places(each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> list[int]:
+    found: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.data_ptr())
+        return tensor
+
+    each(note)
+    return found
+
+
+def swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes a parameter that two looks at the reference policy copy to the host, and whether the second used the first one's memory."""
+    worker = build(config)
+    before = [parameter.detach().clone() for _, parameter in worker.backend.parameters()]
+    batch = jobs.my_share(worker, make_batch(8, 9, seed=0))
+    held = worker.reference._present
+    copied, places = [], []
+    for _ in range(2):
+        worker.get_reference_policy_logprobs(data=batch)
+        copied.append(held.copied)
+        places.append([copy.data_ptr() for copy in held._copies])
+    after = [parameter.detach() for _, parameter in worker.backend.parameters()]
+    weights = sum(tensor.nbytes for tensor in before)
+    worker.backend.close()
+    same = all(map(torch.equal, before, after))
+    return {"copied": [count / weights for count in copied], "same memory": places[0] == places[1], "same weights": same}

@@ -233,7 +233,7 @@ def test_room_for_keys_and_values_is_counted_by_hand() -> None:
 def test_host_memory_and_disk_of_a_run() -> None:
     config = validate_config(with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4", "checkpointing.keep_top_k=3"))
     _, ranks = memory_of_run(config)
-    fullest = max(rank.reference_weights + rank.optimizer + rank.weights for rank in ranks)
+    fullest = max(2 * rank.reference_weights + rank.optimizer + rank.weights for rank in ranks)
     assert host_memory(config, ranks) == 8 * fullest
     # weights in bfloat16, float32 copies and two moments
     parameters = model_parameters(LARGE_FACTS)
@@ -242,4 +242,4 @@ def test_host_memory_and_disk_of_a_run() -> None:
     assert checkpoints_kept(config) == 5, "three, the newest, and the one that is being written"
     assert disk_bytes(config, LARGE_FACTS) == parameters * (5 * 14 + 2 * config["checkpointing"]["export_hf"])
     config["cluster"]["device"] = "cpu"
-    assert host_memory(config, ranks) == 8 * max(rank.peak + rank.reference_weights for rank in ranks)
+    assert host_memory(config, ranks) == 8 * max(rank.peak + 2 * rank.reference_weights for rank in ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
@@ -103,6 +105,7 @@ class DTensorBackend:
             tensor_size=tensor,
         )
         self.loss_scale = LossScale.for_float16() if self._dtype is torch.float16 else LossScale()
+        self._optimizer_copies = HostCopies(runtime)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if with_optimizer:
@@ -272,7 +275,10 @@ class DTensorBackend:
         elif part == "gradients":
             self.zero_grad()
         elif self.optimizer is not None:
-            move_optimizer(self.optimizer, target)
+            if place == "host":
+                self._optimizer_copies.take(functools.partial(move_optimizer, self.optimizer))
+            else:
+                move_optimizer(self.optimizer, lambda tensor: tensor.to(target, non_blocking=True))
         self.runtime.synchronize()
 
     def save(self, weights: Path, optimizer: Path | None) -> None:

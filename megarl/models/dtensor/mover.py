@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megarl.models.huggingface.loading import is_tied, tie
 
@@ -27,9 +29,14 @@ def move_buffers(model: Any, device: torch.device) -> Any:
     return model
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """State tensors to ``device``, but for scalars, which their optimizer wants where it put them."""
+def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put this rank's pieces of state tensors where ``move`` puts a tensor, but for scalars, which their optimizer wants where it put
+    them."""
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim > 0:
-                state[key] = value.to(device)
+            if isinstance(value, DTensor) and value.ndim > 0:
+                state[key] = DTensor.from_local(
+                    move(value.to_local()), value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+                )
+            elif isinstance(value, torch.Tensor) and value.ndim > 0:
+                state[key] = move(value)

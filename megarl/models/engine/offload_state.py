@@ -2,14 +2,16 @@
 
 A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a
 worker says which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash
-inside a kernel. The reference policy is a copy of the first weights in host memory, swapped in for as long as its log-probabilities are
-computed.
+inside a kernel. What is in host memory need not have left the device: where nobody else wants that, everything stays, and the states differ
+only in what may be called. The reference policy is a copy of the first weights in host memory, swapped in for as long as its
+log-probabilities are computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -23,7 +25,7 @@ class OffloadState(Enum):
     """Offload state: what is on the device."""
 
     TRAINING = "parameters, gradients and optimizer state on the device"
-    INFERENCE = "parameters on the device, gradients and optimizer state in host memory"
+    INFERENCE = "parameters on the device, gradients and optimizer state not to be used, or in host memory"
     OFFLOADED = "everything in host memory"
 
 
@@ -52,26 +54,39 @@ class OffloadStates:
         self._move = move
         self._has_optimizer = has_optimizer
         self.offload_state = OffloadState.TRAINING if has_optimizer else OffloadState.INFERENCE
+        # without an optimizer there are gradient buffers all the same, which nothing brings back
+        self._there = set(_ON_DEVICE[self.offload_state])
 
-    def enter(self, target: OffloadState, because: str) -> None:
+    def enter(self, target: OffloadState, because: str, *, stays: bool = False) -> bool:
         """Move to ``target``.
 
+        Args:
+            target: the state.
+            because: names the method that asked for it.
+            stays: what ``target`` does not need stays where it is.
+
+        Returns:
+            Whether anything was moved.
+
         Raises:
-            StateError: the transition is not legal; ``because`` names the method that asked for it.
+            StateError: the transition is not legal.
         """
         if target is OffloadState.TRAINING and not self._has_optimizer:
             raise StateError(f"{because}: this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
         if target not in _LEGAL[self.offload_state]:
             legal = ", ".join(sorted(state.name for state in _LEGAL[self.offload_state]))
             raise StateError(f"{because}: cannot go from {self.offload_state.name} to {target.name}; from here: {legal}")
-        before, after = _ON_DEVICE[self.offload_state], _ON_DEVICE[target]
-        for part in _PARTS:
-            if part in before - after:
-                self._move(part, "host")
-        for part in _PARTS:
-            if part in after - before:
-                self._move(part, "device")
+        wanted = _ON_DEVICE[target]
+        leaving = [] if stays else [part for part in _PARTS if part in self._there - wanted]
+        coming = [part for part in _PARTS if part in wanted - self._there]
+        for part in leaving:
+            self._move(part, "host")
+            self._there.remove(part)
+        for part in coming:
+            self._move(part, "device")
+            self._there.add(part)
         self.offload_state = target
+        return bool(leaving or coming)
 
     def require(self, part: Part, method: str, remedy: str) -> None:
         """Refuse a call that needs ``part`` on the device when it is not there.
@@ -88,35 +103,118 @@ class OffloadStates:
             )
 
 
+_ALIGNMENT = 256
+_BLOCK = 2**28
+
+
+class HostCopies:
+    """Host copies: page-locked host memory for some tensors, made once and written again every time that they leave the device.
+
+    Copies are queued and not waited for: whoever reads them on the host synchronises before. Few large pieces of memory, because torch
+    rounds each that is page-locked up to a power of two.
+
+    Args:
+        runtime: decides whether the memory is page-locked.
+
+    Attributes:
+        copied: bytes that were copied to it so far.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._copies: list[torch.Tensor] = []
+        self.copied = 0
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy all of ``tensors``; the copies, in their order. They have the memory of the last call's, where there are as many of the same
+        shapes and types."""
+        if [(copy.shape, copy.dtype) for copy in self._copies] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+            self._copies = self._made_for(tensors)
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            if copy.data_ptr() != tensor.data_ptr():
+                copy.copy_(tensor, non_blocking=True)
+                self.copied += tensor.nbytes
+        return list(self._copies)
+
+    def take(self, each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+        """Put copies in the places of tensors.
+
+        Args:
+            each: calls what it is given with each tensor, in the same order every time, and puts the result in its place.
+        """
+        tensors: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        each(note)
+        copies = iter(self.fill(tensors))
+        each(lambda _: next(copies))
+
+    def _made_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for all, the largest first, each where there is most room left."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        room = 1 << (max([_BLOCK, *sizes]) - 1).bit_length()
+        free: list[tuple[int, int]] = []  # bytes taken of a block, and its number
+        places: dict[int, tuple[int, int]] = {}
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            if not free or free[0][0] + sizes[index] > room:
+                heapq.heappush(free, (0, len(free)))
+            taken, block = heapq.heappop(free)
+            places[index] = (block, taken)
+            heapq.heappush(free, (taken + sizes[index], block))
+        blocks = {number: self._block(taken) for taken, number in free}
+        return [
+            blocks[places[index][0]][places[index][1] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for index, tensor in enumerate(tensors)
+        ]
+
+    def _block(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._runtime.is_cuda)
+
+
 class ReferenceWeights:
     """This rank's shards of the reference policy.
 
+    Swapping them in copies the present weights to host memory that is kept for it, and makes no other.
+
     Args:
         backend: the model as it is now; its present weights become the reference.
-        runtime: decides whether the copy is page-locked.
+        runtime: decides whether the copies are page-locked.
     """
 
     def __init__(self, backend: Backend, runtime: DeviceRuntime) -> None:
-        self._runtime = runtime
+        self._present = HostCopies(runtime)
+        self._is_in = False
         backend.sync_parameters()
-        self._weights = self._copy(backend)
-
-    def _copy(self, backend: Backend) -> dict[str, torch.Tensor]:
-        return {name: self._runtime.pin(parameter.detach().to("cpu", copy=True)) for name, parameter in backend.parameters()}
+        self._weights = HostCopies(runtime).fill(_parameters(backend))
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards the present ones again, to the bit, whatever happened inside."""
+        """Inside, the model has the reference weights; afterwards the present ones again, to the bit, whatever happened inside. Within
+        itself it does nothing."""
+        if self._is_in:
+            yield
+            return
         backend.sync_parameters()
-        present = self._copy(backend)
+        present = self._present.fill(_parameters(backend))
+        self._is_in = True
         try:
             _write(backend, self._weights)
             yield
         finally:
             _write(backend, present)
+            self._is_in = False
+
+
+def _parameters(backend: Backend) -> list[torch.Tensor]:
+    return [parameter.detach() for _, parameter in backend.parameters()]
 
 
 @torch.no_grad()
-def _write(backend: Backend, weights: dict[str, torch.Tensor]) -> None:
-    for name, parameter in backend.parameters():
-        parameter.copy_(weights[name])
+def _write(backend: Backend, weights: Sequence[torch.Tensor]) -> None:
+    """In the order of the device's queue, so that no copy overtakes a pass that is still to run."""
+    for parameter, weight in zip(_parameters(backend), weights, strict=True):
+        parameter.copy_(weight, non_blocking=True)

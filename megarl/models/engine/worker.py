@@ -289,13 +289,16 @@ class EngineWorker(ABC):
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Everything on the device, training behaviour."""
-        self.offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
+        moved = self.offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
         self.backend.set_training(True)
-        self.runtime.empty_cache()
+        if moved:
+            self.runtime.empty_cache()
 
     def prepare_for_lp_inference(self) -> None:
-        """Parameters on the device, evaluation behaviour; gradients and optimizer state leave."""
-        self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference")
+        """Parameters on the device, evaluation behaviour; with ``policy.offload_optimizer_for_logprob`` gradients and optimizer state
+        leave."""
+        stays = not self.cfg["offload_optimizer_for_logprob"]
+        self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference", stays=stays)
         self.backend.set_training(False)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.fsdp1.build import Filler, held_by
 from megarl.models.fsdp1.sharded import Sharded
@@ -78,6 +80,7 @@ class FSDP1Backend:
             if policy.get("fsdp_offload_enabled"):
                 logger.warning("fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded")
             self.model = FullModel(model, fill, self._dtype, runtime)
+        self._optimizer_copies = HostCopies(runtime)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if with_optimizer:
@@ -186,8 +189,11 @@ class FSDP1Backend:
             self.model.move(place)
         elif part == "gradients":
             self.zero_grad()
-        elif self.optimizer is not None:
-            _move_optimizer(self.optimizer, place)
+        elif self.optimizer is not None and not self.model.offloads:
+            if place == "host":
+                self._optimizer_copies.take(functools.partial(move_optimizer, self.optimizer))
+            else:
+                move_optimizer(self.optimizer, lambda tensor: tensor.to(self.runtime.device, non_blocking=True))
         self.runtime.synchronize()
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
@@ -228,10 +234,9 @@ def _data_parallel() -> ParallelGroups:
     return ParallelGroups(tensor=alone, context=alone, data=everyone, pipeline=alone)
 
 
-def _move_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """Move what has a parameter's shape; counters are where the optimizer wants them."""
+def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put what has a parameter's shape where ``move`` puts a tensor; counters are where the optimizer wants them."""
     for parameter, state in optimizer.state.items():
-        target = torch.device("cpu") if place == "host" else parameter.device
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                state[key] = value.to(target)
+                state[key] = move(value)

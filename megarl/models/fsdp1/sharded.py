@@ -50,12 +50,15 @@ class Sharded:
         dtype: of its computation.
         runtime: device of this process.
         offload: parameters, gradients and optimizer state stay in host memory between uses.
+
+    Attributes:
+        offloads: whether they do; on a CPU there is nothing to offload.
     """
 
     def __init__(self, module: nn.Module, fill: Filler, dtype: torch.dtype, runtime: DeviceRuntime, *, offload: bool) -> None:
         if offload and not runtime.is_cuda:
             logger.info("fsdp_offload_enabled: on a CPU all memory is host memory; nothing is offloaded")
-        self._offloads = offload and runtime.is_cuda
+        self.offloads = offload and runtime.is_cuda
         self._runtime = runtime
         self._group = dist.group.WORLD
         self._held = fill.held
@@ -64,7 +67,7 @@ class Sharded:
             module,
             auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=layers.__contains__),
             mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
-            cpu_offload=CPUOffload(offload_params=True) if self._offloads else None,
+            cpu_offload=CPUOffload(offload_params=True) if self.offloads else None,
             sharding_strategy=ShardingStrategy.FULL_SHARD,
             param_init_fn=fill,
             device_id=runtime.device,
@@ -162,7 +165,7 @@ class Sharded:
     @torch.no_grad()
     def move(self, place: Place) -> None:
         """Move parameters and buffers; with offloading they are in host memory anyway."""
-        if self._offloads:
+        if self.offloads:
             return
         target = self._runtime.device if place == "device" else torch.device("cpu")
         for unit in self._units:

@@ -26,6 +26,8 @@ class FullModel:
         runtime: device of this process.
     """
 
+    offloads = False
+
     def __init__(self, module: nn.Module, fill: Filler, dtype: torch.dtype, runtime: DeviceRuntime) -> None:
         for part in module.modules():
             fill(part)

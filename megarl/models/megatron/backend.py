@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
@@ -41,26 +43,40 @@ from megarl.models.megatron.weight_stream import WeightStream
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
 
 
-def move_part(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, runtime: DeviceRuntime, part: Part, place: Place
-) -> None:
-    """Move ``part`` to ``place``. On a CPU both places are the same memory and nothing happens.
+class Mover:
+    """Moves parts of a model between the device and host memory. On a CPU both places are the same memory and nothing happens.
 
     Gradients are not kept: their buffer is freed on the way to the host and comes back zeroed.
+
+    Args:
+        chunks: the model chunks of this stage.
+        optimizer: theirs; None for a model that is only read.
+        runtime: device of this process.
     """
-    if not runtime.is_cuda:
-        return
-    if part == "optimizer":
-        if optimizer is not None:
-            target = torch.device("cpu") if place == "host" else runtime.device
-            move_optimizer(optimizer, lambda tensor: tensor.to(target))
-        runtime.synchronize()
-        return
-    for chunk in chunks:
-        _move_buffers(chunk, place, parameters=part == "parameters")
-        if part == "parameters":
-            _move_loose_parameters(chunk, runtime, place)
-    runtime.synchronize()
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, runtime: DeviceRuntime) -> None:
+        self._chunks, self._optimizer, self._runtime = chunks, optimizer, runtime
+        self.optimizer_copies, self._loose_copies = HostCopies(runtime), HostCopies(runtime)
+
+    def move(self, part: Part, place: Place) -> None:
+        """Move ``part`` to ``place`` and wait for it."""
+        if not self._runtime.is_cuda:
+            return
+        if part == "optimizer":
+            if self._optimizer is not None:
+                self._move_each(functools.partial(move_optimizer, self._optimizer), self.optimizer_copies, place)
+        else:
+            for chunk in self._chunks:
+                _move_buffers(chunk, place, parameters=part == "parameters")
+            if part == "parameters":
+                self._move_each(functools.partial(_move_loose_parameters, self._chunks), self._loose_copies, place)
+        self._runtime.synchronize()
+
+    def _move_each(self, each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None], copies: HostCopies, place: Place) -> None:
+        if place == "host":
+            copies.take(each)
+        else:
+            each(lambda tensor: tensor.to(self._runtime.device, non_blocking=True))
 
 
 def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -89,18 +105,18 @@ def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: b
         move(move_params=parameters, move_grads=not parameters)
 
 
-def _move_loose_parameters(model: DistributedDataParallel, runtime: DeviceRuntime, place: Place) -> None:
-    """Parameters outside the buffers (all of them without the distributed optimizer) and module buffers."""
-    buffered = {
-        parameter
-        for buffer in model.buffers + model.expert_parallel_buffers
-        if buffer.param_data is not None
-        for parameter in buffer.params
-    }
-    target = runtime.device if place == "device" else "cpu"
-    for parameter in model.module.parameters():
-        if parameter not in buffered:
-            parameter.data = parameter.data.to(target, non_blocking=True)
+def _move_loose_parameters(chunks: Sequence[DistributedDataParallel], move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put parameters outside the buffers (all of them without the distributed optimizer) where ``move`` puts a tensor."""
+    for model in chunks:
+        buffered = {
+            parameter
+            for buffer in model.buffers + model.expert_parallel_buffers
+            if buffer.param_data is not None
+            for parameter in buffer.params
+        }
+        for parameter in model.module.parameters():
+            if parameter not in buffered:
+                parameter.data = move(parameter.data)
 
 
 logger = logging.getLogger(__name__)
@@ -169,6 +185,7 @@ class MegatronBackend:
             self.chunks = wrap_for_data_parallel(stages, policy)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
+        self._mover = Mover(self.chunks, self.optimizer, self.runtime)
         balance = balance_settings(policy, self.architecture)
         self._recorded = RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device) if balance else None
         rows = stages[0].vocab_size // self.groups.tensor_size
@@ -284,7 +301,7 @@ class MegatronBackend:
         return self._weights.names_by_stage() if self.groups.pipeline_size > 1 else ()
 
     def move(self, part: Part, place: Place) -> None:
-        move_part(self.chunks, self.optimizer, self.runtime, part, place)
+        self._mover.move(part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None

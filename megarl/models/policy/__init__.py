@@ -357,6 +357,16 @@ class PolicyConfig(TypedDict):
     max_consecutive_skips: NotRequired[
         Annotated[int, Key("the run ends when this many steps in a row were skipped so.", AT_LEAST_1, default=3)]
     ]
+    offload_optimizer_for_logprob: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "gradients and optimizer state leave a GPU for host memory while log-probabilities are computed and the policy itself "
+                "generates, 24 bytes a parameter there and back each step. They leave it anyway for an engine that shares it.",
+                default=False,
+            ),
+        ]
+    ]
     refit_buffer_size_gb: NotRequired[
         Annotated[
             float | None,

@@ -271,7 +271,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": generation["pad_token_id"]})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Parameters to the device; gradients and optimizer state leave."""
+        """Parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the rest."""
         self._prepare("prepare_for_generation")
         return True
 
@@ -285,7 +285,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._prepare("prepare_for_training")
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Parameters to the device; gradients and optimizer state leave."""
+        """Parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the rest."""
         self._prepare("prepare_for_lp_inference")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:

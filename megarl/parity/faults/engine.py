@@ -172,10 +172,10 @@ def _stays_in(original: Any) -> Any:
     def swapped_in(self: Any, backend: Any) -> Iterator[None]:
         with original(self, backend):
             yield
-            left = self._copy(backend)
-        for name, parameter in backend.parameters():
+            left = [parameter.detach().clone() for _, parameter in backend.parameters()]
+        for (_, parameter), weight in zip(backend.parameters(), left, strict=True):
             with torch.no_grad():
-                parameter.copy_(left[name])
+                parameter.copy_(weight)
 
     return swapped_in
 
