@@ -91,6 +91,9 @@ CASES = {
         "benchmarks.cases.startup",
     ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
-    "state.bytes": Case("bytes that a save of the optimizer allocates against the state gathered in full", "benchmarks.cases.state_bytes"),
+    "state.bytes": Case(
+        "bytes that a save of the optimizer allocates against the state gathered in full, and that a step moves to the host",
+        "benchmarks.cases.state_bytes",
+    ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

@@ -1,6 +1,7 @@
-"""Bytes of a save of the optimizer's state, counted tensor by tensor: what it allocates on the rank that writes and on the others.
+"""Bytes of optimizer state, counted tensor by tensor: what a save allocates, and what a GRPO step moves to the host and back.
 
-Against the state gathered in full on every rank, which is what Megatron-Core's checkpoint does. Counts are the same on every machine.
+A save on the rank that writes and on the others, against the state gathered in full on every rank, which is what Megatron-Core's checkpoint
+does. Counts are the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ SLICE = 2**18
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Megatron on 1, 2 and 4 data-parallel ranks, in float32 and bfloat16."""
+    """Saves of Megatron on 1, 2 and 4 data-parallel ranks, in float32 and bfloat16; steps of each backend, in bfloat16."""
     from benchmarks import tiny
-    from tests.dist.memory_jobs import save_and_count
+    from tests.dist.memory_jobs import save_and_count, step_and_count
 
     with tempfile.TemporaryDirectory() as directory, Ranks() as ranks:
         model = tiny.save_model(Path(directory) / "model")
@@ -30,6 +31,14 @@ def measure(quick: bool) -> Iterator[Point]:
                 saved = Path(directory) / f"{precision}-{world}"
                 counted = ranks.run(world, save_and_count, config, tiny.make_batch(0), saved, SLICE, True)
                 yield _point(counted, world, precision, saved)
+        for backend in tiny.BACKENDS:
+            for reason, asked, engine in (("nothing", False, False), ("the key", True, False), ("an engine", False, True)):
+                config = tiny.policy_config(
+                    model, micro_batch=1, backend=backend, precision="bfloat16", offload_optimizer_for_logprob=asked
+                )
+                (moved,) = ranks.run(1, step_and_count, config, engine)
+                bytes_moved = Metric.of("bytes of optimizer state a parameter", [moved["bytes a parameter"]])
+                yield Point({"backend": backend, "leaves_for": reason}, {"moved": bytes_moved})
 
 
 def _point(counted: list[dict[str, int]], world: int, precision: str, saved: Path) -> Point:
