@@ -160,8 +160,9 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         model: Hugging Face directory.
         changes: ``tp``, ``pp``, ``sp``, ``cp``, ``comm`` (of CP), ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``,
             ``batching`` (fixed, dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``,
-            ``recompute``, ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is merged; of mixtures of
-            experts ``ep``, ``etp``, ``dispatcher``, ``freeze_router``, ``router_dtype``, ``balancing``, ``aux``, ``z``.
+            ``recompute`` (True, or a list of parts), ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is
+            merged; of mixtures of experts ``ep``, ``etp``, ``dispatcher``, ``freeze_router``, ``router_dtype``, ``balancing``, ``aux``,
+            ``z``.
     """
     take = changes.pop
     precision = take("precision", "float32")
@@ -169,6 +170,8 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
     decay, overlap = take("weight_decay", 0.1), take("overlap", False)
     distributed_optimizer = take("distributed_optimizer", True)
     batching, round_to = take("batching", "fixed"), take("round", 3)
+    recompute = take("recompute", False)
+    selective = {"recompute_granularity": "selective", "recompute_modules": recompute} if isinstance(recompute, list) else {}
     config = {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
@@ -188,7 +191,8 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         "megatron_cfg": {
             "enabled": True,
             "empty_unused_memory_level": 0,
-            "activation_checkpointing": take("recompute", False),
+            "activation_checkpointing": bool(recompute),
+            **selective,
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": take("pp", 1),
             "pipeline_model_parallel_layout": take("pipeline_layout", None),

@@ -5,7 +5,7 @@ The torch backends shard parameters, gradients and optimizer state over all rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,8 +159,10 @@ def optimizer_bytes(optimizer: Mapping[str, Any], weight_bytes: int, gradient_by
     return 4 * (moments + copies)
 
 
-def layer_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, element: int) -> int:
-    """Bytes one layer keeps of one micro-batch for the backward pass, without recomputation.
+def layer_activation_bytes(
+    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, element: int, recomputed: Collection[str] = ()
+) -> int:
+    """Bytes one layer keeps of one micro-batch for the backward pass, but for its parts that are ``recomputed``.
 
     Inputs and outputs of the two norms (four times the width, divided over tensor ranks only with sequence parallelism); queries,
     keys, values, attention output; gate, up, activated gate and their product; one float32 normaliser a head and token (attention
@@ -174,27 +176,32 @@ def layer_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence
         attention = 2 * facts.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
         whole = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
     outside = (4 * facts.hidden_size + whole) * element
-    inside = (attention + 4 * facts.ffn_hidden_size) * element + 4 * facts.num_attention_heads
+    mlp = 0 if "mlp" in recomputed else 4 * facts.ffn_hidden_size * element
+    # queries, keys, values and output of attention go into what is kept anyway
+    inside = attention * element + mlp + (0 if "core_attn" in recomputed else 4 * facts.num_attention_heads)
     return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
 
 
 def sparse_layer_activation_bytes(
-    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, expert_tensor: int, element: int
+    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, expert_tensor: int, element: int, recomputed: Collection[str] = ()
 ) -> int:
-    """Bytes one layer with experts keeps of one micro-batch for the backward pass, without recomputation, when the router spreads the
-    tokens evenly.
+    """Bytes one layer with experts keeps of one micro-batch for the backward pass, but for its parts that are ``recomputed``, when the
+    router spreads the tokens evenly.
 
     All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over tensor ranks with sequence
     parallelism) float32 scores of all experts before and after softmax, the output of a gated shared expert and its weight, and for each of
     its chosen experts: input and output (whole on each of the expert's tensor ranks), gate, up, activated gate and their product.
     """
     mixture = _mixture_of(facts)
+    if "moe" in recomputed:
+        return layer_activation_bytes(replace(facts, ffn_hidden_size=0), tokens, tensor, sequence_parallel, element, recomputed)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
     own = tokens // tensor if sequence_parallel else tokens
     chosen = 2 * facts.hidden_size * expert_tensor + 4 * mixture.ffn_hidden_size
     weighed = facts.hidden_size + 1 if mixture.has_shared_gate else 0
     experts = own * ((mixture.experts_per_token * chosen + weighed) * element + 8 * mixture.num_experts)
-    return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element) + experts
+    attention = [part for part in recomputed if part == "core_attn"]
+    return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element, attention) + experts
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
@@ -254,20 +261,27 @@ def _expert_sizes(megatron: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan) -> int:
-    """With recomputation a layer keeps only its input, and one layer at a time is there in full."""
+    """With recomputation a layer keeps only its input, or what is outside its recomputed parts, and one layer at a time is whole."""
     megatron, element = policy["megatron_cfg"], BYTES[policy["precision"]]
     tokens = -(-plan.tokens_per_micro_batch // layout.context)
     divided = megatron["sequence_parallel"]
     dense, sparse = stage_layers(facts, stage, layers)
-    whole = layer_activation_bytes(facts, tokens, layout.tensor, divided, element)
-    with_experts = 0
-    if sparse:
-        with_experts = sparse_layer_activation_bytes(facts, tokens, layout.tensor, divided, _expert_sizes(megatron)[1], element)
     copies = in_flight(stage, layout.pipeline, plan.micro_batches)
-    if megatron["activation_checkpointing"]:
-        inputs = tokens * facts.hidden_size * element // (layout.tensor if divided else 1)
-        return copies * layers[stage] * inputs + max(whole if dense else 0, with_experts)
-    return copies * (dense * whole + sparse * with_experts)
+
+    def kept(recomputed: Collection[str] = ()) -> tuple[int, int]:
+        """Of a dense layer and of one with experts."""
+        sizes = (facts, tokens, layout.tensor, divided)
+        with_experts = sparse_layer_activation_bytes(*sizes, _expert_sizes(megatron)[1], element, recomputed) if sparse else 0
+        return layer_activation_bytes(*sizes, element, recomputed) if dense else 0, with_experts
+
+    whole = kept()
+    if not megatron["activation_checkpointing"]:
+        return copies * (dense * whole[0] + sparse * whole[1])
+    if megatron["recompute_granularity"] == "selective":
+        parts = kept(megatron["recompute_modules"])
+        return copies * (dense * parts[0] + sparse * parts[1]) + max(whole)
+    inputs = tokens * facts.hidden_size * element // (layout.tensor if divided else 1)
+    return copies * layers[stage] * inputs + max(whole)
 
 
 def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:

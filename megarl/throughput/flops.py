@@ -8,6 +8,7 @@ pairs, recomputation and element-wise work count as nothing: what a layout adds 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +41,15 @@ class ModelFlops:
 
     Attributes:
         token: of all layers for a token, without attention between tokens and without routers.
+        dense_mlps, experts: those of them of dense layers' MLPs, and of the experts of the other layers.
         routers: of the routers for a token; 0 for a dense model.
         logits: of the output layer for a token.
         pairs: of attention for a pair of tokens, by window (None: no window); layers of one window are added up.
     """
 
     token: float
+    dense_mlps: float
+    experts: float
     routers: float
     logits: float
     pairs: tuple[tuple[int | None, float], ...]
@@ -58,14 +62,18 @@ class ModelFlops:
         2.1) with keys and values projected up.
         """
         layers = range(facts.num_layers)
-        mlp = [_sparse_mlp(facts) if facts.is_sparse(layer) else 3 * facts.hidden_size * facts.ffn_hidden_size for layer in layers]
+        sparse = sum(facts.is_sparse(layer) for layer in layers)
+        experts = sparse * _sparse_mlp(facts) if sparse else 0
+        dense = (facts.num_layers - sparse) * 3 * facts.hidden_size * facts.ffn_hidden_size
         mixture = facts.mixture
         routed = 0 if mixture is None else sum(mixture.sparse_layers) * facts.hidden_size * mixture.num_experts
         windows = Counter(facts.windows or [None] * facts.num_layers)
         query_width, value_width = _head_widths(facts)
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
         return cls(
-            token=2.0 * (facts.num_layers * _projections(facts) + sum(mlp)),
+            token=2.0 * (facts.num_layers * _projections(facts) + dense + experts),
+            dense_mlps=2.0 * dense,
+            experts=2.0 * experts,
             routers=2.0 * routed,
             logits=2.0 * facts.hidden_size * facts.vocab_size,
             pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
@@ -91,10 +99,14 @@ class ModelFlops:
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         return 3 * self.forward(lengths) - (tokens * self.routers if frozen_routers else 0.0)
 
-    def recomputation(self, lengths: ArrayLike) -> float:
-        """Of computing every layer once more in the backward pass: work of the device, not of the model, so that it counts for the
-        utilisation of the hardware alone."""
-        return self.forward(lengths, logits=0.0)
+    def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:
+        """Of computing every layer, or ``parts`` of it, once more in the backward pass: work of the device, not of the model, so that it
+        counts for the utilisation of the hardware alone."""
+        if parts is None:
+            return self.forward(lengths, logits=0.0)
+        tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
+        of_token = ("mlp" in parts) * self.dense_mlps + ("moe" in parts) * (self.experts + self.routers)
+        return tokens * of_token + (self.attention(lengths) if "core_attn" in parts else 0.0)
 
     def generation(self, prompts: ArrayLike, prompt_lengths: ArrayLike, lengths: ArrayLike) -> float:
         """Of sampling responses with a cache of keys and values.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class StepThroughput:
     Attributes:
         devices: of the run.
         flops: operations of the model; None where its sizes are not known, and then only tokens are counted.
-        recomputes: every layer is computed again in the backward pass.
+        recomputes: every layer is computed again in the backward pass, or parts of it.
+        recomputed: those parts; None for all.
         frozen_routers: routers are not trained.
     """
 
@@ -50,6 +51,7 @@ class StepThroughput:
     flops: ModelFlops | None
     recomputes: bool = False
     frozen_routers: bool = False
+    recomputed: Collection[str] | None = None
 
     @classmethod
     def of(cls, policy: Mapping[str, Any], facts: ModelFacts | None, devices: Devices) -> StepThroughput:
@@ -58,7 +60,8 @@ class StepThroughput:
         section = policy.get(f"{backend}_cfg") or {}
         recomputes = policy["activation_checkpointing_enabled"] if backend == "fsdp1" else section["activation_checkpointing"]
         flops = None if facts is None else ModelFlops.of(facts)
-        return cls(devices, flops, bool(recomputes), bool(section.get("freeze_moe_router")))
+        parts = section["recompute_modules"] if section.get("recompute_granularity") == "selective" else None
+        return cls(devices, flops, bool(recomputes), bool(section.get("freeze_moe_router")), parts)
 
     def metrics(self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]) -> dict[str, float]:
         """Figures of one step.
@@ -101,7 +104,7 @@ class StepThroughput:
             return math.fsum(self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed), 0.0
         if phase != TRAIN:
             return math.fsum(self.flops.forward(each.lengths) for each in passed), 0.0
-        again = math.fsum(self.flops.recomputation(each.lengths) for each in passed) if self.recomputes else 0.0
+        again = math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed) if self.recomputes else 0.0
         return math.fsum(self.flops.training(each.lengths, frozen_routers=self.frozen_routers) for each in passed), again
 
     def _rates(self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int) -> dict[str, float]:

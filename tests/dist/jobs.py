@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine import decoding
+from megarl.models.megatron import settings
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
@@ -100,6 +101,12 @@ def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: 
 def prompts_in_several_passes() -> contextlib.AbstractContextManager[Any]:
     """Inside, a pass is cheap, so that also a few short prompts are read in several."""
     return mock.patch.object(decoding, "PASS_POSITIONS", 3)
+
+
+def train_with_fusions(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
+    """As ``train``, with the functions that torch.compile fuses on a GPU, run operation by operation."""
+    with mock.patch.object(settings, "_compiles", lambda: True), torch.compiler.set_stance("force_eager"):
+        return train(config, batches, loss_fn)
 
 
 def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ GROWING = {
 }
 SMALL_BUCKETS = {f"{DATA_PARALLEL}.bucket_size": 2000}
 OVERLAPPED = {**SMALL_BUCKETS, f"{DATA_PARALLEL}.overlap_grad_reduce": True}
+SELECTIVE = {f"{M}.activation_checkpointing": True, f"{M}.recompute_granularity": "selective"}
 BALANCED = {f"{M}.moe_router_load_balancing_type": "aux_loss"}
 
 OF_MEGATRON: dict[str, Demonstration] = {
@@ -42,6 +43,8 @@ OF_MEGATRON: dict[str, Demonstration] = {
     f"{M}.enabled": Changes(False, "built.worker", with_it={"optimizer": ADAMW, "generation.backend": "hf"}),
     f"{M}.empty_unused_memory_level": Changes(2, "trained.emptied", before=1),
     f"{M}.activation_checkpointing": Changes(True, "trained.modules"),
+    f"{M}.recompute_granularity": Changes("selective", "trained.modules", beside={f"{M}.activation_checkpointing": True}),
+    f"{M}.recompute_modules": Changes(["mlp"], "trained.modules", beside=SELECTIVE),
     f"{M}.converter_type": Refused(("LlamaForCausalLM", "Qwen3ForCausalLM"), ("Qwen2ForCausalLM",), "the model's own config.json decides"),
     f"{M}.family_file": ShownBy("tests.dist.test_selftest:test_a_family_of_a_user"),
     f"{M}.apply_rope_fusion": ShownBy("test_rope_fusion_reaches_megatron_where_its_kernel_is"),
@@ -89,6 +92,8 @@ TRAINING: dict[str, Demonstration] = {
     f"{OPTIMIZER}.sgd_momentum": Changes(0.0, "trained.weights", beside=SGD),
     f"{OPTIMIZER}.use_distributed_optimizer": Changes(False, "trained.optimizer_state", world=2),
     f"{OPTIMIZER}.use_precision_aware_optimizer": Refused((True,), (False,), "Transformer Engine"),
+    f"{OPTIMIZER}.optimizer_cpu_offload": Refused((True,), (False,), "not in this version"),
+    f"{OPTIMIZER}.optimizer_offload_fraction": Refused((0.5, 1.0), (0.0,), "it would do nothing"),
     f"{OPTIMIZER}.clip_grad": Changes(0.0, "trained.weights"),
     f"{SCHEDULER}.start_weight_decay": Changes(0.2, "trained.decays", beside=GROWING),
     f"{SCHEDULER}.end_weight_decay": Changes(0.8, "trained.decays", beside=GROWING),
@@ -98,7 +103,7 @@ TRAINING: dict[str, Demonstration] = {
     f"{SCHEDULER}.lr_warmup_iters": Changes(2, "trained.rates"),
     f"{SCHEDULER}.lr_warmup_init": Changes(5e-3, "trained.rates", beside={f"{SCHEDULER}.lr_warmup_iters": 2}),
     f"{DATA_PARALLEL}.grad_reduce_in_fp32": Changes(True, "built.gradient_types", beside={"precision": "bfloat16"}),
-    f"{DATA_PARALLEL}.overlap_grad_reduce": Changes(True, "communicated.collectives", beside=SMALL_BUCKETS, world=2),
+    f"{DATA_PARALLEL}.overlap_grad_reduce": Changes(False, "communicated.collectives", beside=SMALL_BUCKETS, world=2),
     # gathered in the next pass instead of in the step
     f"{DATA_PARALLEL}.overlap_param_gather": Changes(True, "communicated.collectives", beside=OVERLAPPED, world=2),
     f"{DATA_PARALLEL}.average_in_collective": Refused((True,), (False,), "averaging would divide twice"),

@@ -182,6 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "plain-optimizer": {"distributed_optimizer": False},
     "recompute": {"recompute": True, "balancing": "seq_aux_loss", "z": 0.2},
+    "recompute-experts": {"recompute": ["moe", "mlp"], "balancing": "seq_aux_loss", "z": 0.2},
     "freeze": {"freeze_router": True},
     "fp64": {"router_dtype": "fp64"},
     "overlap-freeze-recompute": {"overlap": True, "freeze_router": True, "recompute": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
-from tests.dist.test_megatron_parity import PG_LOSS, check_training
+from tests.dist.test_megatron_parity import PG_LOSS, check_fusions, check_training
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled
 
@@ -86,15 +87,30 @@ def test_other_losses(pool: WorkerPool, tiny_models: dict[str, Path], layout: st
     check_training(pool, world, tiny_models["llama"], config, LOSSES[loss])
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"overlap": True},
+    {"recompute": True},
+    {"recompute": ["core_attn"]},
+    {"recompute": ["mlp", "core_attn"]},
+    {"distributed_optimizer": False},
+]
+
+
 @newest_megatron(layout=["cp2-dp2"])
 @sampled("values")
-@pytest.mark.parametrize("changes", [{"overlap": True}, {"recompute": True}, {"distributed_optimizer": False}], ids=lambda c: "-".join(c))
+@pytest.mark.parametrize("changes", OPTIONS, ids=lambda c: "-".join(map(str, chain(*c.items()))))
 @pytest.mark.parametrize("layout", ["cp2-dp2", "cp3-ring", "pp2-vpp2"])
 def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any]) -> None:
     world, placed = LAYOUTS[layout]
     model = tiny_models[family_for(layout)]
     config = policy_config(model, batching="packed", **placed, **changes)
     check_training(pool, world, model, config, NLLLoss())
+
+
+@newest_megatron
+@pytest.mark.parametrize("changes", [{}, {"recompute": ["mlp"]}], ids=["kept", "recomputed"])
+def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]) -> None:
+    check_fusions(pool, policy_config(tiny_models["qwen3"], **changes))
 
 
 @newest_megatron(micro_batch=[1, 8])

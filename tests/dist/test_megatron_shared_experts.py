@@ -19,7 +19,7 @@ from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts
-from tests.dist.test_megatron_parity import PG_LOSS
+from tests.dist.test_megatron_parity import PG_LOSS, check_fusions
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
@@ -47,6 +47,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def name_for(layout: str, otherwise: str) -> str:
     """The interleaved pipeline wants a number of layers that its chunks divide."""
     return "four" if "vpp" in layout else otherwise
+
+
+def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, models: dict[str, Path]) -> None:
+    check_fusions(pool, policy_config(models["qwen2_moe_mixed"]))
 
 
 @newest_megatron(layout=NEWEST)

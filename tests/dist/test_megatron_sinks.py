@@ -15,7 +15,7 @@ from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts
-from tests.dist.test_megatron_parity import PG_LOSS
+from tests.dist.test_megatron_parity import PG_LOSS, check_fusions
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
@@ -48,6 +48,11 @@ def test_three_adam_steps_equal_transformers(
     result = check_training(pool, world, model, config, NLLLoss() if weights else ClippedPGLossFn(PG_LOSS))[0]
     before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
     assert all(not torch.equal(result["weights"][name], tensor) for name, tensor in before.items()), "everything learns"
+
+
+def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, model: Path) -> None:
+    """Without that of gates, which Megatron-Core would limit before their bias is added."""
+    check_fusions(pool, policy_config(model))
 
 
 @sampled(1)

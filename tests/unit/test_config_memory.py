@@ -105,6 +105,9 @@ def test_activations_by_listing_the_tensors() -> None:
     per_token = sum(divided) * element + normaliser
     assert layer_activation_bytes(FACTS, tokens, tensor, False, element) == tokens * (per_token + sum(whole) * element)
     assert layer_activation_bytes(FACTS, tokens, tensor, True, element) == tokens * (per_token + sum(whole) * element // tensor)
+    without_mlp = sum(divided[:4]) * element + normaliser
+    for recomputed, kept in ((["mlp"], without_mlp), (["core_attn"], per_token - normaliser), (["moe"], per_token)):
+        assert layer_activation_bytes(FACTS, tokens, tensor, False, element, recomputed) == tokens * (kept + sum(whole) * element)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,9 @@ def test_estimate_follows_the_switches() -> None:
     megatron = "policy.megatron_cfg"
     checkpointed = estimate_of({f"{megatron}.activation_checkpointing": True})
     assert checkpointed[0].activations < plain[0].activations
+    selective = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    without_mlps = estimate_of({f"{megatron}.{key}": value for key, value in selective.items()})
+    assert checkpointed[0].activations < without_mlps[0].activations < plain[0].activations
     assert estimate_of({f"{megatron}.optimizer.use_distributed_optimizer": False})[0].optimizer == 16 * plain[0].parameters
     wide = estimate_of({f"{megatron}.distributed_data_parallel_config.grad_reduce_in_fp32": True})[0]
     assert (wide.gradients, wide.optimizer) == (4 * wide.parameters, 12 * wide.parameters // 3)

@@ -182,7 +182,12 @@ def test_activations_by_listing_the_tensors() -> None:
     listed = [routed * FACTS.hidden_size] * 2 + [routed * width] * 4
     scores = [own * 8] * 2
     expected = attention + sum(listed) * element + sum(scores) * 4
-    assert sparse_layer_activation_bytes(FACTS, tokens, tensor, True, expert_tensor, element) == expected
+    sizes = (FACTS, tokens, tensor, True, expert_tensor, element)
+    assert sparse_layer_activation_bytes(*sizes) == expected
+    normaliser = tokens * 4 * FACTS.num_attention_heads // tensor
+    for recomputed, kept in ((["moe"], attention), (["core_attn"], expected - normaliser), (["mlp"], expected)):
+        assert sparse_layer_activation_bytes(*sizes, recomputed) == kept
+    assert sparse_layer_activation_bytes(*sizes, ["moe", "core_attn"]) == attention - normaliser
 
 
 SHARED = facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": 36})

@@ -28,6 +28,7 @@ ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2
 ON_FSDP1 = {"m.enabled": False}
 ON_VLLM = {"g.backend": "vllm"}
 OWN = {"algorithm": f"{Path(__file__).parents[1]}/toys/reinforce.py:Reinforce"}
+SELECTIVE = {"m.activation_checkpointing": True, "m.recompute_granularity": "selective"}
 MIXTURE = {"mixture": mixture()}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
@@ -59,6 +60,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("converter_is_the_model_s", {"m.converter_type": "LlamaForCausalLM"}, {}, {"m.converter_type"}),
     ("converter_is_the_model_s", {"m.converter_type": "Qwen2MoeForCausalLM"}, {}, {"m.converter_type"}),
+    ("recomputed_parts", {"m.recompute_granularity": "selective"}, {}, {"m.recompute_granularity"}),
+    ("recomputed_parts", {"m.activation_checkpointing": True, "m.recompute_modules": ["mlp"]}, {}, {"m.recompute_modules"}),
+    ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": []}, {}, {"m.recompute_modules"}),
+    ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": ["core_attn", "moe"]}, {}, {"m.recompute_modules"}),
+    ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": ["mlp"]}, MIXTURE, {"m.recompute_modules"}),
     ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"model_type": "gemma3_text"}, {"d.context_parallel_size"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),
@@ -240,7 +246,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("precision_aware_optimizer", {"o.use_precision_aware_optimizer": True, "o.optimizer": "sgd"}, {}, {"o.use_precision_aware_optimizer"}),
     ("gradients_are_summed", {"ddp.average_in_collective": True}, {}, {"ddp.average_in_collective"}),
-    ("overlap_of_parameter_gather", {"ddp.overlap_param_gather": True}, {}, {"ddp.overlap_param_gather"}),
+    (
+        "overlap_of_parameter_gather",
+        {"ddp.overlap_param_gather": True, "ddp.overlap_grad_reduce": False},
+        {},
+        {"ddp.overlap_param_gather"},
+    ),
     ("sharding_strategy_is_used", {"ddp.data_parallel_sharding_strategy": "optim"}, {}, {"ddp.data_parallel_sharding_strategy"}),
     ("generation_fits_backend", ON_DTENSOR, {}, {"g.backend"}),
     ("generation_fits_backend", {"g.backend": "hf"}, {}, {"g.backend"}),
@@ -332,6 +343,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"ddp.use_custom_fsdp"},
     ),
+    ("unbuilt_flags", {"o.optimizer_cpu_offload": True}, {}, {"o.optimizer_cpu_offload"}),
+    ("unbuilt_share", {"o.optimizer_offload_fraction": 0.5}, {}, {"o.optimizer_offload_fraction"}),
     ("unbuilt_models", ON_DTENSOR, MIXTURE, {"policy.model_name"}),
     ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
 ]

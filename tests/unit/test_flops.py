@@ -42,6 +42,26 @@ def tokens(rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(1, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("name", ["llama_one_group", "qwen3_moe"])
+def test_parts_that_are_recomputed_are_what_torch_counts(name: str) -> None:
+    model, flops = model_and_flops(name)
+    hidden, lengths = torch.randn(ROWS, LENGTH, SIZES["hidden_size"]), [LENGTH] * ROWS
+    with torch.no_grad():
+        found = {kind: sum(counted(lambda layer=layer: layer.mlp(hidden)) for layer in layers) for kind, layers in by_kind(model).items()}
+    for part in ("mlp", "moe"):
+        assert flops.recomputation(lengths, [part]) == pytest.approx(found[part], rel=0.01)
+    assert flops.recomputation(lengths, ["core_attn"]) == flops.attention(lengths)
+    assert flops.recomputation(lengths, ["mlp", "moe", "core_attn"]) < flops.recomputation(lengths)
+
+
+def by_kind(model: PreTrainedModel) -> dict[str, list[Any]]:
+    """The layers with a dense MLP and those with experts."""
+    kinds: dict[str, list[Any]] = {"mlp": [], "moe": []}
+    for layer in model.model.layers:
+        kinds["moe" if hasattr(layer.mlp, "experts") else "mlp"].append(layer)
+    return kinds
+
+
 # what else CONFIGS has are other sizes of these
 NAMES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama_one_group", "mistral_window", "qwen2_moe_mixed_tied", "qwen3_moe")
 

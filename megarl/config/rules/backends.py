@@ -66,6 +66,27 @@ def converter_is_the_model_s(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], f"the model's own config.json decides, and says {family}", "remove the line")
 
 
+def recomputed_parts(view: View) -> Iterator[Violation]:
+    """Parts of layers are recomputed where recomputation is on and selective, and the model has them."""
+    view.require(backend_of(view) == "megatron")
+    key = f"{MEGATRON}.recompute_modules"
+    parts, granularity, switch = view[key], f"{MEGATRON}.recompute_granularity", f"{MEGATRON}.activation_checkpointing"
+    if view[granularity] != "selective":
+        if parts != ["core_attn"]:
+            fix = f"set {granularity} to selective, or remove the line"
+            yield Violation(key, parts, f"{granularity} is {view[granularity]}, so it would do nothing", fix)
+        return
+    if not view[switch]:
+        yield Violation(granularity, "selective", f"{switch} is false, so that nothing is recomputed", f"set {switch} to true")
+    if not parts:
+        yield Violation(key, parts, "selective recomputation needs at least one part", "write for example [core_attn]")
+    layers = [view.facts.is_sparse(layer) for layer in range(view.facts.num_layers)]
+    for part, without in (("mlp", all(layers)), ("moe", not any(layers))):
+        if part in parts and without:
+            kind = "dense layers" if part == "mlp" else "layers with experts"
+            yield Violation(key, parts, f"the model has no {kind}, so that {part} is nothing of it", f"remove {part}")
+
+
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
     """What context parallelism excludes in the DTensor backend."""
     view.require(backend_of(view) == "dtensor")
@@ -100,6 +121,7 @@ BACKEND_RULES: tuple[Rule, ...] = (
     torch_optimizer_given,
     switches_of_fsdp1,
     converter_is_the_model_s,
+    recomputed_parts,
     dtensor_context_parallel,
     dtensor_plan,
     fsdp1_limits,

@@ -16,10 +16,13 @@ NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
     f"{_DATA_PARALLEL}.data_parallel_sharding_strategy": frozenset({"optim", "optim_grads", "optim_grads_params"}),
     f"{_DATA_PARALLEL}.average_in_collective": frozenset({True}),
     f"{MEGATRON}.optimizer.params_dtype": frozenset({"bfloat16", "float16"}),
+    f"{MEGATRON}.optimizer.optimizer_cpu_offload": frozenset({True}),
 }
 """Values that the types have for the sake of NeMo-RL's configurations and that a rule refuses in every configuration."""
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
+    # it wants Transformer Engine, and steps with random gradients before it reads a checkpoint, which changes the weights read before
+    f"{MEGATRON}.optimizer.optimizer_cpu_offload": "an optimizer in host memory, for which Megatron-Core needs Transformer Engine, is",
 }
 
 
@@ -38,6 +41,15 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
         yield Violation("policy.model_name", view["policy.model_name"], bound, f"take a dense model, or set {MEGATRON}.enabled to true")
 
 
+def unbuilt_share(view: View) -> Iterator[Violation]:
+    """Nothing can be a share of what is not there."""
+    key = f"{MEGATRON}.optimizer.optimizer_offload_fraction"
+    if view[key]:
+        yield Violation(
+            key, view[key], f"an optimizer in host memory is {NOT_YET}, so that it would do nothing", "write 0, or remove the line"
+        )
+
+
 def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
     """The precision-aware optimizer is Transformer Engine's, which needs a GPU."""
     key = f"{MEGATRON}.optimizer.use_precision_aware_optimizer"
@@ -48,5 +60,6 @@ def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
 NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
     unbuilt_models,
+    unbuilt_share,
     precision_aware_optimizer_on_cpu,
 )

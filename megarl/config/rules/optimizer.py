@@ -171,8 +171,8 @@ def overlap_of_parameter_gather(view: View) -> Iterator[Violation]:
     if not view[f"{OPTIMIZER}.use_distributed_optimizer"]:
         bound = "only the distributed optimizer gathers parameters"
         yield Violation(key, True, bound, f"set it to false, or {OPTIMIZER}.use_distributed_optimizer to true")
-    if not view[f"{DATA_PARALLEL}.overlap_grad_reduce"]:
-        yield Violation(key, True, "it needs overlap_grad_reduce", f"set {DATA_PARALLEL}.overlap_grad_reduce to true")
+    if view[f"{DATA_PARALLEL}.overlap_grad_reduce"] is False:
+        yield Violation(key, True, "it needs overlap_grad_reduce", f"set {DATA_PARALLEL}.overlap_grad_reduce to true or null")
 
 
 def sharding_strategy_is_used(view: View) -> Iterator[Violation]:

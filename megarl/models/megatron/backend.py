@@ -182,7 +182,7 @@ class MegatronBackend:
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
             hf_state.load_from_hf(stages, source, self.architecture, self.groups, self.experts)
-            self.chunks = wrap_for_data_parallel(stages, policy)
+            self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
         self._mover = Mover(self.chunks, self.optimizer, self.runtime)

@@ -95,10 +95,10 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
                 module.explicit_expert_comm = True
 
 
-def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: Mapping[str, Any]) -> list[DistributedDataParallel]:
+def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: Mapping[str, Any], groups: ParallelGroups) -> list[DistributedDataParallel]:
     """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have to synchronise gradients."""
     config: TransformerConfig = chunks[0].config
-    distribution = ddp_config(policy)
+    distribution = ddp_config(policy, groups.data_size * groups.context_size)
     # chunks beyond the first have time to reduce their gradients while the others run
     wrapped = [DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     if distribution.overlap_grad_reduce:

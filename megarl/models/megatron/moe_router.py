@@ -9,10 +9,11 @@ there on average (DeepSeek-V2: by the best one, arXiv:2405.04434, section 2.2.2)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -144,6 +145,22 @@ def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
     for layer in _expert_layers(chunks):
         layer.router.record = record
         layer.register_forward_pre_hook(_take_sequences, with_kwargs=True)
+        if layer.moe_layer_recompute:
+            layer.moe_layer_recompute = False
+            layer.forward = functools.partial(_recomputed, layer, layer.forward)
+
+
+def _recomputed(layer: MoELayer, forward: Callable[..., Any], hidden: torch.Tensor, **options: Any) -> Any:
+    """``forward``, recomputed in the backward pass as Megatron's own layer would, with the sequences that it had in the forward pass: the
+    router may have seen other micro-batches since."""
+
+    def run(hidden: torch.Tensor, sequences: torch.Tensor | None) -> Any:
+        layer.router.sequences = sequences
+        return forward(hidden, **options)
+
+    if not layer.training:
+        return forward(hidden, **options)
+    return tensor_parallel.checkpoint(run, False, hidden, layer.router.sequences)
 
 
 def _take_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,6 +16,7 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import Routing
 from megarl.config.layout import pipeline_chunks
+from megarl.distributed.device import runtime
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
 from megarl.models.megatron.specs import transformer_engine_available
@@ -25,6 +26,11 @@ NO_CLIPPING = float("inf")
 INITIAL_LOSS_SCALE = 2.0**16
 
 
+def _compiles() -> bool:
+    """Whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be slower, and not the same to the bit."""
+    return runtime().is_cuda
+
+
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
@@ -32,15 +38,12 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 def transformer_config(policy: Mapping[str, Any], architecture: Architecture) -> TransformerConfig:
     """Megatron's model configuration.
 
-    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do), and
-    fusions that need CUDA extensions are on only where Transformer Engine is.
+    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do). Fusions
+    that need CUDA extensions are on only where Transformer Engine is, those that torch.compile makes on every GPU.
     """
     megatron = policy["megatron_cfg"]
     dtype = dtype_of(policy["precision"], "policy.precision")
     fused = transformer_engine_available()
-    recompute: dict[str, Any] = {}
-    if megatron.get("activation_checkpointing"):
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     chunks = pipeline_chunks(megatron)
     if chunks > 1:
         # In Megatron's default setting two stages that send to and receive from one another in one batch get each other's tensors mixed up
@@ -75,13 +78,14 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         attention_softmax_in_fp32=True,
         # fused, latent attention could neither rotate without yarn nor generate
         apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)) and architecture.latent_attention is None,
-        bias_activation_fusion=fused,
+        # fused, Megatron-Core limits gates before it adds their bias
+        bias_activation_fusion=(fused or _compiles()) and architecture.gate_limit is None,
         # with biases Transformer Engine's experts do without
-        bias_dropout_fusion=fused and not (architecture.mixture is not None and architecture.mlp_bias),
+        bias_dropout_fusion=(fused or _compiles()) and not (architecture.mixture is not None and architecture.mlp_bias),
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         gradient_accumulation_fusion=False,
-        **recompute,
+        **_recomputation(megatron),
         **interleaved,
         **(_experts(megatron, architecture.mixture.routing, fused) if architecture.mixture is not None else {}),
     )
@@ -92,6 +96,15 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         # that is the norm of the latent queries, whose gradient is whole on every rank; the portable spec has it unasked.
         config.qk_layernorm = False
     return config
+
+
+def _recomputation(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of what is recomputed in the backward pass."""
+    if not megatron.get("activation_checkpointing"):
+        return {}
+    if megatron.get("recompute_granularity") == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(megatron["recompute_modules"])}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict[str, Any]:
@@ -125,13 +138,21 @@ def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> B
     )
 
 
-def ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """Megatron's data-parallel configuration: sums, never averages."""
+def ddp_config(policy: Mapping[str, Any], replicas: int) -> DistributedDataParallelConfig:
+    """Megatron's data-parallel configuration: sums, never averages.
+
+    Args:
+        policy: the policy configuration, filled in.
+        replicas: ranks that reduce the gradients of one parameter, context-parallel ones included.
+    """
     megatron = policy["megatron_cfg"]
     chosen = megatron["distributed_data_parallel_config"]
+    overlaps = chosen["overlap_grad_reduce"]
+    if overlaps is None:
+        overlaps = replicas > 1 or chosen["overlap_param_gather"]
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen["grad_reduce_in_fp32"],
-        overlap_grad_reduce=chosen["overlap_grad_reduce"],
+        overlap_grad_reduce=overlaps,
         overlap_param_gather=chosen["overlap_param_gather"],
         use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"] if megatron.get("optimizer") else False,
         average_in_collective=False,

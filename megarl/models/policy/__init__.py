@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
-from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, DECAY, Key, Range
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, Key, Range
 from megarl.models.generation.interfaces import GenerationConfig
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -94,6 +94,10 @@ class MegatronOptimizerConfig(TypedDict):
     use_precision_aware_optimizer: NotRequired[
         Annotated[bool, Key("optimizer state below float32; needs Transformer Engine.", default=False)]
     ]
+    optimizer_cpu_offload: NotRequired[
+        Annotated[bool, Key("keep and update optimizer state in host memory, by Megatron-Core's own hybrid optimizer.", default=False)]
+    ]
+    optimizer_offload_fraction: NotRequired[Annotated[float, Key("share of the state that is there.", SHARE, default=0.0)]]
     clip_grad: NotRequired[Annotated[float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)]]
 
 
@@ -125,7 +129,14 @@ class MegatronDDPConfig(TypedDict):
     """Megatron-Core's data parallelism."""
 
     grad_reduce_in_fp32: NotRequired[Annotated[bool, Key("accumulate and reduce gradients in float32.", default=False)]]
-    overlap_grad_reduce: NotRequired[Annotated[bool, Key("reduce gradients while the backward pass runs.", default=False)]]
+    overlap_grad_reduce: NotRequired[
+        Annotated[
+            bool | None,
+            Key(
+                "reduce gradients while the backward pass runs; null where several data- or context-parallel ranks have them.", default=None
+            ),
+        ]
+    ]
     overlap_param_gather: NotRequired[
         Annotated[bool, Key("gather parameters while the forward pass runs; needs the distributed optimizer.", default=False)]
     ]
@@ -161,7 +172,29 @@ class MegatronConfig(TypedDict):
             Key("give cached device memory back: 0 never, 1 after forward and backward, 2 also after the optimizer step.", default=0),
         ]
     ]
-    activation_checkpointing: NotRequired[Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]]
+    activation_checkpointing: NotRequired[
+        Annotated[bool, Key("recompute layers, or parts of them, in the backward pass instead of keeping what is inside.", default=False)]
+    ]
+    recompute_granularity: NotRequired[
+        Annotated[
+            Literal["full", "selective"],
+            Key(
+                "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` the parts of it that "
+                "``recompute_modules`` names.",
+                default="full",
+            ),
+        ]
+    ]
+    recompute_modules: NotRequired[
+        Annotated[
+            list[Literal["core_attn", "mlp", "moe"]],
+            Key(
+                "parts of a layer: ``core_attn`` attention between its projections, ``mlp`` a dense layer's MLP, ``moe`` router and "
+                "experts of the others.",
+                default=["core_attn"],
+            ),
+        ]
+    ]
     converter_type: NotRequired[
         Annotated[str, Key("accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.")]
     ]
