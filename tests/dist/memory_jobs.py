@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import Allocations
+from benchmarks.memory import Allocations, saved_for_backward
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
 from megarl.models.dtensor.mover import move_optimizer as move_optimizer_of_dtensor
@@ -81,6 +81,18 @@ def save_and_count(
         peaks[name] = counted.peak
     backend.close()
     return peaks
+
+
+# what a backward pass keeps
+
+
+def kept_for_backward(config: Mapping[str, Any], batch: Mapping[str, Any]) -> float:
+    """MiB that autograd holds at most in a step."""
+    worker = jobs.build(config, init_reference_model=False)
+    with saved_for_backward() as saved:
+        worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+    worker.backend.close()
+    return saved.peak
 
 
 # what a step moves

@@ -1,4 +1,4 @@
-"""Bytes that a worker allocates, counted: what a save of the optimizer needs beside the model."""
+"""Bytes that a worker allocates, counted: what a save of the optimizer needs beside the model, and what a backward pass keeps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import Allocations
+from benchmarks.memory import MEBIBYTE, Allocations
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.dist.batches import make_batch
-from tests.dist.memory_jobs import save_and_count
+from tests.dist.memory_jobs import kept_for_backward, save_and_count
 from tests.dist.pool import WorkerPool
-from tests.models import policy_config
+from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron
 
 SLICE = 4096
@@ -67,3 +67,16 @@ def test_a_save_takes_a_tensor_and_a_slice(
     assert min(rank["whole"] for rank in (first, *others)) > sum(sizes), "what is not streamed is seen"
     files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("whole", "slices")]
     assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+def test_recomputed_parts_keep_less(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    """Without the MLPs at least what the estimate of memory counts for them: gate, up, activated gate and their product."""
+    batch, rows, length = make_batch(8, 40, seed=0), 8, 40
+    ways: dict[str, Any] = {"nothing": False, "attention": ["core_attn"], "mlp": ["mlp"], "both": ["mlp", "core_attn"], "layers": True}
+    kept = {}
+    for name, recompute in ways.items():
+        (kept[name],) = pool.run(1, kept_for_backward, policy_config(tiny_models["qwen3"], mbs=rows, recompute=recompute), batch)
+    assert kept["layers"] < kept["both"] < kept["mlp"] < kept["nothing"] and kept["both"] < kept["attention"] < kept["nothing"]
+    width = tiny_config("qwen3", tied=False).intermediate_size
+    # one MLP is there again while its layer goes back
+    assert kept["nothing"] - kept["mlp"] >= (LAYERS - 1) * rows * length * 4 * width * 4 / MEBIBYTE, kept

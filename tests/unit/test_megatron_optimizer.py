@@ -1,4 +1,4 @@
-"""Clipping over all gradients at once, to the bit as Megatron-Core's own loops."""
+"""Clipping over all gradients at once, to the bit as Megatron-Core's own loops; reductions in overlap where there are any."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megarl.models.megatron import cuda_redirect, optimizer
+from megarl.models.megatron.settings import ddp_config
+from tests.models import policy_config
 from tests.tiers import newest_megatron
 
 pytestmark = newest_megatron
@@ -34,3 +36,15 @@ def test_only_megatron_s_own_loops_are_replaced(monkeypatch: pytest.MonkeyPatch)
     assert {name for _, name, _ in optimizer._over_all()} == {"l2_norm_impl", "multi_tensor_scale_impl"}
     monkeypatch.setattr(optimizer.clip_grads, "l2_norm_impl", lambda *arguments: None)  # as Transformer Engine's
     assert {name for _, name, _ in optimizer._over_all()} == {"multi_tensor_scale_impl"}
+
+
+@pytest.mark.parametrize(
+    ("said", "gathers", "replicas", "overlaps"),
+    [(None, False, 1, False), (None, False, 2, True), (None, True, 1, True), (False, False, 2, False), (True, False, 1, True)],
+)
+def test_gradients_are_reduced_in_overlap_where_several_ranks_have_them(
+    said: bool | None, gathers: bool, replicas: int, overlaps: bool
+) -> None:
+    policy = policy_config("model")
+    policy["megatron_cfg"]["distributed_data_parallel_config"] |= {"overlap_grad_reduce": said, "overlap_param_gather": gathers}
+    assert ddp_config(policy, replicas).overlap_grad_reduce is overlaps
