@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from megarl.models.megatron.rotary import rotate, rotation
 
 
 @dataclass
@@ -37,38 +38,38 @@ class DecodedRows:
 
 
 class RowSelfAttention(SelfAttention):
-    """Self-attention that rotates queries and keys by ``rows``, where there are rows that are decoded.
+    """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), but for the kernel of Transformer Engine,
+    which has to be told nothing of positions.
 
     Attributes:
-        rows: set by ``decoding``.
+        rows: that are being decoded; set by ``decoding``.
     """
 
     rows: DecodedRows | None = None
     _angles: torch.Tensor | None = None
+    _positions: torch.Tensor | None = None
 
-    def forward(self, *arguments: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
-        """See ``SelfAttention``."""
-        if self.rows is None:
+    def forward(self, *arguments: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **options: Any) -> Any:
+        """See ``SelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
+        options["packed_seq_params"] = packed_seq_params
+        if self.rows is None and self.config.apply_rope_fusion:
             return super().forward(*arguments, rotary_pos_emb=rotary_pos_emb, **options)
         self._angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        self._positions = None if packed_seq_params is None else packed_seq_params.positions
         try:
             return super().forward(*arguments, rotary_pos_emb=None, **options)
         finally:
-            self._angles = None
+            self._angles = self._positions = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
         """See ``SelfAttention``."""
         found = super().get_query_key_value_tensors(*arguments, **options)
-        if self.rows is None or self._angles is None:
+        if self._angles is None:
             return found
         query, key, *others = found
-        angles = self._angles[self.rows.positions(query.shape[0])].squeeze(2)
-        factor = _yarn_get_concentration_factor_from_config(self.config)
-        query, key = (
-            _apply_rotary_pos_emb_bshd(tensor, angles, rotary_interleaved=self.config.rotary_interleaved, mscale=factor)
-            for tensor in (query, key)
-        )
-        return (query, key, *others)
+        positions = self._positions if self.rows is None else self.rows.positions(query.shape[0])
+        by = rotation(self._angles, positions, query.dtype, _yarn_get_concentration_factor_from_config(self.config))
+        return (rotate(query, by), rotate(key, by), *others)
 
 
 class _AnglesOfRows:

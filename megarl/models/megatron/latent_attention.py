@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,18 +17,53 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 # one of them.
 multi_latent_attention.HAVE_TE = HAVE_TE
 
+WITHOUT_LENGTHS = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+
 
 class LatentSelfAttention(MLASelfAttention):
-    """Latent attention whose shared key gets the gradients of the heads of all tensor-parallel ranks.
+    """Latent attention that rotates packed sequences by the positions of their tokens, and whose shared key gets the gradients of the heads
+    of all tensor-parallel ranks.
+
+    Megatron-Core rotates packed sequences one after another, by lengths that it reads from the device. Without lengths it rotates them as
+    rows, by the angles that it is given: those of the tokens' own positions.
 
     The rotated part of a key is one for all heads. Each rank turns to it with its own heads, so that the gradients have to be added up over
     the ranks. Where the projection that gives it is cut over the ranks (without Transformer Engine), or whole on each of them without
     sequence parallelism, Megatron-Core does not (0.16 to 0.19): nothing fails, and the projection learns from a part of the heads.
     """
 
+    _positions: torch.Tensor | None = None
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.linear_kv_down_proj.register_forward_hook(self._whole)
+        self.rotary_pos_emb.register_forward_hook(self._of_positions)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> Any:
+        """See ``MLASelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
+        given = (hidden_states, key_value_states, position_ids)
+        if packed_seq_params is None or self.config.apply_rope_fusion:
+            return super().get_query_key_value_tensors(*given, packed_seq_params, **options)
+        self._positions = packed_seq_params.positions
+        try:
+            return super().get_query_key_value_tensors(*given, dataclasses.replace(packed_seq_params, **WITHOUT_LENGTHS), **options)
+        finally:
+            self._positions = None
+
+    def _of_positions(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        """Angles [positions, 1, 1, r] from 0 on, alone or with a factor, to those of the tokens, [t, 1, r], where sequences are packed."""
+        if self._positions is None:
+            return output
+        angles, *others = output if isinstance(output, tuple) else (output,)
+        of_tokens = angles[self._positions].squeeze(1)
+        return (of_tokens, *others) if others else of_tokens
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """The projections and norms of the specification as they are.

@@ -66,6 +66,7 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
         max_seqlen_q=model_input.longest,
         max_seqlen_kv=model_input.longest,
         layout=model_input.layout,
+        positions=model_input.positions[0],
     )
 
 

@@ -44,9 +44,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with the engine's own beside it."""
+    """Megatron's description of packed sequences, with the engine's own beside it.
+
+    Attributes:
+        layout: how they lie.
+        positions: [t] int64, of each token of this context-parallel rank its position in its own sequence.
+    """
 
     layout: SequenceLayout = ROWS
+    positions: torch.Tensor | None = None
 
 
 class PortableAttention(MegatronModule):

@@ -1,0 +1,158 @@
+"""Rotary embedding of queries and keys by the positions of their tokens, the same for rows, packed sequences and rows that are decoded.
+
+Megatron-Core makes cosines and sines in every layer, once for queries and once for keys, and rotates packed sequences one after another by
+lengths that it reads from the device: from 0.19 on some twenty operations a sequence, and in any release four waits for the device a layer.
+The positions are known here: the cosines and sines of a micro-batch are made once, and each tensor takes four operations, forward and
+backward, or one where there is a kernel.
+
+A head x = (a, b) of two halves, of which both have the angles t, becomes x cos t + (-b, a) sin t (Su et al. 2021, arXiv:2104.09864,
+equation 34, with halves in the place of pairs). The gradient is rotated back: g cos t - (-g_b, g_a) sin t.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of the angles that positions have.
+
+    Attributes:
+        cosines: [t, b or 1, 1, r] in the dtype of what is rotated, r at most the width of a head.
+        signed_sines: of the same shape, those of the first half with a minus sign.
+    """
+
+    cosines: torch.Tensor
+    signed_sines: torch.Tensor
+
+
+# every layer of a micro-batch asks for the same one; two, because two model chunks take turns in an interleaved pipeline
+@functools.lru_cache(maxsize=2)
+def rotation(angles: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, factor: float) -> Rotation:
+    """The rotation at given positions.
+
+    Args:
+        angles: [P, 1, 1, r] float32 of the positions from 0 on, as Megatron's embeddings give them: both halves are the same.
+        positions: [t] or [t, b] int64; None where ``angles`` are already those of the tokens, one after another.
+        dtype: of what is rotated.
+        factor: of cosines and sines (the concentration of yarn).
+    """
+    half = angles[..., : angles.shape[-1] // 2]
+    if positions is not None:
+        half = half[:, 0][positions if positions.ndim == 2 else positions[:, None]]
+    cosines, sines = half.cos(), half.sin()
+    if factor != 1.0:
+        cosines, sines = cosines * factor, sines * factor
+    cosines, sines = cosines.to(dtype), sines.to(dtype)
+    return Rotation(torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1))
+
+
+def rotate(tensor: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """[t, b, heads, width] rotated; what is wider than the angles stays as it is there. Differentiable."""
+    rotated: torch.Tensor = _Rotate.apply(tensor, by.cosines, by.signed_sines)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosines, signed_sines)
+        return _rotate_by(tensor, cosines, signed_sines, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _rotate_by(gradient, *ctx.saved_tensors, back=True), None, None
+
+
+def _rotate_by(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
+    # Triton's interpreter, which tests set, takes tensors of any device
+    way = by_kernel if triton is not None and tensor.is_cuda else rotated_by
+    return way(tensor, cosines, signed_sines, back=back)
+
+
+def rotated_by(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
+    """[t, b, heads, width] rotated, or rotated back, in plain operations; the arguments are those of a ``Rotation``."""
+    width = cosines.shape[-1]
+    turned, others = tensor[..., :width], tensor[..., width:]
+    swapped = torch.cat((turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
+    join = torch.sub if back else torch.add
+    rotated = join(turned * cosines, swapped.mul_(signed_sines))
+    return torch.cat((rotated, others), dim=-1) if others.shape[-1] else rotated
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(
+        tensor,
+        rotated,
+        cosines,
+        signed_sines,
+        rows,
+        heads,
+        half,
+        width,
+        token_stride,
+        row_stride,
+        head_stride,
+        table_token_stride,
+        table_row_stride,
+        back: tl.constexpr,
+        head_block: tl.constexpr,
+        half_block: tl.constexpr,
+        rest_block: tl.constexpr,
+    ):
+        """Some heads of one token a program."""
+        token = (tl.program_id(0) // rows).to(tl.int64)
+        row = (tl.program_id(0) % rows).to(tl.int64)
+        head = tl.program_id(1) * head_block + tl.arange(0, head_block)
+        source = tensor + token * token_stride + row * row_stride + head[:, None] * head_stride
+        target = rotated + ((token * rows + row) * heads + head[:, None]) * width
+        column = tl.arange(0, half_block)
+        table = token * table_token_stride + row * table_row_stride + column
+        cosine = tl.load(cosines + table, mask=column < half, other=0.0).to(tl.float32)[None, :]
+        # of the second half, whose sign is the sine's own
+        sine = tl.load(signed_sines + table + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+        if back:
+            sine = -sine
+        inside = (head < heads)[:, None] & (column < half)[None, :]
+        first = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + half + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + column[None, :], (first * cosine - second * sine).to(rotated.dtype.element_ty), mask=inside)
+        tl.store(target + half + column[None, :], (second * cosine + first * sine).to(rotated.dtype.element_ty), mask=inside)
+        if rest_block:
+            others = 2 * half + tl.arange(0, rest_block)
+            outside = (head < heads)[:, None] & (others < width)[None, :]
+            tl.store(target + others[None, :], tl.load(source + others[None, :], mask=outside), mask=outside)
+
+
+def by_kernel(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
+    """What ``rotated_by`` gives, in one kernel that rounds once. It has not been run on a GPU yet."""
+    tokens, rows, heads, width = tensor.shape
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    half = cosines.shape[-1] // 2
+    rotated = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if not rotated.numel():
+        return rotated
+    head_block = min(triton.next_power_of_2(heads), 8)
+    rest = width - 2 * half
+    _kernel[(tokens * rows, triton.cdiv(heads, head_block))](
+        *(tensor, rotated, cosines, signed_sines, rows, heads, half, width, *tensor.stride()[:3]),
+        *(cosines.stride(0), cosines.stride(1) if cosines.shape[1] > 1 else 0),
+        back=back,
+        head_block=head_block,
+        half_block=triton.next_power_of_2(half),
+        rest_block=triton.next_power_of_2(rest) if rest else 0,
+    )
+    return rotated
