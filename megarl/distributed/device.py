@@ -190,6 +190,13 @@ def _resident_mebibytes() -> tuple[float, float]:
     return int(fields["VmRSS"].split()[0]) / 1024, int(fields["VmHWM"].split()[0]) / 1024
 
 
+def sent_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it copies from page-locked memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch (all devices)."""
     random.seed(seed)

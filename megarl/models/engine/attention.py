@@ -1,8 +1,9 @@
 """Portable attention: one function that every backend calls when it has no fused kernel of its own.
 
 Causal, with grouped-query heads, a sliding window, packed sequences and context parallelism in any combination. Shapes: B batch, S query
-length, K key length, H query heads, G key-value heads, D head dimension. Packed 16-bit sequences on a CUDA device go through one call of a
-FlashAttention kernel where there is one; elsewhere attention is computed sequence by sequence.
+length, K key length, H query heads, G key-value heads, D head dimension. On a CUDA device, in 16 bit, whatever would need a mask or many
+calls (packed sequences, windows, gathered keys of context-parallel ranks) goes through one call of a FlashAttention kernel where there is
+one, which has not been run yet; elsewhere attention is computed sequence by sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megarl.distributed.device import sent_to
 from megarl.models.engine.context import ContextShare, gather_shared
 from megarl.models.engine.ring_attention import ring_attention
 
@@ -26,13 +28,18 @@ HALF = (torch.bfloat16, torch.float16)
 
 @functools.cache
 def varlen_kernel() -> Kernel | None:
-    """``torch.nn.attention.varlen.varlen_attn``, where this torch has it with grouped-query heads and windows; otherwise None."""
+    """``torch.nn.attention.varlen.varlen_attn``, where this torch has it with windows and a scale (from 2.11 on); otherwise None.
+
+    Its kernel takes grouped-query heads in any case; from 2.12 on the function in front of it wants to be told.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
 
 
 def serves(query: torch.Tensor) -> bool:
@@ -40,11 +47,48 @@ def serves(query: torch.Tensor) -> bool:
     return query.is_cuda and query.dtype in HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and varlen_kernel() is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of queries, each with the keys that it sees, as a kernel wants to be told of them.
+
+    Attributes:
+        queries, keys: [N + 1] int32, where each run begins; the last entry is the end.
+        longest_queries, longest_keys: the longest run of each.
+        order: [K] int64, the keys of all runs, one behind the other; None where they lie so already.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_queries: int
+    longest_keys: int
+    order: torch.Tensor | None = None
+
+
+# every layer of a micro-batch asks for the same ones, and rows of one shape come again
+@functools.lru_cache(maxsize=32)
+def offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[N + 1] int32 on the device, for which the host does not wait."""
+    return sent_to(torch.tensor(starts, dtype=torch.int32), device)
+
+
+@functools.lru_cache(maxsize=32)
+def runs_of(starts: tuple[int, ...], rows: int, rank: int, size: int, device: torch.device) -> Runs:
+    """The runs of context-parallel rank ``rank`` of ``size``, of rows in which sequences begin at ``starts``, the last entry the end."""
+    pieces = _pieces(starts, ContextShare(rank, size))
+    queries, keys = ([piece[which].stop - piece[which].start for piece in pieces] * rows for which in (0, 1))
+    order = None
+    if size > 1:
+        seen = torch.cat([torch.arange(piece.start, piece.stop) for _, piece in pieces])
+        order = sent_to((torch.arange(rows)[:, None] * starts[-1] + seen).flatten(), device)
+    asked, held = (offsets((0, *itertools.accumulate(lengths)), device) for lengths in (queries, keys))
+    return Runs(asked, held, max(queries), max(keys), order)
+
+
 def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pieces: Sequence[tuple[slice, slice]],
+    runs: Runs,
     kernel: Kernel,
     *,
     scale: float | None = None,
@@ -53,46 +97,32 @@ def varlen_attention(
     """Causal attention of runs of queries, each over its own keys, of which the queries are the last.
 
     Args:
-        query: [1, H, S, D].
-        key, value: [1, G, K, D].
-        pieces: queries, which follow one another without gaps, and the keys that they see.
+        query: [B, H, S, D].
+        key, value: [B, G, K, D].
+        runs: of the queries and keys of all rows, one row behind the other.
         kernel: called like ``varlen_attn``.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
 
     Returns:
-        [1, H, S, D].
+        [B, H, S, D].
     """
-    asked = [piece.stop - piece.start for piece, _ in pieces]
-    seen = [piece.stop - piece.start for _, piece in pieces]
-    key, value = (_laid_end_to_end(tensor, [piece for _, piece in pieces]) for tensor in (key, value))
+    asked, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if runs.order is not None:
+        keys, values = keys.index_select(0, runs.order), values.index_select(0, runs.order)
     # at the ends of both a query meets its own key: the kernel aligns a causal mask and a window with the last query and key
     mixed: torch.Tensor = kernel(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        _offsets(asked, query.device),
-        _offsets(seen, query.device),
-        max(asked),
-        max(seen),
+        asked,
+        keys,
+        values,
+        runs.queries,
+        runs.keys,
+        runs.longest_queries,
+        runs.longest_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
-    return mixed.transpose(0, 1)[None]
-
-
-def _laid_end_to_end(tensor: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """The slices of dimension 2 behind one another; the tensor itself when that is what they are."""
-    end_to_end = all(one.stop == other.start for one, other in itertools.pairwise(slices))
-    if end_to_end and slices[0].start == 0 and slices[-1].stop == tensor.shape[2]:
-        return tensor
-    return torch.cat([tensor[:, :, piece] for piece in slices], dim=2)
-
-
-def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[N + 1] int32: where each run begins; the last entry is the end."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return mixed.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,22 +250,38 @@ def attention(
     if value.shape[3] != key.shape[3]:
         return _of_equal_widths(query, key, value, layout, scale=scale, window=window, sinks=sinks, row_lengths=row_lengths)
     context = layout.context
-    if layout.starts is None and context.size == 1:
-        return causal_attention(query, key, value, scale, window, sinks, row_lengths)
-    assert row_lengths is None, "rows that are decoded are whole"
-    starts = layout.starts or (0, query.shape[2] * context.size)
     if context.size > 1 and context.ring:
         assert sinks is None, "refused where the model is built"
-        return ring_attention(query, key, value, starts, context, scale, window)
+        return ring_attention(query, key, value, _starts(query, layout), context, scale, window)
     if context.size > 1:
-        key, value = _whole_keys_and_values(key, value, starts, context)
-    pieces = _pieces(starts, context)
-    kernel = varlen_kernel() if layout.starts is not None and sinks is None and serves(query) else None
-    if kernel is not None:
-        return varlen_attention(query, key, value, pieces, kernel, scale=scale, window=window)
-    return torch.cat(
-        [causal_attention(query[:, :, here], key[:, :, seen], value[:, :, seen], scale, window, sinks) for here, seen in pieces], dim=2
-    )
+        key, value = _whole_keys_and_values(key, value, _starts(query, layout), context)
+    plain = layout.starts is None and context.size == 1
+    assert plain or row_lengths is None, "rows that are decoded are whole"
+    kernel = varlen_kernel() if sinks is None and row_lengths is None and serves(query) else None
+    # of rows that need no mask torch's own attention takes a kernel too
+    if kernel is not None and (not plain or (window is not None and window < key.shape[2] == query.shape[2])):
+        runs = runs_of(_starts(query, layout), query.shape[0], context.rank, context.size, query.device)
+        return varlen_attention(query, key, value, runs, kernel, scale=scale, window=window)
+    if plain:
+        return causal_attention(query, key, value, scale, window, sinks, row_lengths)
+    pieces = _pieces(_starts(query, layout), context)
+    queries, keys, values = (_parts(tensor, [piece[which] for piece in pieces]) for tensor, which in ((query, 0), (key, 1), (value, 1)))
+    parts = zip(queries, keys, values, strict=True)
+    return torch.cat([causal_attention(asked, held, carried, scale, window, sinks) for asked, held, carried in parts], dim=2)
+
+
+def _starts(query: torch.Tensor, layout: SequenceLayout) -> tuple[int, ...]:
+    """Where sequences begin in the sequence dimension, over all context-parallel ranks; the last entry is the end."""
+    return layout.starts or (0, query.shape[2] * layout.context.size)
+
+
+def _parts(tensor: torch.Tensor, slices: Sequence[slice]) -> Sequence[torch.Tensor]:
+    """The slices of dimension 2. Where they cover it one after another it is split: then its gradient is joined once, where slices would
+    give one of the whole size each."""
+    end_to_end = all(one.stop == other.start for one, other in itertools.pairwise(slices))
+    if end_to_end and slices[0].start == 0 and slices[-1].stop == tensor.shape[2]:
+        return tensor.split([piece.stop - piece.start for piece in slices], dim=2)
+    return [tensor[:, :, piece] for piece in slices]
 
 
 def _of_equal_widths(

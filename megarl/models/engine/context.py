@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.distributed.device import sent_to
+
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
@@ -55,12 +57,14 @@ class ContextShare:
 def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device | None) -> torch.Tensor:
     share = ContextShare(rank, size)
     ranges = [chunk for start, end in itertools.pairwise(starts) for chunk in share.chunks(start, end)]
-    return torch.cat([torch.arange(*limits) for limits in ranges]).to(device)
+    index = torch.cat([torch.arange(*limits) for limits in ranges])
+    return index if device is None else sent_to(index, device)
 
 
 @functools.lru_cache(maxsize=32)
 def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> torch.Tensor:
-    return torch.cat([_index(starts, rank, size, device) for rank in range(size)]).argsort()
+    order = torch.cat([_index(starts, rank, size, None) for rank in range(size)]).argsort()
+    return order if device is None else sent_to(order, device)
 
 
 class _GatherReplicated(torch.autograd.Function):
