@@ -95,5 +95,9 @@ CASES = {
         "bytes that a save of the optimizer allocates against the state gathered in full, and that a step moves to the host",
         "benchmarks.cases.state_bytes",
     ),
+    "operations": Case(
+        "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above its bounds",
+        "benchmarks.cases.operations",
+    ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from megarl.patched import patched
 from tests.dist import reference
-from tests.dist.jobs import build, full_weights
+from tests.dist.jobs import build, dealt, full_weights
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -186,3 +187,26 @@ def _allocated(worker: MegatronPolicyWorker) -> int:
 
 def _occupies_device(parameter: torch.Tensor) -> bool:
     return parameter.is_cuda and parameter.untyped_storage().size() > 0
+
+
+def packed_passes(config: Mapping[str, Any], batch: Batch) -> list[float]:
+    """Losses of two steps on a packed batch; in the second one, and in log-probabilities after it, no pass may wait."""
+    worker = build(config, init_reference_model=False)
+    forward_backward = worker.backend.forward_backward
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        # torch raises where it makes the host wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward_backward(*arguments, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    share = dealt(worker, batch, "train").shards[0]
+    losses = [float(worker.train(data=share, loss_fn=NLLLoss())["global_loss"])]
+    with patched((worker.backend, "forward_backward", watched)):
+        losses.append(float(worker.train(data=share, loss_fn=NLLLoss())["global_loss"]))
+        asked = {key: batch[key] for key in ("input_ids", "input_lengths")}
+        worker.get_logprobs(data=dealt(worker, asked, "logprob").shards[0])
+    worker.backend.close()
+    return losses

@@ -79,6 +79,15 @@ def test_bfloat16_training_follows_float32(cuda: DeviceProcess, tiny_models: dic
     torch.testing.assert_close([loss for loss, _ in rounded], [loss for loss, _ in exact], atol=0, rtol=3e-2)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_micro_batches_wait_for_nothing(cuda: DeviceProcess, tiny_models: dict[str, Path], family: str) -> None:
+    config = policy_config(tiny_models[family], batching="packed", precision="bfloat16")
+    losses = cuda.run(jobs.packed_passes, config, BATCHES[0])
+    exact = cuda.run(jobs.train, policy_config(tiny_models[family]), BATCHES[:1])["measured"]
+    torch.testing.assert_close(losses[0], exact[0][0], atol=0, rtol=3e-2)
+    assert losses[1] < losses[0]
+
+
 def test_the_reference_policy_comes_and_goes_without_a_trace(cuda: DeviceProcess, tiny_models: dict[str, Path]) -> None:
     seen = cuda.run(jobs.reference_policy, policy_config(tiny_models["qwen2"], precision="bfloat16"), BATCHES[0])
     assert torch.equal(seen["reference"], seen["first"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from megarl.errors import BatchError
 from megarl.models.engine.batching import FixedRows, Planned
 from megarl.models.engine.context import ContextShare
-from megarl.models.engine.microbatches import MicroBatch, Shapes
+from megarl.models.engine.microbatches import HOST_LENGTHS, MicroBatch, Shapes, move_to
 from megarl.models.engine.model_input import lay_out, lay_out_all
+from megarl.models.engine.step import as_floats
 
 LENGTHS = st.lists(st.integers(1, 11), min_size=1, max_size=6)
 
@@ -78,6 +81,30 @@ def test_context_parallel_ranks_together_hold_everything_once(lengths: list[int]
         assert sorted(together[0].tolist()) == sorted(getattr(whole, name)[0].tolist())
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_micro_batches_together_are_laid_out_as_each_alone(size: int) -> None:
+    """Packed ones, and rows among them; with lengths that only the host knows."""
+    shapes, context = Shapes(packed_multiple=2 * size), ContextShare(size - 1, size)
+    micro_batches = [
+        MicroBatch(rows_of([3, 8]), True, 12),
+        MicroBatch(rows_of([4, 2, 1]), False, 4),
+        MicroBatch(rows_of([5, 1, 7]), True, 24),
+    ]
+    for together, micro_batch in zip(lay_out_all(micro_batches, context, shapes), micro_batches, strict=True):
+        known = {**micro_batch.data, HOST_LENGTHS: micro_batch.data["input_lengths"].tolist(), "input_lengths": None}
+        alone = lay_out(replace(micro_batch, data=known), context, shapes)
+        assert (together.layout, together.longest, together.places is None) == (alone.layout, alone.longest, not micro_batch.packed)
+        for name in ("tokens", "positions", "targets"):
+            assert torch.equal(getattr(together, name), getattr(alone, name)), name
+
+
+def test_the_host_keeps_the_lengths_of_a_batch_that_moves() -> None:
+    moved = move_to(rows_of([3, 1, 4]), torch.device("cpu"))
+    (chunk,) = Planned([[[0, 1], [1, 3]]], [[3, 5]], [3], True).chunks({**moved, "input_lengths": torch.full((3,), 99)})
+    assert [micro_batch.lengths for micro_batch in chunk.micro_batches(Shapes())] == [[3], [1, 4]]
+    assert FixedRows(2).chunks(moved)[0].without_ragged_end().data[HOST_LENGTHS] == [3, 1, 4, 4]
+
+
 def test_a_plan_that_is_too_short_is_refused() -> None:
     with pytest.raises(BatchError, match=r"8 tokens of 2 sequences do not fit into the planned 7"):
         lay_out(MicroBatch(rows_of([4, 4]), True, 7), ContextShare(), Shapes())
@@ -105,3 +132,11 @@ def test_a_ragged_end_is_filled_with_the_last_row() -> None:
     filled = chunk.without_ragged_end().micro_batches(Shapes())
     assert [micro_batch.data["name"] for micro_batch in filled] == [["row 0", "row 1", "row 2"], ["row 3"] * 3]
     assert chunk.rows == 4
+
+
+def test_numbers_and_tensors_become_floats_in_their_order() -> None:
+    tensors = [torch.tensor(0.1), torch.tensor(2**40), torch.tensor([0.1], dtype=torch.float64), torch.tensor(0.1).bfloat16()]
+    values = [tensors[0], 3, *tensors[1:3], True, tensors[3], math.inf]
+    assert as_floats(values) == [float(value) for value in values]
+    assert as_floats([torch.tensor(math.nan), torch.tensor(1)])[1] == 1.0
+    assert as_floats([]) == [] and as_floats([2.5]) == [2.5]

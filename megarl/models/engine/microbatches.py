@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megarl.distributed.device import sent_to
 from megarl.errors import BatchError
+
+HOST_LENGTHS = "input_lengths_on_host"
+"""Key of a batch on a device: its ``input_lengths`` as a list, [B]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class MicroBatch:
     def input_ids(self) -> torch.Tensor:
         """[b, S] int64."""
         return self.data["input_ids"]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row: what the host knows of them (``move_to``), so that it need not wait for the device."""
+        return _lengths(self.data)
 
     @property
     def size(self) -> int:
@@ -85,8 +94,9 @@ def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]
 
 
 def move_to(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on ``device``."""
-    return {key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
+    """The batch, which is on the host, with its tensors on ``device``, and beside ``input_lengths`` a list of them as ``HOST_LENGTHS``."""
+    moved = {key: sent_to(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
+    return {**moved, HOST_LENGTHS: data["input_lengths"].tolist()}
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -135,18 +145,25 @@ def follow_plan(
     """
     parts = [slice_rows(data, first, last) for first, last in indices]
     if packed:
-        parts = [fit_sequences(part, int(part["input_lengths"].max())) for part in parts]
-        totals = [_packed_length(part, shapes) for part in parts]
+        parts = [fit_sequences(part, max(_lengths(part))) for part in parts]
+        totals = [packed_length(part, shapes) for part in parts]
         if shapes.equal:
             totals = [max(totals)] * len(totals)
         return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
     fitted = [fit_sequences(part, round_up(length, shapes.row_multiple)) for part, length in zip(parts, lengths, strict=True)]
     if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
         # rectangles of different shapes: as packed rows of one length, that of the longest of them without its padding
-        total = max(_packed_length(part, shapes) for part in fitted)
+        total = max(packed_length(part, shapes) for part in fitted)
         return [MicroBatch(part, True, total) for part in fitted]
     return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]
 
 
-def _packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
-    return sum(round_up(length, shapes.packed_multiple) for length in part["input_lengths"].tolist())
+def packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
+    """Positions that rows take when they are packed, without a filler at the end."""
+    return sum(round_up(length, shapes.packed_multiple) for length in _lengths(part))
+
+
+def _lengths(part: Mapping[str, Any]) -> list[int]:
+    """Tokens of each row, without a look at the device where the host knows them."""
+    known = part.get(HOST_LENGTHS)
+    return part["input_lengths"].tolist() if known is None else known

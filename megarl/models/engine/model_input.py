@@ -1,5 +1,8 @@
 """Model input: how the tokens of a micro-batch lie in front of the model, and how its output returns to rows.
 
+Where everything goes is worked out on the host, from lengths that it knows, for all micro-batches of a global batch, and reaches the device
+in one copy: no micro-batch makes the host wait for the device.
+
 Legend: b rows of the micro-batch, S their length; n = 1 and T tokens when packed, otherwise n = b and T = S; t = T / context size, the part
 of this context-parallel rank.
 """
@@ -10,13 +13,27 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megarl.distributed.device import sent_to
 from megarl.errors import BatchError
 from megarl.models.engine.attention import SequenceLayout
 from megarl.models.engine.context import ContextShare, gather_replicated
 from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places: where the rows of a packed micro-batch lie in its one row.
+
+    Attributes:
+        begin, end: [b] int64, the positions over all context-parallel ranks; the end with the row's padding.
+    """
+
+    begin: torch.Tensor
+    end: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +47,7 @@ class ModelInput:
         targets: [n, t] int64, the token that follows in the same sequence; anything where none follows.
         layout: packed sequences and the ranks that share them.
         longest: the longest (padded) sequence, over all context-parallel ranks.
+        places: of the rows; None when they are not packed.
     """
 
     micro_batch: MicroBatch
@@ -38,6 +56,7 @@ class ModelInput:
     targets: torch.Tensor
     layout: SequenceLayout
     longest: int
+    places: Places | None = None
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return what belongs to ``targets``, [n, t], as rows [b, S-1]: entry i belongs to token i+1. Differentiable.
@@ -47,14 +66,11 @@ class ModelInput:
         starts = self.layout.starts or (0, self.micro_batch.length)
         whole = gather_replicated(values.movedim(1, 0), starts, self.layout.context).movedim(0, 1)
         width = self.micro_batch.input_ids.shape[1]
-        if self.layout.starts is None:
+        if self.places is None:
             return whole[:, : width - 1]
-        rows = self.micro_batch.size
-        begin = torch.tensor(starts[:rows], device=values.device)[:, None]
-        end = torch.tensor(starts[1 : rows + 1], device=values.device)[:, None]
-        index = begin + torch.arange(width - 1, device=values.device)[None]
-        taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(rows, width - 1)
-        return taken.where(index < end, torch.zeros_like(taken))
+        index = self.places.begin[:, None] + torch.arange(width - 1, device=values.device)
+        taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(index.shape)
+        return taken.where(index < self.places.end[:, None], torch.zeros_like(taken))
 
 
 def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> ModelInput:
@@ -63,42 +79,69 @@ def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> M
     Raises:
         BatchError: the planned length does not hold the packed sequences.
     """
-    ids = micro_batch.input_ids
-    if micro_batch.packed:
-        tokens, positions, targets, starts = _pack(micro_batch, shapes)
-        longest = max(end - start for start, end in itertools.pairwise(starts))
-        layout = SequenceLayout(starts, context)
-    else:
-        tokens, targets = ids, ids.roll(-1, dims=1)
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        longest, layout = ids.shape[1], SequenceLayout(None, context)
-        starts = (0, longest)
-    if context.size > 1:
-        index = context.index(starts, ids.device)
-        tokens, positions, targets = (tensor[:, index] for tensor in (tokens, positions, targets))
-    return ModelInput(micro_batch, tokens, positions, targets, layout, longest)
-
-
-def _pack(micro_batch: MicroBatch, shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Tokens, positions and targets [1, T], and where the sequences start; what is left over at the end is a sequence of its own."""
-    ids, total = micro_batch.input_ids, micro_batch.length
-    lengths = [round_up(length, shapes.packed_multiple) for length in micro_batch.data["input_lengths"].tolist()]
-    filler = total - sum(lengths)
-    if filler < 0:
-        raise BatchError(f"packed micro-batch: {sum(lengths)} tokens of {len(lengths)} sequences do not fit into the planned {total}")
-    starts = [0]
-    for length in [*lengths, *([filler] if filler else [])]:
-        starts.append(starts[-1] + length)
-
-    def join(rows: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(rows, (0, max(0, max(lengths) - rows.shape[1])))
-        pieces = [padded[row, :length] for row, length in enumerate(lengths)]
-        return torch.cat([*pieces, ids.new_zeros(filler)])[None]
-
-    positions = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(starts)])[None].to(ids.device)
-    return join(ids), positions, join(ids.roll(-1, dims=1)), tuple(starts)
+    return lay_out_all([micro_batch], context, shapes)[0]
 
 
 def lay_out_all(micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes) -> list[ModelInput]:
-    """``lay_out`` for each micro-batch."""
-    return [lay_out(micro_batch, context, shapes) for micro_batch in micro_batches]
+    """``lay_out`` for each micro-batch; what was worked out on the host reaches their device in one copy."""
+    plans = [_planned(micro_batch, context, shapes) if micro_batch.packed else None for micro_batch in micro_batches]
+    numbers = [array for plan in plans if plan is not None for array in plan.arrays]
+    if not numbers:
+        return [_rows_as_they_are(micro_batch, context) for micro_batch in micro_batches]
+    device = micro_batches[0].input_ids.device
+    sent = iter(sent_to(torch.from_numpy(np.concatenate(numbers)), device).split([len(array) for array in numbers]))
+    return [
+        _rows_as_they_are(micro_batch, context) if plan is None else _packed(micro_batch, context, plan, [next(sent) for _ in plan.arrays])
+        for micro_batch, plan in zip(micro_batches, plans, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Plan: where everything of a packed micro-batch goes, as the host knows it.
+
+    Attributes:
+        starts: where sequences begin over all context-parallel ranks; what is left over at the end is a sequence of its own.
+        arrays: int64: for this rank's tokens and then for their targets, the place in the rows, each of which is followed by one zero
+            [2t]; the positions [t]; ``Places.begin`` and ``Places.end`` [b].
+    """
+
+    starts: tuple[int, ...]
+    arrays: tuple[np.ndarray, ...]
+
+
+def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> _Plan:
+    rows, width = micro_batch.input_ids.shape
+    rooms = [round_up(length, shapes.packed_multiple) for length in micro_batch.lengths]
+    filler = micro_batch.length - sum(rooms)
+    if filler < 0:
+        raise BatchError(f"packed micro-batch: {sum(rooms)} tokens of {rows} sequences do not fit into the planned {micro_batch.length}")
+    starts = (0, *itertools.accumulate([*rooms, *([filler] if filler else [])]))
+    begins = np.array(starts[:-1], dtype=np.int64)
+    sequence = np.repeat(np.arange(len(begins)), np.diff(starts))
+    column = np.arange(starts[-1]) - begins[sequence]
+    is_token = (column < width) & (sequence < rows)
+    token, target = (np.where(is_token, sequence * (width + 1) + place, width) for place in (column, (column + 1) % width))
+    if context.size > 1:
+        here = context.index(starts).numpy()
+        token, target, column = token[here], target[here], column[here]
+    return _Plan(starts, (np.concatenate((token, target)), column, begins[:rows], np.array(starts[1 : rows + 1], dtype=np.int64)))
+
+
+def _packed(micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Sequence[torch.Tensor]) -> ModelInput:
+    """The input of a packed micro-batch, of whose plan the arrays are on its device."""
+    at, positions, begin, end = sent
+    tokens, targets = F.pad(micro_batch.input_ids, (0, 1)).flatten().index_select(0, at).view(2, 1, -1)
+    longest = max(end - start for start, end in itertools.pairwise(plan.starts))
+    return ModelInput(micro_batch, tokens, positions[None], targets, SequenceLayout(plan.starts, context), longest, Places(begin, end))
+
+
+def _rows_as_they_are(micro_batch: MicroBatch, context: ContextShare) -> ModelInput:
+    ids = micro_batch.input_ids
+    length = ids.shape[1]
+    positions = torch.arange(length, device=ids.device).expand_as(ids)
+    tokens, targets = ids, ids.roll(-1, dims=1)
+    if context.size > 1:
+        index = context.index((0, length), ids.device)
+        tokens, positions, targets = (tensor[:, index] for tensor in (tokens, positions, targets))
+    return ModelInput(micro_batch, tokens, positions, targets, SequenceLayout(None, context), length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from megarl.errors import BatchError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import HeadOutput, LogprobHead, LossHead
-from megarl.models.engine.microbatches import fit_sequences
+from megarl.models.engine.microbatches import HOST_LENGTHS, fit_sequences
 from megarl.models.engine.model_input import ModelInput, lay_out_all
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
@@ -90,7 +91,7 @@ def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batch
     """
     rows, length = data["input_ids"].shape
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
-    chunks = batching.chunks({key: data[key] for key in ("input_ids", "input_lengths")}) if rows else []
+    chunks = batching.chunks({key: data[key] for key in ("input_ids", "input_lengths", HOST_LENGTHS) if key in data}) if rows else []
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
@@ -134,7 +135,7 @@ def train_on_batch(
         NonFiniteError: on all ranks, as ``limit`` says.
     """
     update = limit is not None
-    losses: list[torch.Tensor] = []
+    losses: list[float] = []
     grad_norms: list[float] = []
     metrics: dict[str, list[float]] = defaultdict(list)
     skipped: list[SkippedBatch] = []
@@ -148,7 +149,7 @@ def train_on_batch(
             positions += done.positions
             extra = done.metrics
             if limit is not None:
-                outcome, is_finite = _step(backend, done.loss)
+                outcome, is_finite = _step(backend, done.loss, data["input_ids"].device)
                 grad_norms.append(outcome.grad_norm)
                 extra = {**extra, "grad_norm": outcome.grad_norm, **outcome.metrics}
                 steps += outcome.stepped
@@ -157,7 +158,7 @@ def train_on_batch(
                 elif not is_finite:
                     first_row = sum(earlier.rows for earlier in chunks[:number])
                     seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
-                    skipped.append(SkippedBatch(number, float(done.loss), outcome.grad_norm, seen))
+                    skipped.append(SkippedBatch(number, done.loss, outcome.grad_norm, seen))
                     try:
                         limit.skipped(skipped[-1])
                     except NonFiniteError as error:
@@ -172,22 +173,22 @@ def train_on_batch(
         figures["skipped_steps"] = [float(len(chunks) - steps)]
         if steps:
             backend.lr_step()
-    return TrainResult(torch.stack(losses).float().cpu(), grad_norms, figures, skipped, positions)
+    return TrainResult(torch.tensor(losses, dtype=torch.float64).float(), grad_norms, figures, skipped, positions)
 
 
-def _step(backend: Backend, loss: torch.Tensor) -> tuple[StepOutcome, bool]:
+def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutcome, bool]:
     """An optimizer step where loss and gradient are finite on all ranks; whether they are, but for an overflow of float16's scaling."""
-    device, loss_is_finite = loss.device, bool(torch.isfinite(loss))
+    loss_is_finite = math.isfinite(loss)
     outcome = backend.apply_gradients(lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device))
     return outcome, outcome.stepped or (outcome.overflowed and on_all_ranks(loss_is_finite, device))
 
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """Global batch: what came of one: its loss, float64 0-d, this rank's results a micro-batch, metrics a micro-batch, of the batch as a
-    whole, and the positions of this rank's micro-batches."""
+    """Global batch: what came of one: its loss, this rank's results a micro-batch, metrics a micro-batch, of the batch as a whole, and the
+    positions of this rank's micro-batches."""
 
-    loss: torch.Tensor
+    loss: float
     outputs: Sequence[HeadOutput]
     measured: Sequence[Mapping[str, float]]
     metrics: Mapping[str, float]
@@ -211,13 +212,26 @@ def _global_batch(
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
-    measured = backend.groups.object_from_last_stage([{name: float(value) for name, value in output.metrics.items()} for output in outputs])
-    batch_metrics = {
-        "global_valid_seqs": float(normalizers.valid_sequences),
-        "global_valid_toks": float(normalizers.valid_tokens),
-        **backend.schedule_values(),
-    }
-    return _GlobalBatch(loss, outputs, measured, batch_metrics, sum(each.micro_batch.positions for each in inputs))
+    figures = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
+    values = iter(as_floats([*figures, *(value for output in outputs for value in output.metrics.values())]))
+    loss_value, sequences, tokens = (next(values) for _ in figures)
+    measured = backend.groups.object_from_last_stage([{name: next(values) for name in output.metrics} for output in outputs])
+    batch_metrics = {"global_valid_seqs": sequences, "global_valid_toks": tokens, **backend.schedule_values()}
+    return _GlobalBatch(loss_value, outputs, measured, batch_metrics, sum(each.micro_batch.positions for each in inputs))
+
+
+def as_floats(values: Sequence[Any]) -> list[float]:
+    """Numbers and tensors of one element as floats; the host waits once for all tensors that a device has."""
+    kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            kinds[value.device][value.dtype].append(place)
+    floats: list[float] = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+    for by_dtype in kinds.values():
+        together = torch.cat([torch.stack([values[place].reshape(()) for place in places]).double() for places in by_dtype.values()])
+        for place, number in zip(itertools.chain.from_iterable(by_dtype.values()), together.tolist(), strict=True):
+            floats[place] = number
+    return floats
 
 
 def _averaged_over_batches(metrics: Mapping[str, list[float]], loss_fn: Any, count: int) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megarl.errors import BatchError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
-from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
+from megarl.models.engine.microbatches import MicroBatch, Shapes, packed_length
 from megarl.models.engine.model_input import ModelInput, lay_out
 from megarl.models.megatron.moe_record import BalanceSettings, ExpertTokenCounts, RoutingRecord
 from megarl.models.megatron.moe_router import connect, release
@@ -35,14 +35,15 @@ def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
 def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
     """[n, t] int64: for each token of this context-parallel rank the row that it belongs to, -1 for padding and dropped samples."""
     micro_batch, device = model_input.micro_batch, model_input.tokens.device
-    lengths, total = _counted_lengths(model_input).to(device), micro_batch.length
+    lengths, total = _counted_lengths(model_input), micro_batch.length
     rows = torch.arange(micro_batch.size, device=device)
     starts = model_input.layout.starts
     if starts is None:
         inside = torch.arange(total, device=device) < lengths[:, None]
         numbers = rows[:, None].where(inside, -1)
     else:
-        begin = torch.tensor(starts[: micro_batch.size], device=device)
+        assert model_input.places is not None, "packed rows have places"
+        begin = model_input.places.begin
         position = torch.arange(total, device=device)
         row = torch.searchsorted(begin, position, right=True) - 1
         numbers = row.where(position - begin[row] < lengths[row], -1)[None]
@@ -117,8 +118,7 @@ class _Size:
 
 def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
     micro_batch = model_input.micro_batch
-    packed = sum(round_up(length, shapes.packed_multiple) for length in micro_batch.data["input_lengths"].tolist())
-    return _Size(micro_batch.length * (1 if micro_batch.packed else micro_batch.size), packed)
+    return _Size(micro_batch.positions, packed_length(micro_batch.data, shapes))
 
 
 def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool) -> list[ModelInput]:

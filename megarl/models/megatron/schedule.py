@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.models.engine.attention import offsets
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
@@ -56,7 +57,7 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
     starts = model_input.layout.starts
     if starts is None:
         return None
-    limits = torch.tensor(starts, dtype=torch.int32, device=model_input.tokens.device)
+    limits = offsets(starts, model_input.tokens.device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=limits,

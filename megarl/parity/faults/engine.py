@@ -114,11 +114,7 @@ def _last_part_alone(original: Any) -> Any:
 
 
 def _targets_not_shifted(original: Any) -> Any:
-    def lay_out(*arguments: Any) -> Any:
-        laid = original(*arguments)
-        return replace(laid, targets=laid.tokens)
-
-    return lay_out
+    return lambda *arguments: [replace(laid, targets=laid.tokens) for laid in original(*arguments)]
 
 
 def _extremes_are_summed(original: Any) -> Any:
@@ -283,7 +279,7 @@ FAULTS: dict[str, Mutation] = {
     "targets-not-shifted": Mutation(
         "the model is scored on the token it has just read",
         lambda case: case.length >= 5,
-        replacing(f"{ENGINE}.model_input", "lay_out", _targets_not_shifted),
+        replacing(f"{ENGINE}.step", "lay_out_all", _targets_not_shifted),
     ),
     "context-parts-in-rank-order": Mutation(
         "parts of context-parallel ranks are joined in the order of the ranks, not of the tokens",

@@ -1,0 +1,306 @@
+"""Operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; the counts must not depend on the sequences.
+
+On a GPU each operation is a kernel that the host has to launch, and each sync a wait in which the host launches none. Both are counted on a
+CPU, where the same code runs:
+
+* an operation is a call that torch dispatches to a kernel; views and empty memory are left out. Attention over packed sequences is one call
+  of a FlashAttention kernel on a GPU, so that a stand-in of one operation, forward and backward, takes its place here;
+* a sync is a call that hands numbers of a tensor to the host, or that makes a tensor from a list or moves it to a device without
+  ``non_blocking``.
+
+What a global batch costs once is told from what each micro-batch costs by counting global batches of one and of three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import tiny
+from benchmarks.point import Metric, Point
+from megarl.models.engine.partial_attention import partial_attention, partial_gradients
+from megarl.patched import patched
+from tests.dist.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from megarl.models.policy import PolicyConfig
+
+TOKENS = 512
+SEQUENCES = (2, 16, 64)
+MOST_OPERATIONS = 700
+"""Of a global batch of one micro-batch of four layers, forward and backward, until the optimizer's step."""
+VIEWS = frozenset(
+    (
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "chunk",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "is_same_size",
+        "narrow",
+        "new_empty",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsqueeze",
+        "view",
+        "view_as",
+    )
+)
+HANDED_OVER = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"))
+
+
+@dataclass
+class Count:
+    """What was counted, by name of the operation and by place of the sync."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    syncs: Counter[str] = field(default_factory=Counter)
+
+
+def _place() -> str:
+    """The line of this project or of Megatron-Core that called torch."""
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        if "/torch/" not in frame.filename and not frame.filename.endswith(("benchmarks/cases/operations.py", "cuda_redirect.py")):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "unknown"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = func.name().split("::")[1].split(".")[0]
+        if name in HANDED_OVER:
+            self._count.syncs[_place()] += 1
+        if name not in VIEWS and name != "_local_scalar_dense":
+            self._count.operations[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Syncs(TorchFunctionMode):
+    """Those that torch does not dispatch, or that are none on a CPU."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        options = kwargs or {}
+        from_list = func in (torch.tensor, torch.as_tensor) and "device" in options and isinstance(args[0], list | tuple)
+        if from_list or _moves(func, args, options) or func in (torch.Tensor.tolist, torch.Tensor.cpu):
+            self._count.syncs[_place()] += 1
+        return func(*args, **options)
+
+
+def _moves(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether a call moves a tensor to a device and waits until it is there."""
+    return func is torch.Tensor.to and not options.get("non_blocking") and any(map(_is_device, (*args[1:], *options.values())))
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) or (isinstance(value, str) and value.startswith(("cpu", "cuda")))
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Count]:
+    """Counts what happens inside, backward passes among it."""
+    count = Count()
+    with _Syncs(count), _Operations(count):
+        yield count
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """Training and log-probabilities of each number of sequences; fails where a count depends on that number or is above its bound."""
+    pool = WorkerPool()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            model = tiny.save_model(Path(directory) / "model", TOKENS)
+            counts = {sequences: counts_of(pool, model, sequences) for sequences in SEQUENCES}
+    finally:
+        pool.close()
+    for sequences, found in counts.items():
+        yield Point({"sequences": sequences, "tokens": TOKENS}, {name: Metric.of("calls", [value]) for name, value in found.items()})
+    require_few(counts)
+
+
+def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
+    """Fail where a micro-batch has too many operations, more with more sequences, or waits for the device.
+
+    Args:
+        counts: for each number of sequences, what ``counts_of`` gives.
+    """
+    assert len({tuple(found.items()) for found in counts.values()}) == 1, f"counts depend on the number of sequences: {counts}"
+    found = next(iter(counts.values()))
+    assert found["train_operations"] <= MOST_OPERATIONS, f"{found['train_operations']} operations, at most {MOST_OPERATIONS}: {counts}"
+    assert found["train_syncs"] == found["logprob_syncs"] == 0, f"a micro-batch waits for the device: {counts}"
+
+
+def counts_of(pool: WorkerPool, model: Path, sequences: int) -> dict[str, int]:
+    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together.
+
+    Returns:
+        For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch, ``_syncs`` that each further
+        micro-batch adds, and ``_syncs_a_call``, those of a call with one.
+    """
+    found = pool.run(1, _counted, _config(model, sequences), sequences)[0]
+    metrics = {}
+    for name in ("train", "logprob"):
+        one, three = found[name, 1], found[name, 3]
+        metrics[f"{name}_operations"] = one.operations.total()
+        metrics[f"{name}_syncs"] = three.syncs.total() - one.syncs.total()
+        metrics[f"{name}_syncs_a_call"] = one.syncs.total()
+    return metrics
+
+
+def _config(model: Path, sequences: int) -> dict[str, Any]:
+    packing = {"enabled": True, "train_mb_tokens": TOKENS, "logprob_mb_tokens": TOKENS}
+    changes = {"train_global_batch_size": sequences, "max_total_sequence_length": TOKENS}
+    return tiny.policy_config(model, micro_batch=1, **changes, sequence_packing=packing)
+
+
+class _Stop(Exception):
+    """Raised in the place of the optimizer's step."""
+
+
+def _counted(config: PolicyConfig, sequences: int) -> dict[tuple[str, int], Count]:
+    """In a worker process: what calls with one and with three micro-batches take, once the first ones are through."""
+    from megarl.algorithms.loss_functions import NLLLoss
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.policy.batch_plan import shard_batch
+
+    worker = tiny.worker_of(config)
+
+    def stop(*arguments: Any) -> None:
+        raise _Stop
+
+    found: dict[tuple[str, int], Count] = {}
+    with one_operation_attention(), patched((worker.backend, "apply_gradients", stop)):
+        for micro_batches in (1, 3):
+            rows, length = micro_batches * sequences, TOKENS // sequences
+            ids = torch.randint(2, tiny.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+            batch: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((rows,), length)})
+            logprob = shard_batch(batch, config, 1, phase="logprob").shards[0]
+            batch.update(token_mask=torch.ones(rows, length), sample_mask=torch.ones(rows))
+            train = shard_batch(batch, config, 1, phase="train", global_batch=rows).shards[0]
+
+            def step(train: BatchedDataDict[Any] = train, rows: int = rows) -> None:
+                with contextlib.suppress(_Stop):
+                    worker.train(data=train, loss_fn=NLLLoss(), gbs=rows)
+
+            for name, call in (("train", step), ("logprob", lambda logprob=logprob: worker.get_logprobs(data=logprob))):
+                found[name, micro_batches] = _warm_count(call)
+    worker.backend.close()
+    return found
+
+
+def _warm_count(call: Callable[[], Any]) -> Count:
+    call()
+    with counting() as count:
+        call()
+    return count
+
+
+@contextlib.contextmanager
+def one_operation_attention() -> Iterator[None]:
+    """Attention takes the way that it takes on a GPU, with a kernel in its place that is one operation forward and one backward."""
+    from megarl.models.engine import attention
+
+    with patched((attention, "serves", lambda query: True), (attention, "varlen_kernel", lambda: _stand_in)):
+        yield
+
+
+def _stand_in(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, 0),
+) -> torch.Tensor:
+    """Called like ``varlen_attn``, for runs that see all of their own keys and no others."""
+    assert window_size == (-1, 0) and max_q == max_k, "a stand-in for whole sequences without a window"
+    output, _ = _forward(query, key, value, cu_seq_q, query.shape[-1] ** -0.5 if scale is None else scale)
+    return output
+
+
+@torch.library.custom_op("megarl_benchmarks::varlen", mutates_args=())
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, H, D], [T, G, D], [T, G, D] -> [T, H, D], and the log-sum-exp [T, H]."""
+    parts = [partial_attention(*_whole(run), scale, causal=True) for run in _runs(offsets, query, key, value)]
+    return tuple(torch.cat([part[which][0].transpose(0, 1) for part in parts]) for which in (0, 1))
+
+
+@torch.library.custom_op("megarl_benchmarks::varlen_backward", mutates_args=())
+def _backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    offsets: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    runs = _runs(offsets, gradient, query, key, value, output, logsumexp)
+    parts = [partial_gradients(*_whole(run), scale, causal=True) for run in runs]
+    return tuple(torch.cat([part[which][0].transpose(0, 1) for part in parts]) for which in (0, 1, 2))
+
+
+def _runs(offsets: torch.Tensor, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    with torch._C.DisableTorchFunction():  # what happens inside a kernel is not counted
+        limits = offsets.tolist()
+    for first, last in itertools.pairwise(limits):
+        yield tuple(tensor[first:last] for tensor in tensors)
+
+
+def _whole(run: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.transpose(0, 1)[None].contiguous() for tensor in run]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, offsets, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, offsets)
+    ctx.scale = scale
+
+
+def _pull_back(ctx: Any, gradient: torch.Tensor, unused: torch.Tensor) -> tuple[Any, ...]:
+    query, key, value, output, logsumexp, offsets = ctx.saved_tensors
+    return (*_backward(gradient, query, key, value, output, logsumexp, offsets, ctx.scale), None, None)
+
+
+_forward.register_autograd(_pull_back, setup_context=_keep)

@@ -1,0 +1,41 @@
+"""Operations and host syncs of a micro-batch, counted: few, and the same for any number of packed sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from benchmarks import tiny
+from benchmarks.cases.operations import TOKENS, counting, counts_of, require_few
+from tests.dist.pool import WorkerPool
+from tests.tiers import newest_megatron
+
+
+@newest_megatron
+def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path / "model", TOKENS)
+    require_few({sequences: counts_of(pool, model, sequences) for sequences in (2, 16)})
+
+
+def test_what_is_counted() -> None:
+    """One line a sync; operations without views; backward passes."""
+    tensor, host = torch.ones(3, requires_grad=True), torch.device("cpu")
+    with counting() as count:
+        (tensor * 2.0).sum().backward()
+        tensor.detach()[1:].view(2, 1).t()
+    assert count.operations == {"mul": 2, "sum": 1, "ones_like": 1}
+    assert count.syncs.total() == 0, count.syncs
+    with counting() as count:
+        float(tensor.detach()[0])
+        bool(tensor.detach()[0] > 0)
+        tensor.tolist()
+        tensor.cpu()
+        tensor.to(host)
+        torch.tensor([1, 2], device=host)
+        tensor.detach().nonzero()
+    assert count.syncs.total() == 7, count.syncs
+    with counting() as count:
+        torch.tensor([1, 2]).to(host, non_blocking=True)
+        tensor.to(torch.float64)
+    assert count.syncs.total() == 0, count.syncs
