@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from megarl.models.engine import logprobs
+from megarl.models.engine.heads import LogprobHead
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
 from megarl.models.generation.sampling import SamplingSettings, choose_tokens
 from tests.kept_tokens import expected_logprobs as expected_among_kept
@@ -177,11 +179,64 @@ def test_logits_are_not_written_to() -> None:
     assert torch.equal(logits, before)
 
 
-def test_logits_that_are_not_contiguous() -> None:
-    logits = random_logits(6, 4, 9, seed=14).requires_grad_().transpose(0, 1)
+@pytest.mark.parametrize("order", ["rows apart", "rows in another order", "columns apart"])
+def test_logits_that_are_not_contiguous(order: str) -> None:
+    source = {
+        "rows apart": random_logits(4, 6, 12, seed=14)[..., 2:11],
+        "rows in another order": random_logits(6, 4, 9, seed=14).transpose(0, 1),
+        "columns apart": random_logits(9, 4, 6, seed=14).permute(1, 2, 0),
+    }[order]
     targets = random_targets(4, 6, size=9, seed=15)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(9))
-    torch.testing.assert_close(measured.double(), expected_logprobs(logits.detach(), targets, 9, 1.0), atol=1e-5, rtol=0)
+    for overwrite in (False, True):
+        leaf = source.clone().requires_grad_()
+        placed = torch.empty_strided(source.shape, source.stride()).copy_(leaf)
+        measured = vocab_parallel_logprobs(placed, targets, VocabularyShard(9), overwrite=overwrite)
+        measured.sum().backward()
+        exact = source.double().requires_grad_()
+        expected = expected_logprobs(exact, targets, 9, 1.0)
+        expected.sum().backward()
+        torch.testing.assert_close(measured.detach().double(), expected.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("kept", [{}, {"top_k": 4, "top_p": 0.9}], ids=["all", "some"])
+def test_a_gradient_over_the_logits_is_the_same_in_their_memory(kept: dict[str, Any], padding: int) -> None:
+    targets, found = random_targets(7, size=12, seed=9), []
+    for overwrite in (False, True):
+        leaf = random_logits(7, 12 + padding, seed=8).requires_grad_()
+        logits = leaf * 1
+        measured = vocab_parallel_logprobs(
+            logits, targets, VocabularyShard(12), SamplingSettings(temperature=1.3, **kept), overwrite=overwrite
+        )
+        (measured * torch.arange(7)).sum().backward(retain_graph=True)
+        assert torch.equal(logits, leaf.grad if overwrite else leaf)
+        found += [measured.detach(), leaf.grad]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        measured.sum().backward()
+
+
+def test_a_loss_has_its_gradient_written_over_the_logits() -> None:
+    leaf = random_logits(1, 4, 9, seed=22).requires_grad_()
+    logits = leaf * 1
+    model_input: Any = SimpleNamespace(targets=random_targets(1, 4, size=9, seed=23), to_rows=lambda values: values)
+    LogprobHead(VocabularyShard(9)).next_token_logprobs(logits, model_input).sum().backward()
+    assert torch.equal(logits, leaf.grad)
+
+
+def test_temperatures_divide_as_python_numbers_do() -> None:
+    logits = random_logits(50, 101, seed=18)
+    for temperature in (0.7, 1.3, 1e-3, 3.0, 1 / 3):
+        assert torch.equal(logits / temperature, logprobs._divided(logits.clone(), temperature))
+
+
+def test_a_cpu_runs_the_pytorch_code_unless_it_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = logprobs._kernels.__wrapped__
+    monkeypatch.delenv("MEGARL_LOGPROB_KERNEL", raising=False)
+    assert choose("cpu") is None
+    monkeypatch.setenv("MEGARL_LOGPROB_KERNEL", "0")
+    assert choose("cpu") is None and choose("cuda") is None
 
 
 def test_gradient_of_a_weighted_sum_is_exact_by_finite_differences() -> None:

@@ -58,7 +58,7 @@ class LogprobHead:
     def next_token_logprobs(self, logits: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
         """[b, S-1] float32: entry i is the log-probability of token i+1 given tokens up to i."""
         # every position has a target, also a last one: cutting the logits instead would copy the largest tensor there is
-        return model_input.to_rows(vocab_parallel_logprobs(logits, model_input.targets, self.shard, self.sampling))
+        return model_input.to_rows(vocab_parallel_logprobs(logits, model_input.targets, self.shard, self.sampling, overwrite=True))
 
     def __call__(self, logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
         """``logprobs`` [b, S] float32: column 0 and everything beyond ``input_lengths`` exactly 0."""

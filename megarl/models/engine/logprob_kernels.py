@@ -1,0 +1,175 @@
+"""Triton kernels of the vocabulary-parallel log-probabilities: the logits are read once forward, and read and written once backward.
+
+They compute what the PyTorch code of ``megarl.models.engine.logprobs`` computes, which is their reference. Triton's interpreter runs them
+on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and ``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for
+devices that are not there; they have not been run on a GPU, and their block sizes are not tuned. Equal inputs give equal bits: each row is
+summed by one program, in one order.
+
+Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LARGEST_BLOCK = 4096
+"""Columns that one program has in its registers at a time: float32, 16 KiB over eight warps."""
+# finite, so that exponentials of a row that is minus infinity everywhere are 0 and not undefined
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def _scaled(places, mask, temperature, is_scaled: tl.constexpr):
+    """Logits over the temperature in float32, minus infinity where ``mask`` is false."""
+    values = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
+    if is_scaled:
+        # rounded as the bounds were, which are compared with it
+        values = tl.div_rn(values, temperature)
+    return values
+
+
+@triton.jit
+def _statistics(
+    logits,
+    targets,
+    bounds,
+    maxima,
+    totals,
+    target_logits,
+    row_stride,
+    start,
+    own,
+    temperature,
+    is_scaled: tl.constexpr,
+    is_bounded: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018), its target's logit."""
+    row = tl.program_id(0).to(tl.int64)
+    place = logits + row * row_stride
+    maximum = LOWEST + 0.0
+    total = 0.0
+    for first in range(0, own, block):
+        columns = first + tl.arange(0, block)
+        scaled = _scaled(place + columns, columns < own, temperature, is_scaled)
+        highest = tl.maximum(maximum, tl.max(scaled, 0))
+        shares = tl.exp(scaled - highest)
+        if is_bounded:
+            shares = tl.where(scaled < tl.load(bounds + row), 0.0, shares)
+        total = total * tl.exp(maximum - highest) + tl.sum(shares, 0)
+        maximum = highest
+    target = tl.load(targets + row) - start
+    is_mine = (target >= 0) & (target < own)
+    target_logit = _scaled(place + target, is_mine, temperature, is_scaled)
+    tl.store(maxima + row, maximum)
+    tl.store(totals + row, total)
+    tl.store(target_logits + row, tl.where(is_mine, target_logit, 0.0))
+
+
+@triton.jit
+def _gradient(
+    logits,
+    gradient,
+    targets,
+    bounds,
+    maxima,
+    scales,
+    target_weights,
+    row_stride,
+    gradient_stride,
+    start,
+    own,
+    width,
+    temperature,
+    is_scaled: tl.constexpr,
+    is_bounded: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One block of columns of one row a program; ``gradient`` may be ``logits``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    scaled = _scaled(logits + row * row_stride + columns, columns < own, temperature, is_scaled)
+    part = tl.exp(scaled - tl.load(maxima + row)) * tl.load(scales + row)
+    if is_bounded:
+        part = tl.where(scaled < tl.load(bounds + row), 0.0, part)
+    is_target = columns == tl.load(targets + row) - start
+    part += tl.where(is_target, tl.load(target_weights + row), 0.0)
+    part = tl.where(columns < own, part, 0.0)
+    tl.store(gradient + row * gradient_stride + columns, part.to(gradient.dtype.element_ty), mask=columns < width)
+
+
+INTERPRETED = not isinstance(_statistics, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels, on any device."""
+
+
+def _block(columns: int) -> tuple[int, int]:
+    """Columns of a program, and its warps."""
+    block = min(triton.next_power_of_2(columns), LARGEST_BLOCK)
+    return block, 8 if block == LARGEST_BLOCK else 4
+
+
+def statistics(
+    logits: torch.Tensor, targets: torch.Tensor, start: int, own: int, temperature: float, bounds: torch.Tensor | None
+) -> torch.Tensor:
+    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank).
+
+    Args:
+        logits: [T, V] of any floating dtype; columns adjacent, rows may lie apart.
+        targets: [T] int64, vocabulary indices.
+        start: vocabulary index of the first column.
+        own: columns that are no padding, at least 1.
+        temperature: what logits are divided by.
+        bounds: [T] float32: columns with a smaller scaled logit are left out of the sum; None leaves out none.
+    """
+    tokens = logits.shape[0]
+    found = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
+    if tokens:
+        block, warps = _block(own)
+        _statistics[(tokens,)](
+            logits,
+            targets.contiguous(),
+            logits if bounds is None else bounds,
+            *found,
+            *(logits.stride(0), start, own, temperature),
+            is_scaled=temperature != 1.0,
+            is_bounded=bounds is not None,
+            block=block,
+            num_warps=warps,
+        )
+    return found
+
+
+def write_gradient(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    start: int,
+    own: int,
+    temperature: float,
+    bounds: torch.Tensor | None,
+    maximum: torch.Tensor,
+    scale: torch.Tensor,
+    target_weight: torch.Tensor,
+) -> None:
+    """Write ``exp(x - maximum) * scale`` of each scaled logit x that is not left out, plus ``target_weight`` at the target.
+
+    Args:
+        gradient: [T, V], written to, columns of padding with 0; columns adjacent; it may be ``logits``.
+        logits, targets, start, own, temperature, bounds: as for ``statistics``.
+        maximum, scale, target_weight: [T] float32.
+    """
+    tokens, width = logits.shape
+    if not tokens:
+        return
+    block, warps = _block(width)
+    _gradient[(tokens, triton.cdiv(width, block))](
+        *(logits, gradient, targets.contiguous(), logits if bounds is None else bounds),
+        *(maximum.contiguous(), scale.contiguous(), target_weight.contiguous()),
+        *(logits.stride(0), gradient.stride(0), start, own, width, temperature),
+        is_scaled=temperature != 1.0,
+        is_bounded=bounds is not None,
+        block=block,
+        num_warps=warps,
+    )
