@@ -18,6 +18,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 # megatron-core for Python 3.12 is ahead of the newest one for 3.11; both have to work.
 NEWEST_MEGATRON=0.19.2
+# A build of PyTorch for CUDA brings its own; it interprets and compiles kernels without a GPU.
+TRITON=3.7.1
 ROOMS=(dist unit system launch)
 
 usage() {
@@ -79,6 +81,7 @@ parts() {
 # run_part NAME PYTEST_ARGUMENTS...: status 0 where it passes, or where what it needs is not here and not asked for.
 run_part() {
     local name=$1 needs spread what python="$VENV/bin/python" from=$SECONDS status=0
+    local -x PYTHONPATH="${PYTHONPATH:-}"
     shift
     IFS=$'\t' read -r _ needs spread what < <(parts "$name") || true
     [[ -n "$what" ]] || fail "--part $name: there is none of that name; the parts are $(parts | cut -f 1 | paste -sd ' ')"
@@ -86,6 +89,7 @@ run_part() {
     case $needs in
         vllm) prepare_environment "$VENV" vllm "$CONSTRAINTS" ;;
         slurm) prepare_slurm || return 0 ;;
+        triton) prepare_triton ;;
         newest-megatron) prepare_newest_megatron || return 0
             python=$newest ;;
     esac
@@ -104,6 +108,15 @@ prepare_slurm() {
         say "no Slurm here: left out (MEGARL_TEST_SLURM=1 installs it)"
         return 1
     fi
+}
+
+# Puts Triton on Python's path for the tests of this part, beside the environment: where other libraries find it, they take other ways.
+prepare_triton() {
+    local place="$ROOT/.venv-triton-$TRITON"
+    [[ -d "$place/triton" ]] || run_step "installing Triton $TRITON (0.2 GB to fetch)" "$place.log" \
+        "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --target "$place" \
+        --constraint "$CONSTRAINTS" "triton==$TRITON"
+    PYTHONPATH="$place${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 # Sets $newest to the Python of an environment with the newest Megatron-Core; status 1 where there is no Python 3.12 and nobody asked for one.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-NEWEST, SLURM, VLLM = "newest-megatron", "slurm", "vllm"
+NEWEST, SLURM, TRITON, VLLM = "newest-megatron", "slurm", "triton", "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Part:
     Attributes:
         what: its tests in a few words.
         files: patterns of paths below ``tests/``; a file belongs to the first part that names it.
-        needs: what else has to be installed: ``NEWEST`` (Python 3.12 and the newest Megatron-Core), ``SLURM`` or ``VLLM``; "" for nothing.
+        needs: what else has to be installed: ``NEWEST`` (Python 3.12 and the newest Megatron-Core), ``SLURM``, ``TRITON`` or
+            ``VLLM``; "" for nothing.
         share: (k, n) for every n-th case from the k-th on, where the files hold more than ten minutes; (0, 1) for all.
         spread: how pytest-xdist spreads it over processes; "no" where ranks fill the cores, or tests look at the whole machine.
     """
@@ -47,6 +48,7 @@ PARTS: Mapping[str, Part] = {
     **{f"experts-{k + 1}": Part("mixtures of experts in every layout", EXPERTS, share=(k, 2), spread="no") for k in range(2)},
     "megatron": Part("Megatron in every layout, other mixtures", ("dist/test_megatron_*",), spread="no"),
     "distributed": Part("FSDP1, refit, keys, foreign checkpoints, the parity fuzzer", ("dist/*",), spread="no"),
+    "kernels": Part("Triton kernels, interpreted and compiled", ("unit/test_logprob_kernels.py",), TRITON, spread="no"),
     "units": Part("converters, checkpoints, weight transport", ("unit/*",)),
     **{f"resume-{k + 1}": Part("runs killed at every step and moment", RESUME, share=(k, 3), spread="no") for k in range(3)},
     **{f"vllm-{k + 1}": Part("vLLM engines, refitted by every backend", VLLM_ENGINES, VLLM, (k, 2), "no") for k in range(2)},

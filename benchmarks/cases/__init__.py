@@ -28,6 +28,10 @@ CASES = {
     "pack.quality": Case("bins of each packing algorithm against the lower bound L2", "benchmarks.cases.pack_quality"),
     "pack.time": Case("time of best-fit decreasing against sorted() of the same lengths", "benchmarks.cases.pack_time"),
     "logprob.cpu": Case("vocabulary-parallel log-probabilities against eager log_softmax and gather", "benchmarks.cases.logprob_cpu"),
+    "logprob.passes": Case(
+        "how often the log-probabilities read and write the logits, counted: PyTorch code and Triton kernels",
+        "benchmarks.cases.logprob_passes",
+    ),
     "redirect.cost": Case(
         "torch calls under the CUDA redirection against plain ones, and its share of a step", "benchmarks.cases.redirect_cost"
     ),

@@ -1,0 +1,101 @@
+"""The Triton kernels of the log-probabilities: interpreted, against float64; what they read and write; compiled for three devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases.logprob_passes import MOST_BY_KERNELS, ROOM
+from megarl import env
+from tests.tiers import ROOT, slow
+
+pytestmark = [
+    slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here: bash launch/test.sh --part kernels installs it"),
+]
+# the tests' own process must not interpret: it compiles
+INTERPRETED = {**env.snapshot(), "TRITON_INTERPRET": "1", "MEGARL_LOGPROB_KERNEL": "1"}
+# half a unit in the last place of a gradient up to 2, which is handed back in the dtype of the logits; Triton's interpreter cuts bfloat16
+# off where a device rounds it
+SPACING = {"torch.bfloat16": 2**-7, "torch.float16": 2**-11}
+
+
+def interpreted(*module: str) -> str:
+    """What a Python module prints where the kernels run in Triton's interpreter."""
+    ran = subprocess.run([sys.executable, "-m", *module], cwd=ROOT, env=INTERPRETED, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def figures() -> Any:
+    return json.loads(interpreted("tests.unit.logprob_kernel_figures"))
+
+
+def test_values_and_gradients_equal_float64(figures: Any) -> None:
+    wrong = {
+        name: found
+        for name, found in figures["errors"].items()
+        if not (found["value"] < 1e-5 and found["gradient"] < 1e-5 + SPACING.get(name, 0.0))
+    }
+    assert not wrong and len(figures["errors"]) > 20
+
+
+def test_each_pass_reads_the_logits_once(figures: Any) -> None:
+    assert figures["passes"]["kernels"] == pytest.approx(MOST_BY_KERNELS, abs=ROOM)
+
+
+def test_rows_without_finite_logits_harm_no_other(figures: Any) -> None:
+    assert figures["finite"] == [False, False, False, True]
+
+
+def test_targets_that_are_no_token_give_what_the_pytorch_code_gives(figures: Any) -> None:
+    assert figures["ignored"] < 1e-6
+
+
+def test_the_tests_of_the_pytorch_code_hold_for_the_kernels() -> None:
+    chosen = "not (half_precision and dtype0)"  # whose gradient in bfloat16 the interpreter cuts off
+    interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen, "tests/unit/test_logprobs.py")
+
+
+def test_layouts_agree_where_the_kernels_compute() -> None:
+    """Whole training steps, on one and more ranks, against the reference that ``megarl parity`` has."""
+    interpreted("megarl", "parity", "--cases", "4", "--seed", "22")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100], ids=["A100", "H100", "B200"])
+def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For devices that are not here, down to their machine code; numbers are rounded there, not cut off."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megarl.models.engine import logprob_kernels as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compiled(kernel: Any, dtype: str, pointers: dict[str, str], integers: tuple[str, ...], **constants: Any) -> dict[str, Any]:
+        signature = {"logits": f"*{dtype}", **pointers, **dict.fromkeys(integers, "i32"), "temperature": "fp32"}
+        source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options={"num_warps": 8}).asm
+
+    for dtype, (is_scaled, is_bounded) in zip(("bf16", "fp16", "fp32"), itertools.product((True, False), repeat=2), strict=False):
+        constants = {"is_scaled": is_scaled, "is_bounded": is_bounded, "block": kernels.LARGEST_BLOCK}
+        sums = dict.fromkeys(("bounds", "maxima", "totals", "target_logits"), "*fp32")
+        pointers = {"targets": "*i64", **sums}
+        forward = compiled(kernels._statistics, dtype, pointers, ("row_stride", "start", "own"), **constants)
+        sums = dict.fromkeys(("bounds", "maxima", "scales", "target_weights"), "*fp32")
+        pointers = {"gradient": f"*{dtype}", "targets": "*i64", **sums}
+        integers = ("row_stride", "gradient_stride", "start", "own", "width")
+        backward = compiled(kernels._gradient, dtype, pointers, integers, **constants)
+        assert forward["cubin"] and backward["cubin"]
+        assert ["div.rn" in made["ptx"] for made in (forward, backward)] == [is_scaled] * 2
+        assert dtype == "fp32" or f"cvt.rn.{dtype.replace('fp', 'f')}" in backward["ptx"]
