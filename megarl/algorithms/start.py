@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.python_file import modules_from_files
+from megarl import env
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
+from megarl.distributed import nvml
+from megarl.errors import ConfigError, Violation
 from megarl.models.generation.engines import EngineKind, engine_kind, is_engine
 
 if TYPE_CHECKING:
@@ -82,6 +85,43 @@ def _import_for_driver() -> None:
             importlib.import_module(module)
 
 
+def uses_gpus(device: str, gpus: float) -> bool:
+    """Whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it takes GPUs where Ray has some.
+
+    Args:
+        device: ``cluster.device``.
+        gpus: of the Ray cluster.
+
+    Raises:
+        ConfigError: ``auto`` would take the CPU where a GPU is to be expected, in a job of Slurm or beside GPUs that the driver shows; or
+            ``MEGARL_DEVICE`` names another device than the configuration.
+    """
+    from megarl.distributed.device import wanted_device
+
+    said = wanted_device()
+    wanted = {device, said} - {"auto"}
+    if len(wanted) > 1:
+        fix = f"unset MEGARL_DEVICE, or write cluster.device={said}"
+        raise ConfigError([Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {said}", fix)])
+    if wanted:
+        return wanted == {"cuda"}
+    if not gpus:
+        _refuse_the_cpu_where_gpus_are_expected()
+    return gpus > 0
+
+
+def _refuse_the_cpu_where_gpus_are_expected() -> None:
+    job, present = env.text("SLURM_JOB_ID"), nvml.count_devices()
+    if job is None and not present:
+        return
+    where = f"the NVIDIA driver has {present} GPUs on this machine" if present else f"this is job {job} of Slurm"
+    fix = (
+        "write cluster.device=cpu to train on the CPU all the same; else give the job GPUs (sbatch --gpus-per-node=8), unset "
+        "CUDA_VISIBLE_DEVICES, and see what megarl doctor says of them"
+    )
+    raise ConfigError([Violation("cluster.device", "auto", f"Ray has no GPU, although {where}: it would silently train on the CPU", fix)])
+
+
 def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack, role: Role = ACTOR) -> Policy:
     """Reserve bundles for the workers and build the policy of a role on them, on a Ray that is started where none runs yet; the stack takes
     all of it down again."""
@@ -94,12 +134,11 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
     section = config["cluster"]
-    device = section["device"]
     nodes, ranks = training_shape(View(config))
     shares_devices = engine_of(config) is not None and generation_shape(View(config)) is None
     cluster = RayVirtualCluster(
         [ranks] * nodes,
-        use_gpus=device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0),
+        use_gpus=uses_gpus(section["device"], ray.cluster_resources().get("GPU", 0)),
         max_colocated_worker_groups=2 if shares_devices else 1,
         num_gpus_per_node=section["gpus_per_node"],
         name=algorithm_class(config["algorithm"]).section(),

@@ -211,7 +211,14 @@ class ClusterConfig(TypedDict):
     gpus_per_node: Annotated[int, Key("worker ranks a node, also where the ranks run on a CPU.", AT_LEAST_1)]
     num_nodes: Annotated[int, Key("nodes.", AT_LEAST_1)]
     device: NotRequired[
-        Annotated[Literal["auto", "cpu", "cuda"], Key('what the ranks run on; "auto" takes CUDA where there is one.', default="auto")]
+        Annotated[
+            Literal["auto", "cpu", "cuda"],
+            Key(
+                'what the ranks run on; "auto" takes GPUs where Ray has some, else the CPU; in a job of Slurm, and beside GPUs that '
+                "Ray does not have, it refuses to start on the CPU.",
+                default="auto",
+            ),
+        ]
     ]
     device_memory_gib: NotRequired[
         Annotated[

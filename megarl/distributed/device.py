@@ -204,6 +204,24 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def wanted_device() -> str:
+    """``auto``, ``cpu`` or ``cuda``: what ``MEGARL_DEVICE`` says.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    wanted = env.text("MEGARL_DEVICE") or "auto"
+    if wanted not in {"auto", "cpu", "cuda"}:
+        raise ValueError(f"MEGARL_DEVICE = {wanted!r}: expected auto, cpu or cuda")
+    return wanted
+
+
+def will_use_cuda() -> bool:
+    """Whether ``runtime`` will choose a CUDA device, without making CUDA ready: processes that fork afterwards may still use it."""
+    # is_available() may initialise the driver; this asks NVML
+    return wanted_device() != "cpu" and torch.cuda.device_count() > 0
+
+
 @lru_cache(maxsize=1)
 def runtime() -> DeviceRuntime:
     """The runtime of this process.
@@ -211,9 +229,7 @@ def runtime() -> DeviceRuntime:
     ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a configuration; ``auto`` means CUDA where
     there is one. The CUDA device is ``LOCAL_RANK`` modulo the devices this process can see.
     """
-    wanted = env.text("MEGARL_DEVICE", "auto")
-    if wanted not in {"auto", "cpu", "cuda"}:
-        raise ValueError(f"MEGARL_DEVICE = {wanted!r}: expected auto, cpu or cuda")
+    wanted = wanted_device()
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ValueError("MEGARL_DEVICE = 'cuda': this process sees no CUDA device; set cluster.device=cpu or run where there is one")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl import env
 
 MEBIBYTE = 1024 * 1024
+_KERNEL_LIST = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ def nvml_context() -> Iterator[Any]:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def count_devices() -> int:
+    """GPUs of this machine, also those that ``CUDA_VISIBLE_DEVICES`` hides; where NVML does not answer, those that the driver lists in
+    the file system, and 0 without a driver."""
+    try:
+        with nvml_context() as nvml:
+            return int(_asked(nvml, nvml.nvmlDeviceGetCount))
+    except RuntimeError:
+        return len(list(_KERNEL_LIST.glob("*")))
 
 
 def device_id_to_physical_device_id(device_id: int) -> int:

@@ -193,7 +193,7 @@ class RayVirtualCluster:
     def _advice(self, kind: str, amount: int) -> str:
         if not is_single_host():
             return "start more Ray nodes, or ask for fewer bundles"
-        return f"call init_ray(num_cpus={amount})" if kind == "CPU" else "pass use_gpus=False, or ask for fewer bundles"
+        return f"call init_ray(num_cpus={amount})" if kind == "CPU" else "pass use_gpus=False (cluster.device=cpu), or ask for fewer"
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
         bundle = {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}

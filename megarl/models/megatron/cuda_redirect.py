@@ -14,7 +14,8 @@ Everything that is redirected is listed here and nowhere else. It happens in thr
   a router's count of tokens). On a CPU they stay plain functions: torch's compiler takes seconds of every worker's start to load, then
   runs a C++ compiler, and fuses nothing worth it there.
 
-In a process with CUDA every function here does nothing at all.
+In a process that computes on CUDA every function here does nothing at all. Which device that is, megarl's runtime says: with
+``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core is told that there is no CUDA.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.distributed.device import runtime, will_use_cuda
 from megarl.patched import patched
 
 CPU = torch.device("cpu")
@@ -37,8 +39,8 @@ _TENSOR_TYPES = {
 
 
 def needed() -> bool:
-    """True in a process without CUDA."""
-    return not torch.cuda.is_available()
+    """True in a process that computes on a CPU."""
+    return not runtime().is_cuda
 
 
 def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
@@ -52,8 +54,7 @@ def without_compiler() -> Iterator[None]:
 
     Megatron-Core takes hold of ``torch.compile`` once, when it is first imported: if that is here, none of its functions is ever compiled.
     """
-    # is_available() would initialise the driver, and processes that fork after the import could not use CUDA; this asks NVML
-    if torch.cuda.device_count():
+    if will_use_cuda():
         yield
         return
     with patched((torch, "compile", _uncompiled)):
@@ -189,6 +190,8 @@ def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 _CUDA_STAND_INS: dict[str, Any] = {
+    "is_available": lambda: False,
+    "device_count": lambda: 0,
     "current_device": lambda: CPU,
     "current_stream": lambda *args, **kwargs: _STREAM,
     "default_stream": lambda *args, **kwargs: _STREAM,

@@ -50,7 +50,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         # over gloo, silently; sends and receives of their own, overlapped, do not.
         interleaved = {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         # freeing what is still being sent is safe in a CUDA stream only; gloo would send whatever comes to lie there
-        interleaved["deallocate_pipeline_outputs"] = torch.cuda.is_available()
+        interleaved["deallocate_pipeline_outputs"] = runtime().is_cuda
     else:
         interleaved = {"deallocate_pipeline_outputs": True}
     settings = megatron_settings(architecture)

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from converters.mapping.rule import fused_norms
+from megarl.distributed.device import runtime
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
@@ -207,8 +208,8 @@ def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
 
 
 def transformer_engine_available() -> bool:
-    """True when Transformer Engine can serve: a CUDA device and the package."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """True when Transformer Engine can serve: this process computes on a CUDA device, and the package is there."""
+    return runtime().is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _layers_of_chunk(config: TransformerConfig, chunk: int | None) -> list[int]:
@@ -239,7 +240,7 @@ def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlo
             if has_experts:
                 with_our_router(layer.submodules.mlp)
         return block
-    reason = "no CUDA device" if not torch.cuda.is_available() else "Transformer Engine is not installed: attention and norms are unfused"
+    reason = "no CUDA device" if not runtime().is_cuda else "Transformer Engine is not installed: attention and norms are unfused"
     logger.info("layer spec: portable (%s)", reason)
     layers = [_portable_layer(config, sparse=has_experts) for has_experts in sparse]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

@@ -1,0 +1,161 @@
+"""Which device a process and a run compute on: what is asked for, what is there, and no CPU by mistake. A GPU is pretended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.start import uses_gpus
+from megarl.distributed import nvml
+from megarl.distributed.device import runtime, will_use_cuda
+from megarl.errors import ConfigError
+from megarl.models.megatron import cuda_redirect
+from tests.dist.batches import make_batch
+from tests.gpu import jobs
+from tests.models import make_tiny, policy_config
+from tests.tiers import slow
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch says that there is a GPU; the runtime of this process is made anew, before and after."""
+    runtime.cache_clear()
+    _pretend_a_gpu(monkeypatch.setattr)
+    monkeypatch.delenv("MEGARL_DEVICE", raising=False)
+    yield
+    runtime.cache_clear()
+
+
+def _pretend_a_gpu(replace: Any = setattr) -> None:
+    replace(torch.cuda, "is_available", lambda: True)
+    replace(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("said", "device", "backend"), [("cpu", "cpu", "gloo"), ("auto", "cuda:1", "nccl"), ("", "cuda:1", "nccl"), ("cuda", "cuda:1", "nccl")]
+)
+def test_the_environment_decides_on_a_machine_with_gpus(said: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", said)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (runtime().device, runtime().backend) == (torch.device(device), backend)
+    assert will_use_cuda() is (device != "cpu")
+    assert cuda_redirect.needed() is (device == "cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_megatron_is_redirected_beside_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    cuda_redirect.install()
+    try:
+        assert torch.cuda.current_device() == torch.device("cpu")
+        assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)
+        with cuda_redirect.cuda_literals():
+            assert torch.zeros(2, device="cuda").device.type == "cpu"
+    finally:
+        cuda_redirect.restore()
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 2)
+
+
+def test_a_device_that_there_is_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="MEGARL_DEVICE = 'gpu': expected auto, cpu or cuda"):
+        will_use_cuda()
+
+
+# the ranks of a run
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, job: str = "", said: str = "") -> None:
+    monkeypatch.setattr(nvml, "count_devices", lambda: gpus)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("MEGARL_DEVICE", said)
+
+
+@pytest.mark.parametrize(
+    ("device", "of_ray", "machine", "expected"),
+    [
+        ("auto", 0, {}, False),
+        ("auto", 8, {}, True),
+        ("auto", 8, {"gpus": 8, "job": "7"}, True),
+        ("auto", 8, {"said": "cpu", "gpus": 8}, False),
+        ("auto", 0, {"said": "cpu", "job": "7"}, False),
+        ("auto", 0, {"said": "cuda"}, True),
+        ("cpu", 8, {"gpus": 8, "job": "7"}, False),
+        ("cpu", 0, {"said": "cpu"}, False),
+        ("cuda", 0, {}, True),
+        ("cuda", 8, {"said": "auto"}, True),
+    ],
+)
+def test_what_the_ranks_run_on(
+    device: str, of_ray: float, machine: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_machine(monkeypatch, **machine)
+    assert uses_gpus(device, of_ray) is expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        ({"job": "4711"}, "this is job 4711 of Slurm"),
+        ({"gpus": 8}, "the NVIDIA driver has 8 GPUs"),
+        ({"gpus": 4, "job": "4711"}, "the NVIDIA driver has 4 GPUs"),
+    ],
+    ids=["slurm", "driver", "both"],
+)
+def test_auto_takes_no_cpu_where_gpus_are_expected(machine: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, **machine)
+    with pytest.raises(ConfigError, match=message) as refused:
+        uses_gpus("auto", 0.0)
+    assert "cluster.device=cpu" in str(refused.value)
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_two_different_devices_are_refused(device: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, said=said)
+    with pytest.raises(ConfigError, match=f"cluster.device = '?{device}'?.*MEGARL_DEVICE = {said}"):
+        uses_gpus(device, 8)
+
+
+def test_gpus_are_counted_by_the_driver_and_else_by_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlShutdown=lambda: None)
+    monkeypatch.setattr(nvml, "_KERNEL_LIST", tmp_path / "gpus")
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**vars(nothing), nvmlDeviceGetCount=lambda: 4))
+    assert nvml.count_devices() == 4
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.count_devices() == 0
+    for name in ("0000:1a:00.0", "0000:3b:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    assert nvml.count_devices() == 2
+
+
+# a worker
+
+
+def _start_beside_a_gpu(pretended: bool) -> None:
+    if pretended:
+        _pretend_a_gpu()
+    jobs.start("cpu")
+
+
+@slow
+def test_a_worker_on_the_cpu_of_a_machine_with_gpus_computes_the_same(tmp_path: Path) -> None:
+    """Bit for bit what it computes where there is none."""
+    config = policy_config(make_tiny(tmp_path / "model", "qwen2", tied=True))
+    batches = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2)]
+    found = []
+    for pretended in (False, True):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, initializer=_start_beside_a_gpu, initargs=(pretended,)) as process:
+            found.append(process.submit(jobs.train, config, batches).result(timeout=300))
+    plain, beside = found
+    assert plain["measured"] == beside["measured"]
+    assert jobs.differing(plain["weights"], beside["weights"]) == []
