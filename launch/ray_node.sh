@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# One node of the Ray cluster of a Slurm job. launch/slurm_job.sh starts it on every node by one srun; its arguments are the command that
-# the first node runs once all the others are there. The nodes meet in MEGARL_ATTEMPT_DIR, a directory that all of them see:
+# One node of the Ray cluster of a Slurm job. launch/slurm_job.sh starts it on every node by one srun. Its arguments are what the first node
+# runs once all the others are there: the number of words of a check, those words, and the command of the job. The nodes meet in
+# MEGARL_ATTEMPT_DIR, a directory that all of them see:
 #
 #   ray_token        made by the batch script; who does not see it does not share the directory
 #   head             address of Ray on the first node, once it answers
@@ -11,6 +12,8 @@
 #   node-N.log       what Ray says on node N; driver.log: what the command says
 set -euo pipefail
 
+PREFLIGHT=("${@:2:$1}")
+shift $((1 + $1))
 NODE=$SLURM_NODEID
 NAME=$SLURMD_NODENAME
 DIR=$MEGARL_ATTEMPT_DIR
@@ -91,12 +94,14 @@ leave() {
     exit "$code"
 }
 
-# Ray holds a connection for every worker; most systems start with 1024 files.
-raise_file_limit() {
+# Ray holds a connection for every worker; most systems start with 1024 files. NCCL registers memory with InfiniBand devices, which counts as
+# locked.
+raise_limits() {
     local limit
     limit=$(ulimit -Hn)
     [[ "$limit" != unlimited ]] && ((limit <= 65535)) || limit=65535
     ulimit -n "$limit" 2>/dev/null || true
+    ulimit -l unlimited 2>/dev/null || ulimit -l "$(ulimit -Hl)" 2>/dev/null || true
 }
 
 check_shared_directory() {
@@ -152,15 +157,33 @@ wait_for_people() {
     wait_until 2147483647 test -e "$DIR/stop_requested" || return "$LOST_NODE"
 }
 
+# run_to_end COMMAND...: returns its exit code; what it says goes into driver.log as well.
+run_to_end() {
+    local code=0
+    "$@" > >(tee -a -- "$DIR/driver.log") 2>&1 </dev/null &
+    DRIVER_PID=$!
+    # A trap ends a wait, not the driver.
+    while kill -0 "$DRIVER_PID" 2>/dev/null; do wait "$DRIVER_PID" || true; done
+    wait "$DRIVER_PID" || code=$?
+    DRIVER_PID=""
+    return "$code"
+}
+
+# What a run would find out after minutes: GPUs that Slurm did not give, nodes that do not reach one another.
+check_cluster() {
+    local code=0
+    ((${#PREFLIGHT[@]})) || return 0
+    run_to_end "${PREFLIGHT[@]}" || code=$?
+    ((code)) || return 0
+    say "the nodes were checked and this job cannot run on them (exit code $code). Fix: see above; MEGARL_CHECK_NODES=0 leaves the check out"
+    publish driver.rc "$code"
+    exit "$code"
+}
+
 run_driver() {
     local code=0
     if (($#)); then
-        "$@" > >(tee -a -- "$DIR/driver.log") 2>&1 </dev/null &
-        DRIVER_PID=$!
-        # A trap ends a wait, not the driver.
-        while kill -0 "$DRIVER_PID" 2>/dev/null; do wait "$DRIVER_PID" || true; done
-        wait "$DRIVER_PID" || code=$?
-        DRIVER_PID=""
+        run_to_end "$@" || code=$?
     else
         wait_for_people || code=$?
     fi
@@ -186,12 +209,13 @@ join_head() {
 
 trap leave EXIT
 trap 'exit 143' TERM INT
-raise_file_limit
+raise_limits
 check_shared_directory
 if ((NODE == 0)); then
     start_head
     await_nodes
     write_attach_script
+    check_cluster
     run_driver "$@"
 else
     join_head

@@ -14,6 +14,10 @@ FIRST_PORT=10000
 STOPPING=0
 PREEMPTED=0
 NEEDS_CHECKPOINT=1
+# A command that runs once Ray is up on all nodes, and has to end with 0 before the job's own command begins.
+PREFLIGHT=()
+# More threads than these have nothing to do in a rank beside a GPU: copies, tokenizing, files.
+MOST_THREADS=16
 
 say() { printf 'megarl: %s\n' "$*" >&2; }
 
@@ -67,17 +71,58 @@ make_attempt_directory() {
 
 container_options() {
     local image=${MEGARL_CONTAINER_IMAGE:-}
+    local mounts
     [[ -n "$image" ]] || return 0
     [[ "$image" != /* || -e "$image" ]] || fail 2 "MEGARL_CONTAINER_IMAGE = $image does not exist on $(hostname). Fix: correct the path, or import the image"
     SRUN+=(--container-image="$image" --no-container-mount-home --container-workdir="$PWD")
-    SRUN+=(--container-mounts="$MEGARL_ROOT:$MEGARL_ROOT,$PWD:$PWD,$JOB_DIR:$JOB_DIR${MEGARL_CONTAINER_MOUNTS:+,$MEGARL_CONTAINER_MOUNTS}")
+    mounts="$MEGARL_ROOT:$MEGARL_ROOT,$PWD:$PWD,$JOB_DIR:$JOB_DIR${MEGARL_CONTAINER_MOUNTS:+,$MEGARL_CONTAINER_MOUNTS}"
+    SRUN+=(--container-mounts="$mounts")
+    check_model_cache "$mounts"
+}
+
+# check_model_cache MOUNTS: a container sees no home directory, and so nothing that was fetched into ~/.cache/huggingface.
+check_model_cache() {
+    local mount
+    if [[ -n "${HF_HOME:-}" ]]; then
+        while IFS=: read -r _ mount _; do
+            [[ "$HF_HOME/" != "${mount%/}/"* ]] || return 0
+        done < <(tr , "\n" <<<"$1")
+    fi
+    say "HF_HOME = ${HF_HOME:-} is not on a directory that the container sees: models and data sets would be fetched anew by every job, or not be" \
+        "found. Fix: export HF_HOME=DIRECTORY on a disk that all nodes share, and MEGARL_CONTAINER_MOUNTS=DIRECTORY:DIRECTORY"
+}
+
+# CPUs of the smallest node of the job, out of what Slurm writes as 72(x2),36; nothing where it does not say.
+cpus_of_nodes() {
+    tr , "\n" <<<"${SLURM_JOB_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-}}" | sed -E "s/\(x[0-9]+\)//" | sort -n | head -n 1
+}
+
+# GPUs of the job on this node, which is its first.
+gpus_of_node() {
+    local gpus=${SLURM_GPUS_ON_NODE:-}
+    [[ "$gpus" =~ ^[0-9]+$ ]] || gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c "^GPU ") || true
+    printf "%d\n" "${gpus:-0}"
+}
+
+# OpenMP threads of a rank: its share of the cores where it works beside a GPU; one on a CPU, where the ranks fill the cores.
+threads_of_rank() {
+    local gpus cpus threads=1
+    gpus=$(gpus_of_node) cpus=$(cpus_of_nodes)
+    ((gpus == 0 || ${cpus:-0} == 0)) || threads=$((cpus / gpus))
+    ((threads <= MOST_THREADS)) || threads=$MOST_THREADS
+    printf "%d\n" $((threads > 1 ? threads : 1))
 }
 
 # --overlap: also inside of salloc or another step, where srun would wait for ever for nodes that its own job holds.
 build_srun() {
+    local extra cpus
     SRUN=(srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --overlap --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL)
+    # All processes of a node are in its one task: it has to have all CPUs, and be bound to none, also where a site binds tasks to cores.
+    cpus=$(cpus_of_nodes)
+    [[ -z "$cpus" ]] || SRUN+=(--cpus-per-task="$cpus")
+    # The limits of the host of the submission, of locked memory above all, are not those that a compute node needs.
+    SRUN+=(--cpu-bind=none --propagate=NONE)
     container_options
-    local extra
     read -r -a extra <<<"${MEGARL_SRUN_ARGS:-}"
     SRUN+=("${extra[@]}")
 }
@@ -87,6 +132,7 @@ show_plan() {
     say "nodes        $NODES"
     say "ports        ${MEGARL_PORT_BASE:-none}"
     say "srun         $(printf '%q ' "${SRUN[@]}")"
+    ((${#PREFLIGHT[@]} == 0)) || say "check        $(printf "%q " "${PREFLIGHT[@]}")"
     say "command      $(printf '%q ' "$@")"
 }
 
@@ -214,7 +260,7 @@ run_ray_job() {
     MEGARL_NODE_NAMES=$(IFS=,; printf '%s' "${names[*]}")
     export MEGARL_NODE_NAMES
     warn_of_short_limit
-    supervise bash "$MEGARL_ROOT/launch/ray_node.sh" "$@"
+    supervise bash "$MEGARL_ROOT/launch/ray_node.sh" "${#PREFLIGHT[@]}" "${PREFLIGHT[@]}" "$@"
     conclude
 }
 
@@ -231,11 +277,15 @@ run_plain_job() {
     conclude
 }
 
-# The environment that launch/environment.sh makes, where there is one; inside of a container, or with modules, the Python on PATH.
+# The environment that launch/gpu_environment.sh or launch/environment.sh makes, where there is one; inside of a container, or with modules,
+# the Python on PATH.
 use_environment() {
-    local venv=${MEGARL_VENV:-$MEGARL_ROOT/.venv}
+    local threads venv=${MEGARL_VENV:-$MEGARL_ROOT/.venv-gpu}
+    [[ -n "${MEGARL_VENV:-}" || -d "$venv" ]] || venv=$MEGARL_ROOT/.venv
     if [[ -x "$venv/bin/python" && (-z "${MEGARL_CONTAINER_IMAGE:-}" || -n "${MEGARL_VENV:-}") ]]; then
         export PATH="$venv/bin:$PATH"
     fi
-    export PYTHONPATH="$MEGARL_ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+    threads=$(threads_of_rank)
+    export PYTHONPATH="$MEGARL_ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
+    export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 }

@@ -1,9 +1,10 @@
-"""Small pure helpers of the worker groups: merging of Ray options, profiler options and the words that name a worker."""
+"""Small helpers of the worker groups: merging of Ray options, profiler options, threads, and the words that name a worker."""
 
 from __future__ import annotations
 
 import copy
 import fnmatch
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,6 +75,23 @@ def get_nsight_config_if_pattern_matches(worker_name: str, patterns: str | None 
             "capture-range-end": "stop",
         }
     }
+
+
+MOST_THREADS = 16
+"""More have nothing to do in a rank beside a GPU: copies, tokenizing, files."""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_of_rank(cores: int, ranks: int) -> int:
+    """OpenMP threads of a rank beside a GPU: its share of the cores of its node, at most ``MOST_THREADS``.
+
+    Ranks on a CPU have one thread each: they fill the cores themselves.
+    """
+    return min(max(cores // ranks, 1), MOST_THREADS)
 
 
 def format_coordinates(rank: int, coordinates: Mapping[str, int] | None, host: str) -> str:

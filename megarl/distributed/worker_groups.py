@@ -27,7 +27,12 @@ from megarl.distributed.worker_dispatch import (
     refuse_positional,
     workers_on_first_of,
 )
-from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches, recursive_merge_options
+from megarl.distributed.worker_group_utils import (
+    get_nsight_config_if_pattern_matches,
+    recursive_merge_options,
+    threads_of_rank,
+    usable_cores,
+)
 from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBuilder, WorkerSpec, kill_actor, start_workers
 from megarl.distributed.worker_places import WorkerPlace, place_workers
 from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
@@ -124,7 +129,9 @@ class RayWorkerGroup:
 
     def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
         groups = self.cluster.get_placement_groups()
-        shared_env = {"OMP_NUM_THREADS": "1", **forwarded_environment(), **env_vars}
+        ranks = max(group.bundle_count for group in groups)
+        threads = threads_of_rank(usable_cores(), ranks) if self.cluster.use_gpus else 1
+        shared_env = {"OMP_NUM_THREADS": str(threads), **forwarded_environment(), **env_vars}
         profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
         options = recursive_merge_options({"runtime_env": {"env_vars": shared_env}}, {"runtime_env": profiler})
         sharding = self.sharding_annotations

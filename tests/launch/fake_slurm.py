@@ -9,6 +9,7 @@ FAKE_SRUN       "dies": srun ends with 9 at once; "loses": after the cluster is 
 FAKE_MISSING    node that never registers with Ray
 FAKE_REQUEUE    exit code of "scontrol requeue"
 FAKE_RAY_FAILS  node on which Ray ends at once
+FAKE_NODES_CHECK  exit code of "megarl doctor --nodes"
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ while True: server.accept()[0].close()' $port
 
 PYTHON_M = """
 case "$*" in
+    *"doctor --nodes"*) [ -z "${FAKE_NODES_CHECK:-}" ] || { echo "failed GPUs Ray has n1: 0, n2: 0"; exit "$FAKE_NODES_CHECK"; } ;;
     *megarl.distributed.ray_nodes*)
         until [ $(grep -c ^ray "$FAKE_CALLS") -ge $(echo $FAKE_HOSTS | wc -w) ]; do sleep 0.05; done
         [ -z "${FAKE_MISSING:-}" ] || { echo "megarl: 1 of 2 nodes did not join Ray within 1 s: $FAKE_MISSING." >&2; exit 3; } ;;

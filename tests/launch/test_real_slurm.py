@@ -228,6 +228,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]
 def test_the_quickstart_over_two_nodes(slurm: LoopbackSlurm, quickstart: Quickstart, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, *TRAIN, str(quickstart.config), *LAYOUT, ONE_RANK_A_NODE[0])
     job.finish()
+    # the nodes were checked before the run
+    assert "2 ranks on 2 nodes added" in job.log and "megarl can work on the cluster" in job.log
     assert yaml.safe_load((job.run_dir / "config.yaml").read_text())["cluster"]["num_nodes"] == 2
     quickstart.check(job.run_dir)
 

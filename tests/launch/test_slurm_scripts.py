@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -326,8 +328,119 @@ def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> No
         command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    expected = ["-m", "megarl.cli", "train", "run.yaml", "cluster.num_nodes=2", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
-    assert expected in job.calls("python")
+    arguments = ["run.yaml", "cluster.num_nodes=2", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
+    calls = [words for words in job.calls("python") if words[1] == "megarl.cli"]
+    assert calls == [["-m", "megarl.cli", "doctor", "--nodes", *arguments], ["-m", "megarl.cli", "train", *arguments]]
+
+
+def submit_training(job: Job, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (job.directory / "run.yaml").touch()
+    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", *arguments]
+    return subprocess.run(
+        command, cwd=job.directory, env={**job.variables, **variables}, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
+    )
+
+
+@pytest.mark.parametrize("code", ["1", "2"])
+def test_nodes_that_cannot_run_it_end_the_job_before_it_starts(job: Job, code: str) -> None:
+    done = submit_training(job, "a key=two words", FAKE_NODES_CHECK=code)
+    assert done.returncode == int(code)
+    assert "Ray has n1: 0, n2: 0" in done.stdout + done.stderr and "Ray has n1: 0" in (job.attempt() / "driver.log").read_text()
+    assert "MEGARL_CHECK_NODES=0 leaves the check out" in done.stderr
+    # the words of the check are those of the run, spaces and all
+    assert ["-m", "megarl.cli", "doctor", "--nodes", "run.yaml", "cluster.num_nodes=2", "a key=two words"] in job.calls("python")
+    assert not any("train" in words for words in job.calls("python")) and not job.requeues()
+
+
+def test_the_check_of_the_nodes_can_be_left_out(job: Job) -> None:
+    assert submit_training(job, FAKE_NODES_CHECK="1", MEGARL_CHECK_NODES="0").returncode == 0
+    assert any("train" in words for words in job.calls("python")) and not any("doctor" in words for words in job.calls("python"))
+
+
+@pytest.mark.parametrize(("slurm_says", "cpus"), [("72(x2)", "72"), ("128,64(x3)", "64"), ("8", "8")])
+def test_the_one_task_of_a_node_has_all_cpus_and_is_bound_to_none(job: Job, slurm_says: str, cpus: str) -> None:
+    assert job.run(DRIVER + "exit 0", SLURM_JOB_CPUS_PER_NODE=slurm_says) == 0, job.log
+    [srun] = job.calls("srun")
+    assert {f"--cpus-per-task={cpus}", "--cpu-bind=none", "--propagate=NONE"} <= set(srun)
+
+
+def test_without_slurm_s_word_no_number_of_cpus_is_asked_for(job: Job) -> None:
+    del job.variables["SLURM_CPUS_ON_NODE"]
+    assert job.run(DRIVER + "exit 0") == 0, job.log
+    assert not any(word.startswith("--cpus-per-task") for word in job.calls("srun")[0])
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, "1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "96(x2)"}, "12"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "224(x2)"}, "16"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}, "1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "96(x2)", "OMP_NUM_THREADS": "3"}, "3"),
+        ({"FAKE_GPUS": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2)"}, "8"),
+    ],
+    ids=["no GPU", "share", "most", "least", "given", "driver"],
+)
+def test_threads_of_a_rank(job: Job, variables: dict[str, str], threads: str) -> None:
+    """One on a CPU, where the ranks fill the cores; beside a GPU its share of them. Where Slurm does not count GPUs the driver does."""
+    if "FAKE_GPUS" in variables:
+        smi = job.directory / "bin" / "nvidia-smi"
+        smi.write_text('#!/bin/sh\nfor gpu in $(seq $FAKE_GPUS); do echo "GPU $gpu: NVIDIA H100 (UUID: GPU-$gpu)"; done\n')
+        smi.chmod(0o755)
+    assert job.run(DRIVER + 'echo "threads $OMP_NUM_THREADS"', **variables) == 0, job.log
+    assert f"threads {threads}\n" in job.log
+
+
+def test_a_node_takes_all_the_locked_memory_that_it_may(job: Job) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    assert job.run(DRIVER + "ulimit -l; ulimit -Hl") == 0, job.log
+    got, most = (job.attempt() / "driver.log").read_text().splitlines()[-2:]
+    assert got == most, f"soft {soft}, hard {hard} before"
+
+
+@pytest.mark.parametrize(
+    ("home", "mounts", "warns"),
+    [
+        ("", "", True),
+        ("/data/hf", "", True),
+        ("/data/hf", "/data:/data", False),
+        ("/data/hf", "/x:/dat", True),
+        ("/data/hf", "/x:/data/hf:ro", False),
+    ],
+)
+def test_models_that_a_container_would_not_see_are_told(job: Job, home: str, mounts: str, warns: bool) -> None:
+    image = job.directory / "megarl.sqsh"
+    image.touch()
+    assert job.run(DRIVER + "exit 0", MEGARL_CONTAINER_IMAGE=str(image), HF_HOME=home, MEGARL_CONTAINER_MOUNTS=mounts) == 0, job.log
+    assert (f"HF_HOME = {home} is not on a directory that the container sees" in job.log) is warns
+
+
+def test_the_environment_for_gpus_is_taken_where_there_is_one(job: Job) -> None:
+    clone = job.directory / "clone"
+    shutil.copytree(ROOT / "launch", clone / "launch")
+    for name in (".venv", ".venv-gpu"):
+        (clone / name / "bin").mkdir(parents=True)
+        for program in ("python", "ray"):
+            (clone / name / "bin" / program).symlink_to(job.directory / "bin" / program)
+    del job.variables["MEGARL_VENV"]
+
+    def environment() -> str:
+        command = [
+            "bash",
+            str(clone / "launch" / "ray.sbatch"),
+            "bash",
+            "-c",
+            'command -v python; touch "$MEGARL_ATTEMPT_DIR/driver_started"',
+        ]
+        done = subprocess.run(
+            command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=True
+        )
+        return Path(done.stdout.splitlines()[-1]).parents[1].name
+
+    assert environment() == ".venv-gpu"
+    shutil.rmtree(clone / ".venv-gpu")
+    assert environment() == ".venv"
 
 
 @pytest.mark.parametrize("name", ["grpo-qwen2.5-7b-8gpu-megatron", "grpo-qwen2.5-7b-8gpu-megatron.yaml"])

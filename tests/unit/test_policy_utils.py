@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ConfigError
-from megarl.models.policy import utils
+from megarl.models.policy import PolicyConfig, utils
+from megarl.models.policy.lm_policy import worker_environment
 from megarl.models.policy.utils import (
     configure_expandable_segments,
     get_megatron_checkpoint_dir,
@@ -97,3 +99,31 @@ def test_a_window_that_is_switched_off(tmp_path: Path) -> None:
     ):
         config.save_pretrained(tmp_path / name)
         assert sliding_window_overwrite(str(tmp_path / name)) == wanted, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "already", "own", "expected"),
+    [
+        ({"tensor_model_parallel_size": 2}, True, None, None, "1"),
+        ({"context_parallel_size": 2}, True, None, None, "1"),
+        ({"tensor_model_parallel_size": 2}, False, None, None, None),
+        ({}, True, None, None, None),
+        ({"tensor_model_parallel_size": 2}, True, "8", None, None),
+        ({"tensor_model_parallel_size": 2}, True, None, {"CUDA_DEVICE_MAX_CONNECTIONS": 32}, "32"),
+    ],
+)
+def test_one_queue_of_a_gpu_for_collectives_beside_products(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], gpus: bool, already: str | None, own: Any, expected: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if already is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", already)
+    megatron = {"enabled": True, "tensor_model_parallel_size": 1, "context_parallel_size": 1, **layout, "env_vars": own}
+    found = worker_environment(cast(PolicyConfig, {"megatron_cfg": megatron, "dtensor_cfg": {"enabled": False}}), gpus)
+    assert found == ({} if expected is None else {"CUDA_DEVICE_MAX_CONNECTIONS": expected})
+
+
+def test_other_backends_get_what_their_section_says() -> None:
+    dtensor = {"enabled": True, "tensor_parallel_size": 2, "context_parallel_size": 1, "env_vars": {"A": 1}}
+    config = cast(PolicyConfig, {"dtensor_cfg": dtensor, "megatron_cfg": {"enabled": False}})
+    assert worker_environment(config, gpus=True) == {"A": "1"}

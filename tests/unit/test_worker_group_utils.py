@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.worker_dispatch import plan_multiple_data, plan_sharded_data, workers_on_first_of
-from megarl.distributed.worker_group_utils import format_coordinates, get_nsight_config_if_pattern_matches, recursive_merge_options
+from megarl.distributed.worker_group_utils import (
+    format_coordinates,
+    get_nsight_config_if_pattern_matches,
+    recursive_merge_options,
+    threads_of_rank,
+)
 from megarl.distributed.worker_places import place_workers
 from megarl.errors import BatchError, ConfigError
 
@@ -212,3 +217,8 @@ def test_a_unified_placement_group_holds_the_bundles_of_all_nodes() -> None:
         (0, 1, 3, 1, False),
     ]
     assert [place.bundle_indices for place in places] == [(0, [0, 1]), None, (1, [2, 3]), None]
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(96, 8, 12), (224, 8, 16), (16, 1, 16), (7, 2, 3), (2, 8, 1)])
+def test_a_rank_beside_a_gpu_has_its_share_of_the_cores(cores: int, ranks: int, threads: int) -> None:
+    assert threads_of_rank(cores, ranks) == threads

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from converters.checkpoint.source import open_source
+from megarl import env
 from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend
@@ -124,7 +125,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             sharding_annotations=self.sharding_annotations,
             env_vars={
                 "MEGARL_DEVICE": "cuda" if cluster.use_gpus else "cpu",
-                **{name: str(value) for name, value in _environment(config).items()},
+                **worker_environment(config, cluster.use_gpus),
             },
             init_timeout_s=init_timeout_s,
             call_timeout_s=call_timeout_s,
@@ -507,12 +508,22 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
     return NamedSharding(np.arange(world_size).reshape(pipeline, -1, context, tensor), AXES)
 
 
-def _environment(config: PolicyConfig) -> dict[str, str]:
-    """Environment variables that the backend's section gives its workers."""
+def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
+    """Environment variables that a backend's workers get beside those of the driver: its section's own, and what its layout wants.
+
+    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which they were launched, so that a
+    collective of Megatron-Core's tensor or context parallelism begins before the product of matrices that it is to run beside. A value of
+    the driver's environment stays.
+    """
     backend = enabled_backend(config)
     if backend == "fsdp1":
         return {}
-    return (config["megatron_cfg"] if backend == "megatron" else config["dtensor_cfg"]).get("env_vars") or {}
+    section: Mapping[str, Any] = config["megatron_cfg"] if backend == "megatron" else config["dtensor_cfg"]
+    found = {}
+    overlaps = backend == "megatron" and max(section["tensor_model_parallel_size"], section["context_parallel_size"]) > 1
+    if gpus and overlaps and env.text("CUDA_DEVICE_MAX_CONNECTIONS") is None:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return {**found, **{name: str(value) for name, value in (section.get("env_vars") or {}).items()}}
 
 
 def _absolute(path: PathLike | None) -> str | None:
