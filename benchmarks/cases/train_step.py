@@ -1,7 +1,7 @@
 """A training step of a real worker against a plain loop on transformers with fused Adam, and against torch's own FSDP2 on as many ranks.
 
 Same weights, data, micro-batches and optimizer. Every backend on one rank and in each layout of two. In ``weights`` five million weights
-see 512 tokens in four micro-batches, so what is paid for each weight and call decides; in ``tokens`` half a million see 4096. On two ranks
+see 1,024 tokens in eight micro-batches, so what is paid for each weight and call decides; in ``tokens`` half a million see 2,048. On two ranks
 the worker and FSDP2 have two cores and the plain loop one: core-seconds say what the division costs.
 """
 
@@ -52,6 +52,6 @@ def _sizes(quick: bool, options: Options, directory: Path) -> Iterator[tuple[str
         model = model_of(options, directory / "chosen", max(lengths))
         yield "chosen", model, tuple(Work(8, length) for length in lengths)
         return
-    yield "weights", model_of(options, directory / "weights", 64), (Work(8, 64, 4),)
+    yield "weights", model_of(options, directory / "weights", 64), (Work(16, 64, 8),)
     if not quick:
-        yield "tokens", model_of(options, directory / "tokens", 64, **NARROW), (Work(64, 64, 1),)
+        yield "tokens", model_of(options, directory / "tokens", 64, **NARROW), (Work(32, 64, 1),)
