@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -28,7 +28,7 @@ RECIPE = "grpo-qwen2.5-1.5b-1gpu-megatron"
 SPEAKING = {"--help": ["--help"], "convert --help": ["convert", "--help"], "recipes": ["recipes"]}
 BACKENDS = ("megatron", "dtensor")
 PROMPTS, ANSWERS = 32, 8
-_LOOK_EVERY = 0.02
+_ASK_EVERY, _LOOK_EVERY = 0.02, 0.25
 _LONGEST = 300.0
 _TRL = """
 import json, sys
@@ -51,10 +51,17 @@ open(out + "/done", "w").write("1")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost: seconds of a program until it was done."""
+    """Cost: seconds of a program until it was done.
+
+    Attributes:
+        cpu: of all its processes.
+        wall: until then.
+        parts: CPU seconds of a run by kind of process: ``driver``, ``workers``, and ``ray`` for Ray's own; empty for a command.
+    """
 
     cpu: float
     wall: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure(quick: bool) -> Iterator[Point]:
@@ -93,8 +100,10 @@ def _runs(work: Path, repeats: int) -> Iterator[Point]:
 
 def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[str, Metric]:
     return {
+        **{f"{part}_cpu": Metric.of("CPU s", [cost.parts[part] for cost in costs]) for part in costs[0].parts},
         "cpu": Metric.of("CPU s", [cost.cpu for cost in costs]),
         "wall": Metric.of("s", [cost.wall for cost in costs]),
+        "wall_ratio": Metric.ratio(what, [cost.wall for cost in costs], [cost.wall for cost in against]),
         "cpu_ratio": Metric.ratio(what, [cost.cpu for cost in costs], [cost.cpu for cost in against]),
     }
 
@@ -163,7 +172,7 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
         sign: a file that says, once it holds something, that what is measured is done; None for the program's end.
         ends: the program has to end well, and its own figures and those of its children count.
     """
-    before, started = os.times(), time.perf_counter()
+    before, started, parts = os.times(), time.perf_counter(), dict[str, float]()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
@@ -173,34 +182,42 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
             cpu = after.children_user + after.children_system - before.children_user - before.children_system
         else:
             assert sign is not None
-            cpu, code = _watch(process, sign, started)
-            wall = time.perf_counter() - started
+            parts, code = _watch(process, sign, started)
+            cpu, wall = sum(parts.values()), time.perf_counter() - started
             _end(process)
         said.seek(0)
         assert code == 0, f"{' '.join(command)} left with {code}: {said.read().decode(errors='replace')[-2000:]}"
-    return Cost(cpu, wall)
+    return Cost(cpu, wall, parts)
 
 
-def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tuple[float, int]:
+def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tuple[dict[str, float], int]:
     """CPU seconds of a program and all its descendants until the sign is there; those of one that has ended are what was last seen."""
-    seen: dict[int, float] = {}
-    root = psutil.Process(process.pid)
+    seen: dict[int, tuple[str, float]] = {}
+    root, looked, code = psutil.Process(process.pid), 0.0, 0
     while not (sign.is_file() and sign.stat().st_size):
-        _look(root, seen)
+        # a look costs some milliseconds of a core that the program may want
+        if time.perf_counter() - looked > _LOOK_EVERY:
+            _look(root, seen)
+            looked = time.perf_counter()
         if process.poll() is not None and not (sign.is_file() and sign.stat().st_size):
-            return sum(seen.values()), process.returncode or 1
+            code = process.returncode or 1
+            break
         assert time.perf_counter() - started < _LONGEST, f"no first step within {_LONGEST:g} s"
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_ASK_EVERY)
     _look(root, seen)
-    return sum(seen.values()), 0
+    parts: dict[str, float] = {}
+    for kind, seconds in seen.values():
+        parts[kind] = parts.get(kind, 0.0) + seconds
+    return parts, code
 
 
-def _look(root: psutil.Process, seen: dict[int, float]) -> None:
+def _look(root: psutil.Process, seen: dict[int, tuple[str, float]]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in (root, *root.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = each.cpu_times()
-                seen[each.pid] = times.user + times.system
+                kind = "driver" if each == root else "workers" if "WorkerShell" in " ".join(each.cmdline()) else "ray"
+                seen[each.pid] = (kind, times.user + times.system)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
