@@ -1,41 +1,78 @@
-"""The process that owns the device in these tests: torch, Megatron and NCCL start in it once, and a failed job ends it."""
+"""The processes that own devices in these tests: torch, Megatron and NCCL start in them once, and a failed job ends one."""
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
+import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megarl import env
 from tests.gpu import jobs
 from tests.models import make_tiny
 
 JOB_SECONDS = 300.0
+DEVICE = env.text("MEGARL_GPU_TESTS_ON") or "cuda"
+"""``cpu`` tries the bodies of these tests where there is no GPU; what a device alone can show is then left out."""
+ON_GPU = DEVICE == "cuda"
+WITH_TE = ON_GPU and importlib.util.find_spec("transformer_engine_torch") is not None
+"""Transformer Engine with its part for torch is installed: whether it then makes the layers is what a test asks."""
+needs_device = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_two_devices = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+KINDS = {
+    "gpu_attention": "attention kernels",
+    "gpu_worker": "a worker alone: numbers, offload, generation, resume",
+    "gpu_training": "packed bfloat16, recompute, experts, Transformer Engine",
+    "gpu_handover": "weights from process to process, and how fast they leave and come back to the device",
+    "gpu_pair": "two devices over NCCL",
+}
+"""Marks by which each kind of test runs alone, for example ``-m gpu_handover``, with what it shows."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, what in KINDS.items():
+        config.addinivalue_line("markers", f"{name}: on a GPU: {what}")
 
 
 class DeviceProcess:
     """Runs functions in a process of its own on ``device``.
 
     After a failure the next job gets a new process: an error of CUDA stays with the process it happened in.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        local_rank: which of the devices.
+        rank, world_size, port: of the group of ranks that it is in, and where that meets; a group of its own by default.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+        self._place = (device, local_rank, rank, world_size, port)
         self._executor: ProcessPoolExecutor | None = None
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``function(*arguments)`` returns; both have to be importable or picklable."""
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Start ``function(*arguments)``; both have to be importable or picklable."""
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=jobs.start, initargs=(self._device,))
+            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=jobs.start, initargs=self._place)
+        return self._executor.submit(function, *arguments)
+
+    def result(self, future: Future[Any]) -> Any:
+        """What a job returned; its error ends the process."""
         try:
-            return self._executor.submit(function, *arguments).result(timeout=JOB_SECONDS)
+            return future.result(timeout=JOB_SECONDS)
         except BaseException:
             self.close()
             raise
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``function(*arguments)`` returns."""
+        return self.result(self.submit(function, *arguments))
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -51,9 +88,32 @@ class DeviceProcess:
                 process.join()
 
 
+class DevicePair:
+    """Two processes on two devices that are the two ranks of one group."""
+
+    def __init__(self, device: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.ranks = [DeviceProcess(device, rank, rank, 2, port) for rank in range(2)]
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What ``function(*arguments)`` returns on each rank; the error of one ends both, which would wait for each other."""
+        futures = [process.submit(function, *arguments) for process in self.ranks]
+        try:
+            return [process.result(future) for process, future in zip(self.ranks, futures, strict=True)]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End both."""
+        for process in self.ranks:
+            process.close()
+
+
 @pytest.fixture(scope="session")
 def cuda() -> Iterator[DeviceProcess]:
-    process = DeviceProcess("cuda")
+    process = DeviceProcess(DEVICE)
     yield process
     process.close()
 
@@ -65,4 +125,20 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         family: make_tiny(root / family, family, tied=family == "qwen2", seed=seed)
         for seed, family in enumerate(("llama", "qwen2", "qwen3"))
+    }
+
+
+# heads as wide as those of small real models, which every kernel of attention serves
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+SPARSE = {**WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.fixture(scope="session")
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small models with heads of width 64, one of them a mixture of experts."""
+    root = tmp_path_factory.mktemp("wide")
+    families = {"qwen2": (True, WIDE), "qwen3": (False, WIDE), "qwen3_moe": (False, SPARSE)}
+    return {
+        family: make_tiny(root / family, family, tied=tied, seed=seed, max_position_embeddings=512, initializer_range=0.05, **sizes)
+        for seed, (family, (tied, sizes)) in enumerate(families.items())
     }

@@ -12,18 +12,33 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import runtime
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from megarl.patched import patched
+from megarl.weight_sync.broadcast import WeightListener
+from megarl.weight_sync.colocated import WeightReceiver, payload_for
+from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import reference
 from tests.dist.jobs import build, dealt, full_weights
 
 Batch = Mapping[str, torch.Tensor]
 
 
-def start(device: str) -> None:
-    """Make this process the only rank of a world on ``device`` (``cuda``; ``cpu`` to try the jobs themselves)."""
-    os.environ.update({"MEGARL_DEVICE": device, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TOKENIZERS_PARALLELISM": "false"})
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+    """Make this process a rank on ``device`` (``cuda``; ``cpu`` to try the jobs themselves).
+
+    Args:
+        device: kind of device.
+        local_rank: which one.
+        rank, world_size, port: of the group that it is in; one rank needs no port.
+    """
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
+    os.environ.update({"MEGARL_DEVICE": device, "TOKENIZERS_PARALLELISM": "false", **variables})
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    store: dist.Store = dist.HashStore() if world_size == 1 else dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size)
 
 
 def device_of_worker(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,3 +225,123 @@ def packed_passes(config: Mapping[str, Any], batch: Batch) -> list[float]:
         worker.get_logprobs(data=dealt(worker, asked, "logprob").shards[0])
     worker.backend.close()
     return losses
+
+
+_kept: dict[str, Any] = {}
+"""What a process keeps from one job to the next: its worker, and what it receives weights with."""
+
+
+def begin_refits(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep a worker; what an engine has to know of its weights."""
+    _kept["worker"] = build(config, init_reference_model=False)
+    return dict(_kept["worker"].prepare_refit_info())
+
+
+def open_refit() -> list[list[str]]:
+    """Begin a refit of the kept worker; the groups in which its weights go."""
+    sizes, budget = _kept["worker"].prepare_weights_for_ipc()
+    return [list(keys) for keys in groups_within(sizes, int(budget))]
+
+
+def send_group(keys: list[str]) -> dict[str, Any]:
+    """Lay a group into the buffer; the handles of it."""
+    return dict(_kept["worker"].get_weights_ipc_handles(keys))
+
+
+def kept_step(batch: Batch) -> dict[str, torch.Tensor]:
+    """A training step of the kept worker, and its weights afterwards."""
+    _steps(_kept["worker"], [batch])
+    return full_weights(_kept["worker"])
+
+
+def kept_weights() -> dict[str, torch.Tensor]:
+    """Its weights."""
+    return full_weights(_kept["worker"])
+
+
+def end_refits() -> None:
+    """Let go of the worker, or of the receiver, that this process keeps."""
+    if "worker" in _kept:
+        _kept.pop("worker").backend.close()
+    if "receiver" in _kept:
+        _kept.pop("receiver").close()
+
+
+def begin_receiving(description: Mapping[str, Any]) -> str:
+    """Keep a receiver, as an engine on this device has it; the identity of the device."""
+    _kept["receiver"] = WeightReceiver(Manifest.from_description(description), runtime().device)
+    return runtime().identity()
+
+
+def receive_group(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a group, copied on the device and then to the host."""
+    with _kept["receiver"].group(payload_for(handles, runtime().identity())) as weights:
+        copies = {name: tensor.clone() for name, tensor in weights}
+    return {name: tensor.cpu() for name, tensor in copies.items()}
+
+
+def received_version() -> int | None:
+    """Version of the weights that are whole."""
+    version = _kept["receiver"].version
+    return None if version is None else int(version)
+
+
+def join_transfer(port: int, description: Mapping[str, Any]) -> None:
+    """Keep an engine's end of a transfer group, which waits for the policy's."""
+    manifest = Manifest.from_description(description)
+    group = TransferGroup("127.0.0.1", port, 2, 1, digest=manifest.digest, device=runtime().device)
+    _kept["receiver"] = WeightListener(group, manifest)
+
+
+def lead_transfer(port: int) -> None:
+    """The policy's end of it."""
+    _kept["worker"].init_collective("127.0.0.1", port, 2)
+
+
+def broadcast() -> None:
+    """Send the kept worker's weights over the transfer group."""
+    _kept["worker"].broadcast_weights_for_collective()
+
+
+def listen() -> dict[str, torch.Tensor]:
+    """Receive them."""
+    received: dict[str, torch.Tensor] = {}
+    _kept["receiver"].receive(lambda weights: received.update({name: tensor.clone() for name, tensor in weights}))
+    return {name: tensor.cpu() for name, tensor in received.items()}
+
+
+def offload_times(config: Mapping[str, Any], batch: Batch, repeats: int) -> list[dict[str, float]]:
+    """Seconds of everything to the host and back, for each repeat, and the bytes that left the device (on a CPU, those that there are)."""
+    worker = build(config, init_reference_model=False)
+    _steps(worker, [batch])
+    found = []
+    for _ in range(repeats):
+        before = _allocated(worker)
+        with worker.runtime.timed() as out:
+            worker.offload_after_refit()
+        moved = before - _allocated(worker)
+        with worker.runtime.timed() as back:
+            worker.prepare_for_training()
+        found.append({"out": out.seconds, "back": back.seconds, "bytes": float(moved)})
+    worker.backend.close()
+    return found
+
+
+def layers_of(config: Mapping[str, Any]) -> set[str]:
+    """Names of the classes of a worker's modules."""
+    worker = build(config, init_optimizer=False, init_reference_model=False)
+    names = {type(module).__name__ for chunk in worker.backend.chunks for module in chunk.modules()}
+    worker.backend.close()
+    return names
+
+
+def sum_over_ranks(numbers: int) -> float:
+    """Seconds of an all-reduce of float32 [numbers], and a ValueError for a wrong sum."""
+    here = runtime()
+    summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
+    dist.all_reduce(summed)
+    if not bool((summed == dist.get_world_size() * (dist.get_world_size() + 1) / 2).all()):
+        raise ValueError(f"rank {dist.get_rank()}: wrong sum")
+    with here.timed() as watch:
+        dist.all_reduce(summed)
+    return watch.seconds

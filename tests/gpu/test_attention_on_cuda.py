@@ -11,7 +11,7 @@ import torch
 from megarl.models.engine.attention import SequenceLayout, attention, serves
 from megarl.models.engine.partial_attention import partial_attention, partial_gradients
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.gpu_attention]
 STARTS = (0, 37, 37, 200, 201, 333)
 
 

@@ -1,0 +1,419 @@
+"""A first look at megarl on one GPU, in some five minutes: what a training step, log-probabilities, moves, a refit and a checkpoint cost,
+and where the device waits.
+
+``python -m benchmarks.gpu_probe --out probe.json`` measures Qwen2.5 1.5B with random weights and packed bfloat16 micro-batches of 8,192
+tokens. Times are held against what the same device does with a product of matrices, moves against bytes. A part that fails is reported and
+the others still run; the exit code is then 1. Neither Ray nor a network is needed. ``--device cpu --size tiny`` tries the program itself.
+
+Not yet run on a GPU: the parts that need one (``syncs``, ``kernels``, memory of the device) were written and not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import environment
+from benchmarks.device import clock_of, gemm_rate, peak_of
+from benchmarks.flops import forward_flops, training_flops
+
+GIB = 2**30
+SIZES = {
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+    },
+}
+SHOWN = 25
+"""Places of syncs, and kernels, that are listed."""
+REFITS = 20
+Figures = Iterator[tuple[str, Any]]
+
+
+@dataclass(slots=True)
+class Probe:
+    """What the parts share: the options, and the worker and its batches once they are built."""
+
+    options: argparse.Namespace
+    directory: Path
+    gemm: float = 0.0
+    worker: Any = None
+    config: Any = None
+    lengths: list[int] = field(default_factory=list)
+    train_shard: Any = None
+    logprob_shard: Any = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a CUDA device is measured."""
+        return bool(self.options.device == "cuda")
+
+    def seconds(self, action: Callable[[], Any], repeats: int = 1) -> float:
+        """Least seconds of some calls, all work of the device done."""
+        clock, taken = clock_of(self.options.device), []
+        for _ in range(repeats):
+            clock.start()
+            action()
+            taken.append(clock.seconds())
+        return min(taken)
+
+    def allocated(self) -> int:
+        """Bytes that torch has on the device; on a CPU nobody counts them."""
+        return torch.cuda.memory_allocated() if self.on_gpu else 0
+
+    def train(self) -> Any:
+        """One training step."""
+        from megarl.algorithms.loss_functions import NLLLoss
+
+        return self.worker.train(data=self.train_shard, loss_fn=NLLLoss())
+
+
+def facts(probe: Probe) -> Figures:
+    """What is there, and which of the fast paths are taken."""
+    from megarl.env import installed_version
+
+    yield "versions", {name: installed_version(name) for name in ("torch", "megatron-core", "transformers", "transformer-engine", "vllm")}
+    if probe.on_gpu:
+        yield "device", torch.cuda.get_device_name(0)
+        yield "memory free, total GiB", [round(figure / GIB, 1) for figure in torch.cuda.mem_get_info()]
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def gemm(probe: Probe) -> Figures:
+    """The rate that everything else is held against."""
+    probe.gemm = gemm_rate(probe.options.device)
+    yield "product of matrices, TFLOP/s", round(probe.gemm / 1e12, 2)
+
+
+def build(probe: Probe) -> Figures:
+    """A worker on a model of random weights, and a batch that its bins are packed from."""
+    from benchmarks.tiny import policy_config
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.policy.batch_plan import shard_batch
+    from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+    options = probe.options
+    model, parameters = save_model(probe.directory / "model", options)
+    yield "parameters", parameters
+    packing = {"enabled": True, "train_mb_tokens": options.tokens, "logprob_mb_tokens": options.tokens}
+    probe.config = policy_config(
+        model,
+        micro_batch=1,
+        train_global_batch_size=options.rows,
+        logprob_batch_size=1,
+        max_total_sequence_length=options.longest,
+        precision="bfloat16",
+        sequence_packing=packing,
+    )
+    begun = time.perf_counter()
+    probe.worker = MegatronPolicyWorker(probe.config, None, init_reference_model=True)
+    yield "build s", round(time.perf_counter() - begun, 1)
+    classes = Counter(type(module).__name__ for chunk in probe.worker.backend.chunks for module in chunk.modules())
+    yield "attention", sorted(name for name in classes if "Attention" in name)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(options.longest // 8, options.longest + 1, (options.rows,), generator=generator)
+    inside = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    ids = torch.randint(2, SIZES[options.size]["vocab_size"], tuple(inside.shape), generator=generator) * inside
+    batch = {"input_ids": ids, "input_lengths": lengths}
+    targets = {"token_mask": inside.float(), "sample_mask": torch.ones(options.rows)}
+    probe.lengths = lengths.tolist()
+    probe.train_shard = shard_batch(
+        BatchedDataDict({**batch, **targets}), probe.config, 1, phase="train", global_batch=options.rows
+    ).shards[0]
+    probe.logprob_shard = shard_batch(BatchedDataDict(batch), probe.config, 1, phase="logprob").shards[0]
+    yield "tokens", sum(probe.lengths)
+    yield "micro-batches", len(probe.train_shard.micro_batch_indices[0])
+
+
+def save_model(directory: Path, options: argparse.Namespace) -> tuple[Path, int]:
+    """A Qwen2 of random bfloat16 weights in Hugging Face form, and its parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {**SIZES[options.size], **({"num_hidden_layers": options.layers} if options.layers else {})}
+    config = Qwen2Config(
+        **sizes,
+        max_position_embeddings=max(4096, options.longest),
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    return directory, sum(parameter.numel() for parameter in model.parameters())
+
+
+def train(probe: Probe) -> Figures:
+    """A training step, after one that compiles and takes memory."""
+    from transformers import AutoConfig
+
+    first = probe.train()
+    if probe.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = probe.seconds(probe.train, probe.options.steps)
+    operations = training_flops(AutoConfig.from_pretrained(probe.config["model_name"]), probe.lengths)
+    yield "train s", round(seconds, 3)
+    yield "train tokens/s", round(sum(probe.lengths) / seconds)
+    yield "train, share of the product's rate", round(operations / seconds / probe.gemm, 3)
+    yield "loss", float(first["global_loss"].reshape(-1)[0])
+    if probe.on_gpu:
+        yield "train peak GiB", round(torch.cuda.max_memory_allocated() / GIB, 1)
+
+
+def logprobs(probe: Probe) -> Figures:
+    """The log-probability phase, and what the reference policy's costs beyond it: its weights come and go."""
+    from transformers import AutoConfig
+
+    def present() -> Any:
+        return probe.worker.get_logprobs(data=probe.logprob_shard)
+
+    def reference() -> Any:
+        return probe.worker.get_reference_policy_logprobs(data=probe.logprob_shard)
+
+    present()
+    seconds = probe.seconds(present, probe.options.steps)
+    operations = forward_flops(AutoConfig.from_pretrained(probe.config["model_name"]), probe.lengths)
+    yield "log-probabilities s", round(seconds, 3)
+    yield "log-probabilities, share of the product's rate", round(operations / seconds / probe.gemm, 3)
+    reference()
+    yield "reference policy s", round(probe.seconds(reference, probe.options.steps), 3)
+
+
+def syncs(probe: Probe) -> Figures:
+    """Where the host waits for the device, by torch's own debug mode: each such place lets the device run dry."""
+    if not probe.on_gpu:
+        return
+    for name, action in (("log-probabilities", lambda: probe.worker.get_logprobs(data=probe.logprob_shard)), ("train", probe.train)):
+        seen: Counter[str] = Counter()
+
+        def note(message: Any, category: Any, filename: str, line: int, *rest: Any, seen: Counter[str] = seen) -> None:
+            if "synchroniz" in str(message):
+                seen["/".join(filename.split("/")[-3:]) + f":{line}"] += 1
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                action()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        yield f"syncs of {name}", sum(seen.values())
+        yield f"syncs of {name}, where", seen.most_common(SHOWN)
+
+
+def kernels(probe: Probe) -> Figures:
+    """Kernels of a training step, and the share of its time in which one runs."""
+    if not probe.on_gpu:
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        seconds = probe.seconds(probe.train)
+    rows = [event for event in recorded.key_averages() if event.self_device_time_total > 0]
+    rows.sort(key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in rows) / 1e6
+    yield "kernels of a training step", sum(event.count for event in rows)
+    yield "kernel seconds, step seconds", [round(busy, 3), round(seconds, 3)]
+    yield (
+        "longest kernels, ms and calls",
+        [[event.key[:100], round(event.self_device_time_total / 1e3, 1), event.count] for event in rows[:SHOWN]],
+    )
+
+
+def moves(probe: Probe) -> Figures:
+    """All state to the host and back, twice: the first time page-locked memory is taken."""
+    for turn in ("first", "second"):
+        before = probe.allocated()
+        out = probe.seconds(probe.worker.offload_after_refit)
+        moved = before - probe.allocated()
+        back = probe.seconds(probe.worker.prepare_for_training)
+        yield f"to the host and back s, {turn}", [round(out, 3), round(back, 3)]
+        if probe.on_gpu:
+            yield f"to the host and back GB/s, {turn}", [round(moved / seconds / 1e9, 1) for seconds in (out, back)]
+
+
+def export(probe: Probe) -> Figures:
+    """All weights as Hugging Face tensors on the device, the input of a refit."""
+
+    def all_weights() -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in probe.worker.backend.export_hf())
+
+    size = all_weights()
+    seconds = probe.seconds(all_weights, probe.options.steps)
+    yield "export of all weights s, GB/s", [round(seconds, 3), round(size / seconds / 1e9, 1)]
+
+
+def ipc(probe: Probe) -> Figures:
+    """Refits to a second process on the same device: are all weights right, how fast, and does memory come back."""
+    probe.worker.prepare_for_lp_inference()
+    description = probe.worker.prepare_refit_info()
+    expected = {name: _fingerprint(tensor) for name, tensor in probe.worker.backend.export_hf()}
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in probe.worker.backend.export_hf())
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_engine, args=(theirs, dict(description), probe.options.device), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        ours.recv()
+        before, wrong, taken = probe.allocated(), 0, []
+        for _ in range(REFITS):
+            found: dict[str, float] = {}
+
+            def refit(found: dict[str, float] = found) -> None:
+                found.update(_refit(probe.worker, ours))
+
+            taken.append(probe.seconds(refit))
+            wrong += sum(found.get(name) != value for name, value in expected.items())
+        yield "refits, weights that arrived wrong", [REFITS, wrong]
+        yield "refit s, GB/s", [round(min(taken), 3), round(size / min(taken) / 1e9, 1)]
+        yield "last refit over the second", round(taken[-1] / taken[1], 2)
+        yield "MiB that refits keep on the device", round((probe.allocated() - before) / 2**20)
+    finally:
+        ours.close()
+        child.join(timeout=30)
+        child.kill()
+    probe.worker.prepare_for_training()
+
+
+def _refit(worker: Any, engine: Connection) -> dict[str, float]:
+    """One refit; fingerprints of what the engine read, by name."""
+    from megarl.weight_sync.manifest import groups_within
+
+    sizes, room = worker.prepare_weights_for_ipc()
+    found: dict[str, float] = {}
+    for keys in groups_within(sizes, int(room)):
+        engine.send(worker.get_weights_ipc_handles(list(keys)))
+        found |= engine.recv()
+    return found
+
+
+def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> None:
+    """The second process: reads what it is told to until the pipe ends."""
+    os.environ.update({"MEGARL_DEVICE": device, "LOCAL_RANK": "0"})
+    from megarl.distributed.device import runtime
+    from megarl.weight_sync.colocated import WeightReceiver, payload_for
+    from megarl.weight_sync.manifest import Manifest
+
+    receiver = WeightReceiver(Manifest.from_description(description), runtime().device)
+    policy.send("ready")
+    while True:
+        try:
+            handles = policy.recv()
+        except EOFError:
+            return
+        with receiver.group(payload_for(handles, runtime().identity())) as weights:
+            copies = {name: tensor.clone() for name, tensor in weights}
+        policy.send({name: _fingerprint(tensor) for name, tensor in copies.items()})
+
+
+def _fingerprint(tensor: torch.Tensor) -> float:
+    """A number that depends on every element and its place."""
+    flat = tensor.flatten().double()
+    return float((flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).remainder_(8191)).sum())
+
+
+def checkpoint(probe: Probe) -> Figures:
+    """A checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of training."""
+    target = probe.directory / "saved"
+
+    def save() -> None:
+        probe.worker.save_checkpoint(str(target / "weights"), str(target / "optimizer"))
+
+    taken: list[float] = []
+    above = peak_of(lambda: taken.append(probe.seconds(save)), probe.options.device)
+    written = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    yield "checkpoint s, GB", [round(taken[0], 1), round(written / 1e9, 2)]
+    yield "memory above training MiB", round(above)
+
+
+PARTS: Mapping[str, Callable[[Probe], Figures]] = {
+    part.__name__: part for part in (facts, gemm, build, train, logprobs, syncs, kernels, moves, export, ipc, checkpoint)
+}
+
+
+def measure(probe: Probe, chosen: Sequence[str], out: Path | None) -> dict[str, Any]:
+    """Run parts; all figures so far are in ``out`` after each one, so that a probe that is cut off leaves what it had."""
+    found: dict[str, Any] = {
+        "environment": environment.describe(probe.options.device),
+        "commit": environment.commit(),
+        "figures": {},
+        "failed": {},
+    }
+    for name in chosen:
+        begun = time.perf_counter()
+        try:
+            for key, value in PARTS[name](probe):
+                found["figures"][key] = value
+                sys.stdout.write(f"{key:<48} {value}\n")
+                sys.stdout.flush()
+        except Exception as error:
+            traceback.print_exc()
+            found["failed"][name] = f"{type(error).__name__}: {error}"[:500]
+        found.setdefault("seconds", {})[name] = round(time.perf_counter() - begun, 1)
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; 1 when a part failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_probe", description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--size", choices=list(SIZES), default="1.5b")
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="fewer layers than the size has")
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="sequences of a batch (default 64)")
+    parser.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens of the longest (default 2048)")
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of a packed micro-batch (default 8192)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="repeats, of which the fastest counts (default 3)")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}; gemm and build come with them"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there, as JSON")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; see megarl doctor, or try the program with --device cpu --size tiny")
+    os.environ.update(
+        {"MEGARL_DEVICE": options.device, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    )
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wanted = {"gemm", "build", *options.only} if options.only else set(PARTS)
+    with tempfile.TemporaryDirectory() as directory:
+        found = measure(Probe(options, Path(directory)), [name for name in PARTS if name in wanted], options.out)
+    dist.destroy_process_group()
+    return int(bool(found["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
