@@ -1,6 +1,6 @@
 """Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
 
-``README.md`` has the table of recipes, which comes from their dry runs. ``KEYS.md`` has a table of keys for every section: keys from the
+``README.md`` has the tables of recipes, which come from their dry runs. ``KEYS.md`` has a table of keys for every section: keys from the
 TypedDicts that configurations are checked against, meanings and defaults from their fields.
 """
 
@@ -18,7 +18,8 @@ from typing_extensions import is_typeddict
 from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
-from megarl.config.report import memory_of_run, size_text
+from megarl.config.model_facts import read_model_facts
+from megarl.config.report import ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, section_types
@@ -54,7 +55,7 @@ def updated(page: str, name: str, configs: Path) -> str:
     begin, end = _BEGIN.format(table), _END.format(table)
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"{name} must have the lines {begin} and {end} once each. Fix: put them where the table belongs")
-    lines = recipe_table(configs) if table == "recipes" else key_tables()
+    lines = [*recipe_table(configs), "", *ledger_table(configs)] if table == "recipes" else key_tables()
     before, rest = page.split(begin)
     return f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
 
@@ -84,6 +85,22 @@ def recipe_table(configs: Path) -> Iterator[str]:
             size_text(max(row.peak for row in rows)) if rows else "",
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def ledger_table(configs: Path) -> Iterator[str]:
+    """One row a recipe whose engine shares the policy's devices: GiB together on the fullest one at each moment of a start."""
+    rows = []
+    for path in sorted(configs.glob("*.yaml")):
+        config = validate_config(load_config(path), name=path.stem)
+        facts = read_model_facts(config["policy"]["model_name"])
+        moments = [] if facts is None else ledger(config, facts, memory_of_run(config)[1])
+        if moments:
+            rows.append((path.stem, moments))
+    if rows:
+        yield f"| recipe | {' | '.join(moment.name for moment in rows[0][1])} |"
+        yield f"|{'---|' * (1 + len(rows[0][1]))}"
+    for name, moments in rows:
+        yield f"| `{name}` | {' | '.join(f'{moment.total / 2**30:.1f}' for moment in moments)} |"
 
 
 def key_tables() -> Iterator[str]:

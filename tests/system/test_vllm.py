@@ -293,7 +293,7 @@ def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(apart: Vllm
 
 @slow
 def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: it does not divide the 3 places"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: it does not divide the 3 places"):
         engines(model, "odd", colocated=True, places=3, tensor_parallel=2)
 
 
@@ -390,11 +390,14 @@ def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str,
     assert shared.shutdown() and other.shutdown() and policy.shutdown()
 
 
+TENSOR = {"tensor_parallel_size": 2}
+
+
 @slow
 @pytest.mark.parametrize(("shared", "places"), [(True, 2), (False, 4)], ids=["one-colocated", "two-apart"])
 def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, shared: bool, places: int) -> None:
     policy = policy_of("megatron-tp2", model)
-    generation = engines(model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, tensor_parallel=2)
+    generation = engines(model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, changes=TENSOR)
     refit = Refit(policy, generation, colocated=shared)
     for step in range(2):
         if step:
@@ -405,4 +408,51 @@ def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, share
         policy.prepare_for_lp_inference()
         policy.export_hf(tmp_path / str(step))
         assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
+    assert generation.shutdown() and policy.shutdown()
+
+
+SAME_PROMPT = BatchedDataDict({"input_ids": PROMPTS["input_ids"][:1].expand(6, -1).contiguous(), "input_lengths": torch.full((6,), 4)})
+
+
+@slow
+@pytest.mark.parametrize("changes", [{}, TENSOR], ids=["one-rank", "two-ranks"])
+def test_fast_sampling_draws_by_the_seed_of_the_call(local_ray: int, model: Path, changes: dict[str, int]) -> None:
+    """The same again for the same seed, other tokens for another one and in each row, with the policy's log-probabilities."""
+    policy = policy_of("megatron-tp1", model)
+    places = changes.get("tensor_parallel_size", 1)
+    generation = engines(model, "fast", colocated=True, places=places, changes={"fast_sampling": True, **changes})
+    generation.prepare_refit_info(policy.prepare_refit_info() or {})
+    policy.prepare_for_lp_inference()
+    refit_policy_generation(policy, generation, colocated_inference=True)
+    first, other, again = (
+        generation.generate(BatchedDataDict({**SAME_PROMPT, "sampling_seeds": torch.arange(6) + seed})) for seed in (11, 12, 11)
+    )
+    assert rows_of(first) == rows_of(again) != rows_of(other)
+    assert len(set(map(tuple, rows_of(first)))) > 1
+    policy.prepare_for_lp_inference()
+    scored = policy.get_logprobs(BatchedDataDict({"input_ids": first["output_ids"], "input_lengths": first["unpadded_sequence_lengths"]}))
+    torch.testing.assert_close(scored["logprobs"][:, 4:], first["logprobs"][:, 4:], atol=1e-4, rtol=0)
+    assert generation.shutdown() and policy.shutdown()
+
+
+LONG = BatchedDataDict(
+    {"input_ids": (torch.arange(48)[None] * 7 % 90 + 3).expand(4, -1).contiguous(), "input_lengths": torch.full((4,), 48)}
+)
+
+
+@slow
+def test_keys_and_values_of_a_prompt_are_shared_and_forgotten_at_a_refit(local_ray: int, model: Path, tmp_path: Path) -> None:
+    """A prompt of more than a block of the cache, asked again with the same weights and with others."""
+    policy, generation = policy_of("megatron-tp1", model), engines(model, "prefix", colocated=True)
+    refit = Refit(policy, generation, colocated=True)
+    for step in range(3):
+        if step:
+            policy.prepare_for_training()
+            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+            refit.stale = True
+        refit.bring_up_to_date()
+        policy.prepare_for_lp_inference()
+        policy.export_hf(tmp_path / str(step))
+        expected = greedy_answers(tmp_path / str(step), LONG)
+        assert rows_of(generation.generate(LONG, greedy=True)) == rows_of(generation.generate(LONG, greedy=True)) == expected
     assert generation.shutdown() and policy.shutdown()

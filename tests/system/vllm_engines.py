@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,17 @@ def dense_model(path: Path, **sizes: Any) -> Path:
     return tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
 
 
-def engines(model: Path, name: str, *, colocated: bool, places: int = 1, tensor_parallel: int = 1, **environment: str) -> VllmGeneration:
+def engines(
+    model: Path,
+    name: str,
+    *,
+    colocated: bool,
+    places: int = 1,
+    tensor_parallel: int = 1,
+    changes: Mapping[str, Any] | None = None,
+    **environment: str,
+) -> VllmGeneration:
+    """With ``changes`` of ``vllm_cfg``."""
     settings = {
         "tensor_parallel_size": tensor_parallel,
         "load_format": "dummy",
@@ -63,6 +74,7 @@ def engines(model: Path, name: str, *, colocated: bool, places: int = 1, tensor_
         "max_model_len": 64,
         "precision": "float32",
         "env_vars": {"VLLM_CPU_CI_ENV": "1", **environment},
+        **(changes or {}),
     }
     generation = {
         "backend": "vllm",
@@ -91,10 +103,10 @@ def policy_of(name: str, model: Path, refit_buffer_size_gb: float = 0.0005, **en
     return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
 
 
-def greedy_answers(directory: Path) -> list[list[int]]:
+def greedy_answers(directory: Path, prompts: BatchedDataDict[Any] = PROMPTS) -> list[list[int]]:
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rows = []
-    for prompt, length in zip(PROMPTS["input_ids"], PROMPTS["input_lengths"].tolist(), strict=True):
+    for prompt, length in zip(prompts["input_ids"], prompts["input_lengths"].tolist(), strict=True):
         rows.append(loaded.generate(prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist())
     return rows
 

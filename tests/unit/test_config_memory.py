@@ -20,9 +20,10 @@ from megarl.config.memory import estimate, in_flight, layer_activation_bytes, la
 from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory, model_parameters
 from megarl.config.model_facts import KNOWN_MODELS, ModelFacts, facts_of, read_model_facts
 from megarl.config.report import memory_of_run
+from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
-from megarl.models.generation.vllm.configuration import engine_memory
+from megarl.models.generation.vllm.configuration import engine_memory, engine_weights_fit
 from tests.unit.config_samples import FACTS, complete, raw_grpo
 
 SHAPE = {
@@ -193,8 +194,14 @@ LARGE = "configs/grpo-llama3.1-70b-8x8gpu-megatron.yaml"
 LARGE_FACTS = facts_of(KNOWN_MODELS["meta-llama/Llama-3.1-70B-Instruct"])
 
 
+ENGINE = {"precision": "bfloat16", "gpu_memory_utilization": 0.6}
+
+
 def with_engine(*overrides: str) -> dict[str, Any]:
-    return load_config(ROOT / LARGE, overrides, [str(ROOT / "configs/base/vllm.yaml")])
+    """A large recipe with an engine of one rank, unless its overrides say otherwise."""
+    return load_config(
+        ROOT / LARGE, ("policy.generation.vllm_cfg.tensor_parallel_size=1", *overrides), [str(ROOT / "configs/base/vllm.yaml")]
+    )
 
 
 def test_an_engine_whose_weights_have_no_room_is_refused_with_sizes_and_fix() -> None:
@@ -234,6 +241,31 @@ def test_room_for_keys_and_values_is_counted_by_hand() -> None:
     # 80 layers, 8 key-value heads of 128 over 4 ranks, keys and values, 2 bytes
     assert engine.token == 80 * 2 * 128 * 2 * 2
     assert engine.budget == int(0.6 * 80 * 2**30) and engine.cached_tokens == (engine.budget - engine.weights) // engine.token
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fullest_stage_of_an_engine_is_counted_by_hand(tied: bool) -> None:
+    """Ten layers over four stages: the most are three, and an end has a matrix of the vocabulary beside them."""
+    facts = dataclasses.replace(FACTS, tied=tied)
+    generation = {"vllm_cfg": {**ENGINE, "tensor_parallel_size": 2, "pipeline_parallel_size": 4}}
+    engine = engine_memory(generation, {"device_memory_gib": 80.0}, facts)
+    vocabulary = 1003 * 96 // 2
+    of_layers = model_parameters(facts, 2) - (1 if tied else 2) * vocabulary
+    assert engine.weights == 2 * (-(-of_layers * 3 // 10) + vocabulary)
+    # three layers, two of four key-value heads of 8, keys and values, 2 bytes
+    assert engine.token == 3 * 2 * 8 * 2 * 2
+
+
+def test_an_engine_without_room_for_one_longest_sequence_is_refused() -> None:
+    facts = dataclasses.replace(FACTS, tied=True)
+    weights, token = 2 * model_parameters(facts), 10 * 4 * 8 * 2 * 2
+    for tokens, refused in ((609, True), (611, False)):
+        gib = (weights + (tokens + 0.5) * token) / 0.5 / 2**30
+        changes = {"policy.generation.backend": "vllm", "policy.generation.vllm_cfg.gpu_memory_utilization": 0.5}
+        config = complete(raw_grpo(), {**changes, "cluster.device": "cuda", "cluster.device_memory_gib": gib})
+        found = list(engine_weights_fit(View(config, facts=facts)))
+        assert [violation.key for violation in found] == ["policy.generation.vllm_cfg.gpu_memory_utilization"] * refused
+        assert all("609 tokens, and policy.generation.vllm_cfg.max_model_len = 610" in violation.bound for violation in found)
 
 
 def test_host_memory_and_disk_of_a_run() -> None:

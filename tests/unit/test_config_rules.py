@@ -286,6 +286,31 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"g.vllm_cfg.tensor_parallel_size"},
     ),
+    (
+        "engines_are_whole",
+        {"g.vllm_cfg.tensor_parallel_size": 2, "g.vllm_cfg.pipeline_parallel_size": 2, "cluster.device": "cuda", **ON_VLLM},
+        {},
+        {"g.vllm_cfg.tensor_parallel_size"},
+    ),
+    (
+        "engines_on_a_cpu_are_divided_by_tensors",
+        {"g.vllm_cfg.pipeline_parallel_size": 2, **ON_VLLM},
+        {},
+        {"g.vllm_cfg.pipeline_parallel_size"},
+    ),
+    (
+        "engines_on_a_cpu_are_divided_by_tensors",
+        {"g.vllm_cfg.tensor_parallel_size": 2, "g.vllm_cfg.expert_parallel_size": 2, **ON_VLLM},
+        MIXTURE,
+        {"g.vllm_cfg.expert_parallel_size"},
+    ),
+    ("experts_divide_over_an_engine", {"g.vllm_cfg.expert_parallel_size": 2, **ON_VLLM}, MIXTURE, {"g.vllm_cfg.expert_parallel_size"}),
+    (
+        "experts_divide_over_an_engine",
+        {"g.vllm_cfg.tensor_parallel_size": 2, "g.vllm_cfg.expert_parallel_size": 2, **ON_VLLM},
+        {},
+        {"g.vllm_cfg.expert_parallel_size"},
+    ),
     ("heads_divide_over_an_engine", {"g.vllm_cfg.tensor_parallel_size": 5, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
     (
         "engine_weights_fit",

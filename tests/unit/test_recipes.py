@@ -82,6 +82,14 @@ def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path,
     assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.stem.startswith("grpo")], ids=lambda recipe: recipe.stem)
+def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_away(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "a device that policy and engine share" in dry_run(capsys, recipe)
+    assert "a device that policy and engine share" not in dry_run(capsys, recipe, "~policy.generation.backend")
+
+
 @pytest.mark.parametrize("recipe", QUICKSTART, ids=[recipe.stem for recipe in QUICKSTART])
 def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "published" not in dry_run(capsys, recipe, model_of_quickstart)

@@ -15,6 +15,8 @@ from tests.unit.config_samples import changed, raw_grpo
 VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     # vLLM's own processes: inside a Ray actor it would choose Ray
     "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}),
+    "pipeline_parallel_size": (2, {"pipeline_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}),
+    "expert_parallel_size": (2, {"enable_expert_parallel": True}),
     "gpu_memory_utilization": (0.31, {"gpu_memory_utilization": 0.31}),
     "kv_cache_gb": (0.5, {"kv_cache_memory_bytes": 2**29}),
     "enforce_eager": (True, {"enforce_eager": True}),
@@ -56,6 +58,11 @@ def test_a_cpu_has_a_cache_of_a_known_size() -> None:
     assert not options(on_cpu=True)["enable_sleep_mode"]
     assert options(on_cpu=True)["kv_cache_memory_bytes"] == CACHE_ON_A_CPU
     assert options({"policy.generation.vllm_cfg.kv_cache_gb": 0.5}, on_cpu=True)["kv_cache_memory_bytes"] == 2**29
+
+
+def test_the_answers_to_one_prompt_share_its_keys_and_values_unless_an_argument_says_otherwise() -> None:
+    assert options()["enable_prefix_caching"] and options(on_cpu=True)["enable_prefix_caching"]
+    assert options({"policy.generation.vllm_kwargs": {"enable_prefix_caching": False}}) == {**options(), "enable_prefix_caching": False}
 
 
 def test_further_arguments_come_last() -> None:

@@ -37,10 +37,40 @@ class VllmConfig(TypedDict):
     """vLLM engines."""
 
     tensor_parallel_size: NotRequired[
-        Annotated[int, Key("ranks of an engine; as many engines are started as its ranks' places allow.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key(
+                "ranks that share each layer; an engine has them times ``pipeline_parallel_size``, and as many engines are started as "
+                "the places allow.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
     ]
-    pipeline_parallel_size: NotRequired[Annotated[Literal[1], Key("1.", default=1)]]
-    expert_parallel_size: NotRequired[Annotated[Literal[1], Key("1.", default=1)]]
+    pipeline_parallel_size: NotRequired[
+        Annotated[int, Key("parts of the layers, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1)]
+    ]
+    expert_parallel_size: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "ranks that the experts of a mixture are divided over: 1 cuts each of them over ``tensor_parallel_size`` ranks, "
+                "``tensor_parallel_size`` gives each rank whole ones; 1 on a CPU.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
+    ]
+    fast_sampling: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "one seed an engine and call in place of one an answer, with which vLLM's fast sampler runs. Given up: that an answer is "
+                "the same whatever else is in the batch and however many engines there are.",
+                default=False,
+            ),
+        ]
+    ]
     async_engine: NotRequired[Annotated[Literal[False], Key("false: a batch of prompts is answered as a whole.", default=False)]]
     precision: NotRequired[
         Annotated[Literal["float32", "bfloat16", "float16"], Key("type of the engine's weights; the policy's when absent.")]

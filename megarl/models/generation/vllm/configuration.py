@@ -27,12 +27,18 @@ FIXED_ARGUMENTS = {
     "seed": "it is drawn from the run's",
     "trust_remote_code": "code of a model's author would run in the engine",
     "distributed_executor_backend": "the places of an engine's ranks are the run's",
-    "enable_prefix_caching": "a prefix that was computed with older weights would be used after a refit",
 }
+ONLY_ON_GPUS = {
+    "pipeline_parallel_size": "vLLM 0.32 for CPUs breaks off at the first answer of an engine of several stages",
+    "expert_parallel_size": "vLLM 0.32 for CPUs dies in its kernel for experts where they are divided",
+}
+"""Sizes that are 1 on a CPU, each with the reason: engines of such sizes start there, and take their weights."""
 KEYS_OF_ARGUMENTS = {
     "model": "model_name",
     "max_model_len": "vllm_cfg.max_model_len",
     "tensor_parallel_size": "vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": "vllm_cfg.pipeline_parallel_size",
+    "enable_expert_parallel": "vllm_cfg.expert_parallel_size",
     "dtype": "vllm_cfg.precision",
     "load_format": "vllm_cfg.load_format",
     "enforce_eager": "vllm_cfg.enforce_eager",
@@ -71,11 +77,17 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
         facts: sizes of the model.
     """
     settings = generation["vllm_cfg"]
-    tensor, element = settings["tensor_parallel_size"], BYTES[settings["precision"]]
-    heads = -(-facts.num_key_value_heads // tensor)
+    tensor, stages, element = settings["tensor_parallel_size"], settings["pipeline_parallel_size"], BYTES[settings["precision"]]
+    heads, layers = -(-facts.num_key_value_heads // tensor), -(-facts.num_layers // stages)
     budget = int(settings["gpu_memory_utilization"] * cluster["device_memory_gib"] * GIB)
     share = f"{settings['gpu_memory_utilization']:g} of {cluster['device_memory_gib']:g} GiB"
-    return EngineMemory(model_parameters(facts, tensor) * element, budget, facts.num_layers * heads * cached_width(facts) * element, share)
+    parameters = model_parameters(facts, tensor)
+    if stages > 1:
+        # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most layers that a stage has
+        vocabulary = facts.vocab_size * facts.hidden_size // tensor
+        of_layers = parameters - (1 if facts.tied else 2) * vocabulary
+        parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
+    return EngineMemory(parameters * element, budget, layers * heads * cached_width(facts) * element, share)
 
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
@@ -86,6 +98,13 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)
     if needed.weights < needed.budget:
+        longest = view[f"{VLLM}.max_model_len"]
+        if needed.cached_tokens < longest and view[f"{VLLM}.kv_cache_gb"] is None:
+            bound = (
+                f"{needed.weights / GIB:.1f} GiB of weights leave room for keys and values of {needed.cached_tokens:,} tokens, and "
+                f"{VLLM}.max_model_len = {longest:,}"
+            )
+            yield Violation(f"{VLLM}.gpu_memory_utilization", share, bound, f"raise it, or {VLLM}.tensor_parallel_size")
         return
 
     def fits(size: int) -> bool:
@@ -104,9 +123,32 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
 def engines_are_whole(view: View) -> Iterator[Violation]:
     """An engine's ranks are on one node, and the ranks of a node make whole engines."""
     key, ranks = f"{VLLM}.tensor_parallel_size", (generation_shape(view) or training_shape(view))[1]
-    if view[key] >= 1 and ranks % view[key]:
-        fix = f"write a divisor of {ranks}, or give generation another number of ranks"
-        yield Violation(key, view[key], f"it must divide the {ranks} ranks that generate on a node", fix)
+    stages = view[f"{VLLM}.pipeline_parallel_size"]
+    if view[key] >= 1 and stages >= 1 and ranks % (view[key] * stages):
+        times = f" times pipeline_parallel_size = {stages}" if stages > 1 else ""
+        fix = f"write sizes whose product divides {ranks}" if stages > 1 else f"write a divisor of {ranks}"
+        bound = f"it{times} must divide the {ranks} ranks that generate on a node"
+        yield Violation(key, view[key], bound, f"{fix}, or give generation another number of ranks")
+
+
+def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
+    """On a CPU an engine is divided over tensor-parallel ranks alone; see ``ONLY_ON_GPUS``."""
+    view.require(view["cluster.device"] == "cpu")
+    for key, reason in ONLY_ON_GPUS.items():
+        if view[f"{VLLM}.{key}"] > 1:
+            yield Violation(f"{VLLM}.{key}", view[f"{VLLM}.{key}"], f"cluster.device is cpu: {reason}", "write 1, or remove the line")
+
+
+def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
+    """Experts are divided over all tensor-parallel ranks of an engine or none: vLLM knows only whether they are."""
+    key, size = f"{VLLM}.expert_parallel_size", view[f"{VLLM}.expert_parallel_size"]
+    view.require(size > 1)
+    tensor = view[f"{VLLM}.tensor_parallel_size"]
+    if size != tensor:
+        fix = "write 1" if tensor == 1 else f"write 1 or {tensor}"
+        yield Violation(key, size, f"it must be 1 or {VLLM}.tensor_parallel_size = {tensor}", fix)
+    elif not view.facts.num_experts:
+        yield Violation(key, size, "the model has no experts", "write 1, or remove the line")
 
 
 def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
@@ -146,6 +188,8 @@ def engine_arguments_are_free(view: View) -> Iterator[Violation]:
 RULES: tuple[Rule, ...] = (
     engine_weights_fit,
     engines_are_whole,
+    engines_on_a_cpu_are_divided_by_tensors,
+    experts_divide_over_an_engine,
     heads_divide_over_an_engine,
     engine_reaches_length,
     changes_go_to_engines_apart,

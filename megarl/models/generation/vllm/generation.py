@@ -20,7 +20,7 @@ from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine
 from megarl.models.generation.stopping import stop_strings_of_rows
-from megarl.models.generation.vllm.options import completed
+from megarl.models.generation.vllm.options import completed, ranks_of
 from megarl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class VllmGeneration(RolloutEngine):
     """Engines of vLLM on the places of a cluster.
 
     Args:
-        cluster: gives the places; an engine takes as many neighbouring ones as its tensor parallelism.
+        cluster: gives the places; an engine takes as many neighbouring ones as it has ranks.
         config: the generation configuration, completed by ``configure_generation_config``; optional keys may be absent.
         name_prefix: opens the workers' names.
         workers_per_node: not used; the NeMo-RL policy API has it.
@@ -73,7 +73,7 @@ class VllmGeneration(RolloutEngine):
     ) -> None:
         config = completed(config, model, longest, dtype)
         settings = config["vllm_cfg"]
-        ranks = int(settings["tensor_parallel_size"])
+        ranks = ranks_of(settings)
         on_cpu = not cluster.use_gpus
         self.cfg: Mapping[str, Any] = config
         self._longest = int(settings["max_model_len"])
@@ -304,7 +304,7 @@ class VllmGeneration(RolloutEngine):
 
 
 def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, list[int]]]:
-    """Placement group and bundle of each engine's first rank; an engine's ranks are on one node.
+    """Placement group and bundle of each engine's first rank; an engine's ranks, tensor parallel times pipeline parallel, are on one node.
 
     Raises:
         ConfigError: the places of a node do not make whole engines.
@@ -313,7 +313,7 @@ def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, lis
     for node, count in enumerate(counts):
         if count % ranks:
             raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size = {ranks}: it does not divide the {count} places of the engines on node "
-                f"{node}. Fix: write a divisor, or give another number of places"
+                f"policy.generation.vllm_cfg: tensor_parallel_size times pipeline_parallel_size = {ranks}: it does not divide the {count} "
+                f"places of the engines on node {node}. Fix: write sizes whose product does, or give another number of places"
             )
     return [(node, [first]) for node, count in enumerate(counts) for first in range(0, count, ranks)]

@@ -40,6 +40,11 @@ def completed(config: Mapping[str, Any], model: str | None = None, longest: int 
     return filled
 
 
+def ranks_of(settings: Mapping[str, Any]) -> int:
+    """Ranks of one engine, by its ``vllm_cfg``."""
+    return int(settings["tensor_parallel_size"] * settings["pipeline_parallel_size"])
+
+
 def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None = None, *, on_cpu: bool) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine.
 
@@ -55,6 +60,8 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         "model": config["model_name"],
         "tokenizer": tokenizer or config["model_name"],
         "tensor_parallel_size": settings["tensor_parallel_size"],
+        "pipeline_parallel_size": settings["pipeline_parallel_size"],
+        "enable_expert_parallel": settings["expert_parallel_size"] > 1,
         "dtype": settings["precision"],
         "seed": seed,
         "load_format": settings["load_format"],
@@ -62,8 +69,8 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         "enforce_eager": settings["enforce_eager"],
         "gpu_memory_utilization": settings["gpu_memory_utilization"],
         "enable_sleep_mode": shared and not on_cpu,
-        # a prefix that was computed with other weights must not be used
-        "enable_prefix_caching": False,
+        # the answers to one prompt share its keys and values; a refit forgets what was computed with older weights
+        "enable_prefix_caching": True,
         # of the distribution that tokens are drawn from, as the policy's are
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": plugin.COLOCATED if shared else plugin.APART},
@@ -77,7 +84,7 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
     if on_cpu:
         options["block_size"] = 32
-    if settings["tensor_parallel_size"] > 1:
+    if ranks_of(settings) > 1:
         # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the actor's are the engine's already
         options["distributed_executor_backend"] = plugin.EXECUTOR
     return {**options, **(config.get("vllm_kwargs") or {})}

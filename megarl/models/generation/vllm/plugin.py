@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
+from megarl.errors import ConfigError
+
+GROUP = "vllm.general_plugins"
 MODULE = "megarl.models.generation.vllm.weight_engines"
 EXTENSION = "megarl.models.generation.vllm.worker_extension.WorkerCalls"
 EXECUTOR = "megarl.models.generation.vllm.executor.Executor"
@@ -15,3 +20,16 @@ def register() -> None:
     for name, kind in ((COLOCATED, "SharedMemoryEngine"), (APART, "BroadcastEngine")):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, MODULE, kind)
+
+
+def require_entry_point() -> None:
+    """Refuse a megarl that is found by its path alone: vLLM's other processes would not know its engines of weight transfer.
+
+    Raises:
+        ConfigError: no installed distribution has the entry point.
+    """
+    if not any(entry.value.startswith(f"{__name__}:") for entry in importlib.metadata.entry_points(group=GROUP)):
+        raise ConfigError(
+            f"policy.generation.backend = 'vllm': no installed distribution has megarl's entry point in {GROUP}, by which vLLM's processes "
+            "find what receives weights. Fix: install megarl where the workers run (pip install -e .); PYTHONPATH alone is not enough"
+        )

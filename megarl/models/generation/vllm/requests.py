@@ -52,12 +52,15 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
         longest: most tokens of prompt and answer together.
         greedy: take the most likely token instead of sampling.
 
+    Without ``sampling_seeds``, and with ``vllm_cfg.fast_sampling``, no prompt has a seed of its own; see ``seed_of_call``.
+
     Raises:
         BatchError: a stop string is empty.
     """
     lengths = data["input_lengths"].tolist()
     stops = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
-    seeds = data["sampling_seeds"].tolist() if "sampling_seeds" in data else [None] * len(lengths)
+    seeded = "sampling_seeds" in data and not _is_fast(config)
+    seeds = data["sampling_seeds"].tolist() if seeded else [None] * len(lengths)
     settings = SamplingSettings.of(config, greedy=greedy)
     found = []
     for row, (length, stop, seed) in enumerate(zip(lengths, stops, seeds, strict=True)):
@@ -80,6 +83,20 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
         }
         found.append(Request(row, data["input_ids"][row, :length].tolist(), options))
     return found
+
+
+def seed_of_call(data: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """Seed of one engine's random numbers for a call with ``vllm_cfg.fast_sampling``: that of its first row.
+
+    So engines and steps differ, and a resumed run draws alike. None where each row has its own, and where there are no rows.
+    """
+    if not _is_fast(config) or not len(data.get("sampling_seeds", ())):
+        return None
+    return int(data["sampling_seeds"][0]) % 2**63
+
+
+def _is_fast(config: Mapping[str, Any]) -> bool:
+    return bool((config.get("vllm_cfg") or {}).get("fast_sampling"))
 
 
 def _drawing(settings: SamplingSettings) -> dict[str, Any]:

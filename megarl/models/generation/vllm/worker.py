@@ -7,6 +7,7 @@ alone; an engine of several ranks has the places beside it too.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import tempfile
 import threading
@@ -23,8 +24,9 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.errors import ClusterError, ConfigError, RefitError
 from megarl.models.generation.vllm import plugin
-from megarl.models.generation.vllm.options import engine_options
-from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of
+from megarl.models.generation.vllm.configuration import ONLY_ON_GPUS
+from megarl.models.generation.vllm.options import engine_options, ranks_of
+from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of, seed_of_call
 from megarl.models.generation.vllm.worker_extension import Failure
 
 
@@ -40,6 +42,8 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     Raises:
         ClusterError: one of the other places is taken, or Ray starts no process there.
     """
+    if count == 1:
+        return _devices()
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
@@ -127,13 +131,13 @@ class Engine:
 
 
 class VllmGenerationWorker:
-    """An engine, with as many ranks as its tensor parallelism.
+    """An engine, with as many ranks as its tensor and pipeline parallelism.
 
     Args:
         config: the generation configuration, completed.
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; the model's by default.
-        place: number of the engine's first place, and the share of its GPU that the engine has; of several ranks on GPUs.
+        place: number of the engine's first place, and the share of its GPU that the engine has, 0 without GPUs.
     """
 
     def __init__(
@@ -143,16 +147,27 @@ class VllmGenerationWorker:
         self._names: list[str] = []
         self._version: int | None = None
         self._updating = False
-        on_cpu = not runtime().is_cuda
-        ranks = config["vllm_cfg"]["tensor_parallel_size"]
-        if ranks > 1 and not on_cpu:
-            if place is None:
-                raise ConfigError(f"an engine of {ranks} ranks on GPUs has no places: start its workers with bundle_indices_list")
+        ranks = ranks_of(config["vllm_cfg"])
+        if place is not None and place[1]:
+            # before torch asks for devices, and of one rank too: a cluster may tell Ray to leave the variable alone, and then each engine
+            # would take the first GPU
             env.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))})
+        on_cpu = not runtime().is_cuda
+        if ranks > 1 and not on_cpu and place is None:
+            raise ConfigError(f"an engine of {ranks} ranks on GPUs has no places: start its workers with bundle_indices_list")
+        for key, reason in ONLY_ON_GPUS.items() if on_cpu else ():
+            if config["vllm_cfg"][key] > 1:
+                raise ConfigError(f"policy.generation.vllm_cfg.{key} = {config['vllm_cfg'][key]}: {reason}. Fix: write 1, or run on GPUs")
+        plugin.require_entry_point()
         plugin.register()
         if on_cpu:
             _check_heads_on_a_cpu(config["model_name"])
-        self._engine = Engine(engine_options(config, seed, tokenizer, on_cpu=on_cpu))
+        options = engine_options(config, seed, tokenizer, on_cpu=on_cpu)
+        module, _, name = plugin.EXECUTOR.rpartition(".")
+        if options.get("distributed_executor_backend") == plugin.EXECUTOR:
+            # the class itself says that its engines may have several pipeline stages; of a name vLLM believes that they may not
+            options["distributed_executor_backend"] = getattr(importlib.import_module(module), name)
+        self._engine = Engine(options)
 
     @staticmethod
     def configure_worker(
@@ -210,6 +225,11 @@ class VllmGenerationWorker:
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
+        # keys and values that older weights computed
+        if not self._engine.call("reset_prefix_cache"):
+            raise RefitError(
+                "vLLM keeps keys and values of the older weights, for a prompt that it still answers: refit anew when it is done"
+            )
         [self._version] = versions
 
     def _call(self, method: str, **arguments: Any) -> None:
@@ -249,14 +269,25 @@ class VllmGenerationWorker:
         from vllm import SamplingParams
 
         requests = requests_of(data, self._config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
-        outputs = self._engine.call(
-            "generate",
-            [{"prompt_token_ids": request.prompt} for request in requests],
-            [SamplingParams(**request.options) for request in requests],
-            use_tqdm=False,
-        )
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        params = [SamplingParams(**request.options) for request in requests]
+        seed = None if greedy else seed_of_call(data, self._config)
+        outputs = self._engine.call("generate", prompts, params, use_tqdm=False) if seed is None else self._drawn(prompts, params, seed)
         answers = {request.row: answer_of(output.outputs[0]) for request, output in zip(requests, outputs, strict=True)}
         return assembled(data, answers, int(self._config["pad_token_id"]))
+
+    def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
+        """What vLLM draws for prompts by one seed for all of them.
+
+        None is answered before all of them wait: who draws which of the random numbers would depend on when each of them came.
+        """
+        self._engine.call("sleep", level=0)
+        try:
+            self._engine.call("collective_rpc", "megarl_seed", args=(seed,))
+            self._engine.call("enqueue", prompts, params, use_tqdm=False)
+        finally:
+            self._engine.call("wake_up", ["scheduling"])
+        return self._engine.call("wait_for_completion", use_tqdm=False)
 
     def prepare_for_generation(self, tags: list[str] | None = None) -> None:
         """Take memory again: ``weights``, ``kv_cache``, or both."""

@@ -6,6 +6,7 @@ import gc
 import traceback
 from typing import Any, NamedTuple
 
+from megarl.distributed.device import seed_everything
 from megarl.errors import MegarlError
 from megarl.models.generation.vllm.shared_memory_names import remove_names
 
@@ -49,6 +50,10 @@ class WorkerCalls:
         """Megarl weights version of the weights that this rank has whole; None where it has none."""
         version: int | None = self.weight_transfer_engine.version()
         return version
+
+    def megarl_seed(self, seed: int) -> None:
+        """Megarl seed of this rank's random numbers: the same one on all ranks of an engine, which draw the same tokens each for itself."""
+        seed_everything(seed)
 
     def megarl_remove_names(self) -> None:
         """Remove the files of the memory that this rank shares with others, which have it by now."""
