@@ -13,6 +13,8 @@ VENV="${MEGARL_VENV:-$ROOT/.venv}"
 [[ "$VENV" == /* ]] || VENV="$PWD/$VENV"
 CONSTRAINTS="$ROOT/constraints-cpu.txt"
 MARKER=.made-by-megarl
+# of a script; the first one makes the environment
+STEPS=4
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
@@ -119,7 +121,7 @@ make_venv() {
     fi
     mkdir -p -- "$venv"
     touch -- "$venv/$MARKER"
-    run_step "[1/4] making $venv with $python ($(python_version "$python"))" "$venv/$MARKER" "$python" -m venv "$venv"
+    run_step "[1/$STEPS] making $venv with $python ($(python_version "$python"))" "$venv/$MARKER" "$python" -m venv "$venv"
 }
 
 install_packages() {

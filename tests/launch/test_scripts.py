@@ -55,11 +55,11 @@ class Clone:
         ]
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Clone:
+def make_clone(tmp_path: Path) -> Clone:
+    """A clone of the scripts and of what they read, in ``tmp_path``."""
     root = tmp_path / "a clone"
     shutil.copytree(ROOT / "launch", root / "launch")
-    for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt"):
+    for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt", "constraints-gpu.txt"):
         shutil.copy(ROOT / name, root / name)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "parts.py", root / "tests" / "parts.py")
@@ -80,6 +80,11 @@ def clone(tmp_path: Path) -> Clone:
         "MEGARL_TEST_PROCESSES": "3",
     }
     return Clone(root, variables)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return make_clone(tmp_path)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
