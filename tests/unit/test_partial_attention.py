@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 
 from megarl.models.engine import partial_attention
-from megarl.models.engine.ring_attention import _join
+from megarl.models.engine.context import ContextShare
+from megarl.models.engine.ring_attention import _join, _pieces
 
 KERNELS = {
     "cpu": (partial_attention.partial_attention, partial_attention.partial_gradients),
@@ -93,3 +95,39 @@ def test_the_two_kernels_agree_on_random_masks() -> None:
     seen = torch.rand(9, 13) < 0.5
     one, other = (KERNELS[name][0](query, key, value, 0.3, seen=seen) for name in KERNELS)
     torch.testing.assert_close(one, other, atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernels_of_torch_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """On tensors without memory: arguments and shapes; the numbers are for tests/gpu."""
+    monkeypatch.setattr(partial_attention, "takes_flash", lambda query: True)
+    query = torch.empty(2, 6, 7, 16, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(2, 2, 7 if causal else 11, 16, dtype=torch.bfloat16, device="meta")
+    output, logsumexp = partial_attention.partial_attention(query, key, key, 0.3, causal=causal)
+    assert (output.shape, output.dtype) == (query.shape, query.dtype)
+    assert (logsumexp.shape, logsumexp.dtype) == ((2, 6, 7), torch.float32)
+    gradients = partial_attention.partial_gradients(output, query, key, key, output, logsumexp, 0.3, causal=causal)
+    assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, one.dtype) for one in (query, key, key)]
+
+
+def test_a_window_reaches_what_its_mask_says() -> None:
+    """Every pair of ranks, sequences and windows of many lengths: no piece is left out that shows something, and none is empty."""
+    pieces = 0
+    for size, half, window in itertools.product((2, 3, 4), (1, 2, 5), range(1, 41)):
+        starts = (0, 2 * size, 2 * size, 2 * size * (half + 1))
+        for rank, source in itertools.product(range(size), repeat=2):
+            context, whole_there = ContextShare(rank, size), ContextShare(source, size)
+            asked, held = context.index(starts), whole_there.index(starts)
+            sequence = torch.bucketize(asked, torch.tensor(starts[1:]), right=True)[:, None] == torch.bucketize(
+                held, torch.tensor(starts[1:]), right=True
+            )
+            distance = asked[:, None] - held
+            expected = sequence & (distance >= 0) & (distance < window)
+            found = torch.zeros_like(expected)
+            for piece in _pieces(starts, context, source, window, torch.device("cpu")):
+                block = found[piece.queries, piece.keys]
+                block |= piece.seen if piece.seen is not None else torch.ones_like(block).tril() if piece.causal else torch.ones_like(block)
+                assert block.any()
+                pieces += 1
+            assert torch.equal(found, expected), (size, half, window, rank, source)
+    assert pieces > 1000

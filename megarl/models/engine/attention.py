@@ -20,10 +20,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megarl.distributed.device import sent_to
 from megarl.models.engine.context import ContextShare, gather_shared
+from megarl.models.engine.partial_attention import takes_flash
 from megarl.models.engine.ring_attention import ring_attention
 
 Kernel = Callable[..., Any]
-HALF = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def varlen_kernel() -> Kernel | None:
 
 def serves(query: torch.Tensor) -> bool:
     """Whether the kernel takes tensors like this one."""
-    return query.is_cuda and query.dtype in HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and varlen_kernel() is not None
+    return takes_flash(query) and varlen_kernel() is not None
 
 
 @dataclass(frozen=True, slots=True)

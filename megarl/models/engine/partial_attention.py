@@ -29,6 +29,9 @@ def partial_attention(
         [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in float32 or better. A query that sees no key
         has output 0 and log-sum-exp -inf.
     """
+    if seen is None and takes_flash(query):
+        output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        return output, logsumexp
     if query.device.type != "cpu":
         return _in_blocks(query, key, value, scale, causal, seen)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -61,11 +64,38 @@ def partial_gradients(
     Returns:
         Of ``query``, [B, H, S, D], and of ``key`` and ``value``, [B, G, K, D]; parts of the first add up.
     """
+    if seen is None and takes_flash(query):
+        return _gradients_by_flash(gradient, query, key, value, output, logsumexp, scale, causal)
     if query.device.type != "cpu":
         return _gradients_in_blocks(gradient, query, key, value, output, logsumexp, scale, causal, seen)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     bias = _bias(seen, query.dtype)
     of_query, of_key, of_value = kernel(gradient, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    return of_query, of_key, of_value
+
+
+def takes_flash(query: torch.Tensor) -> bool:
+    """Whether torch's FlashAttention kernels take tensors like this one."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+
+
+def _gradients_by_flash(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel's backward pass; it takes probabilities from the log-sum-exp that it is given, which may be that of more keys."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(gradient, query, key, value, output, logsumexp.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal),
+        *(no_dropout, no_dropout.new_empty(0)),
+        scale=scale,
+    )
     return of_query, of_key, of_value
 
 

@@ -10,7 +10,7 @@ Legend: s = S / size positions here; of a sequence a rank has two chunks, a firs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,30 +64,35 @@ def _pieces(starts: tuple[int, ...], context: ContextShare, source: int, window:
         if length == 0:
             continue
         first, middle, last = here, here + length // 2, here + length
+        asked, held = context.chunks(start, end), ContextShare(source, context.size).chunks(start, end)
         if source == context.rank:
             piece = _Piece(slice(first, last), slice(first, last), causal=True)
         elif source < context.rank:
             # its first chunk lies before both of ours, its second behind both
-            piece = _Piece(slice(first, last), slice(first, middle))
+            piece, held = _Piece(slice(first, last), slice(first, middle)), held[:1]
         else:
             # both of its chunks lie between ours
-            piece = _Piece(slice(middle, last), slice(first, last))
+            piece, asked = _Piece(slice(middle, last), slice(first, last)), asked[1:]
         if window is None or window >= end - start:
             yield piece
-        else:
-            yield from _inside_window(piece, starts, context, source, window, device)
+        elif _within_reach(asked, held, window):
+            yield _inside_window(piece, starts, context, source, window, device)
 
 
-def _inside_window(
-    piece: _Piece, starts: tuple[int, ...], context: ContextShare, source: int, window: int, device: torch.device
-) -> Iterator[_Piece]:
-    """The piece with what the window leaves of it; nothing when it leaves nothing."""
+def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]], window: int) -> bool:
+    """Whether some position of the first ranges sees one of the others: is at it, or less than ``window`` behind it."""
+    # how far positions of one range are behind those of another is every number from the least to the largest
+    return any(
+        max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1) for first, last in asked for first_held, last_held in held
+    )
+
+
+def _inside_window(piece: _Piece, starts: tuple[int, ...], context: ContextShare, source: int, window: int, device: torch.device) -> _Piece:
+    """The piece with what the window leaves of it."""
     asking = context.index(starts, device)[piece.queries]
     held = ContextShare(source, context.size).index(starts, device)[piece.keys]
     distance = asking[:, None] - held[None]
-    seen = (distance >= 0) & (distance < window)
-    if bool(seen.any()):
-        yield _Piece(piece.queries, piece.keys, seen=seen)
+    return _Piece(piece.queries, piece.keys, seen=(distance >= 0) & (distance < window))
 
 
 class _Round:
