@@ -132,7 +132,7 @@ def statistics(
             targets.contiguous(),
             logits if bounds is None else bounds,
             *found,
-            *(logits.stride(0), start, own, temperature),
+            *(logits.stride(0), start, own, float(temperature)),
             is_scaled=temperature != 1.0,
             is_bounded=bounds is not None,
             block=block,
@@ -167,7 +167,7 @@ def write_gradient(
     _gradient[(tokens, triton.cdiv(width, block))](
         *(logits, gradient, targets.contiguous(), logits if bounds is None else bounds),
         *(maximum.contiguous(), scale.contiguous(), target_weight.contiguous()),
-        *(logits.stride(0), gradient.stride(0), start, own, width, temperature),
+        *(logits.stride(0), gradient.stride(0), start, own, width, float(temperature)),
         is_scaled=temperature != 1.0,
         is_bounded=bounds is not None,
         block=block,
