@@ -31,7 +31,6 @@ BUILT_FOR_EACH_OTHER = ("torch", "megatron-core", "transformers", "vllm", "vllm-
 WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
 GPU_PYTHON = (3, 12)
 """Oldest Python of the newest megatron-core, and the one that constraints-gpu.txt was resolved for."""
-ENTRY_POINTS = "vllm.general_plugins"
 NO_DRIVER = "libcuda.so.1"
 """The driver's library: who lacks it is on a machine without a GPU, whatever else is wrong there."""
 _LOAD_S = 300.0
@@ -155,7 +154,7 @@ def check_vllm(name: str) -> Check:
 def check_entry_point() -> Check:
     """Whether vLLM's processes find megarl, which has to be installed for that: they know only its entry point, not the driver's path."""
     wanted = f"{plugin.__name__}:{plugin.register.__name__}"
-    found = [point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS) if point.name == "megarl"]
+    found = [point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"]
     if wanted in found:
         return Check(ROOM, "vLLM finds megarl", Verdict.OK, f"entry point {wanted}")
     what = f"its entry point is {found[0]}, of another version" if found else "no entry point: megarl is on the path, but not installed"

@@ -20,6 +20,7 @@ from megarl.doctor.builds import (
     load_error,
 )
 from megarl.doctor.check import Verdict
+from megarl.models.generation.vllm import plugin
 
 LINKER = "transformer_engine_torch.abi3.so: undefined symbol: _ZN3c1021throwNullDataPtrErrorEv"
 
@@ -153,7 +154,7 @@ def test_a_megatron_that_is_not_for_this_python(site: Site) -> None:
 
 def test_vllm_finds_an_installed_megarl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def point(value: str) -> importlib.metadata.EntryPoint:
-        return importlib.metadata.EntryPoint("megarl", value, builds.ENTRY_POINTS)
+        return importlib.metadata.EntryPoint("megarl", value, plugin.GROUP)
 
     points = [point("megarl.models.generation.vllm.plugin:register")]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [one for one in points if one.group == group])
