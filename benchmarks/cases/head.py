@@ -84,7 +84,7 @@ def _metrics(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, 
     metrics = {"difference": Metric.of("largest relative difference of value and gradients", [_difference(actions, hidden.dtype)])}
     spent = spent_in_turn(actions, repeats=repeats, clock=clock_of(device))
     logits = len(targets) * len(weight)
-    peaks = {name: [peak_of(action, device) * MEBIBYTE / logits for _ in range(1)] for name, action in actions.items()}
+    peaks = {name: [peak_of(action, device) * MEBIBYTE / logits] for name, action in actions.items()}
     for name in [name for name in actions if name != "ours"]:
         metrics |= sides(f"time_to_{name}", spent["ours"], name, spent[name])
         metrics[f"memory_to_{name}"] = Metric.ratio(f"the peak of {name}", peaks["ours"], peaks[name])
