@@ -1,6 +1,6 @@
 """The reference's own losses: one row after another in float64, written from the papers and from nothing of the engine's or the trainer's.
 
-They know no clamps: no drawn case comes near them, and one that does shows as a mismatch.
+Three steps of a drawn case may take a token past the trainer's default clamps, so that these losses have them too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megarl.parity.losses import loss_weight
 
 Rows = Iterator[tuple[int, Tensor]]
 _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
+_LOG_RATIO_CLAMP, _K3_CLAMP = 20.0, 10.0  # log_ratio_clamp_value, kl_output_clamp_value: k3 is past its own before its argument is past 20
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _policy_gradient(
         advantage, previous, generation = (
             data[key][row, 1:][places].double() for key in ("advantages", "prev_logprobs", "generation_logprobs")
         )
-        ratio = current if "noratio" in options else torch.exp(current - previous)
+        ratio = current if "noratio" in options else torch.exp(torch.clip(current - previous, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
         clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - _LOW, 1 + _HIGH)
         objective = torch.minimum(ratio * advantage, clipped * advantage)
         if "dual" in options:
@@ -160,12 +161,12 @@ def _policy_gradient(
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, options: Any) -> Tensor:
     """Sum of k3 over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out by hand:
-    the derivative of weight times k3 is weight * (k3 + 1 - exp(reference - current))."""
+    the derivative of weight times k3 is weight * (k3 + 1 - exp(reference - current)), and 0 where k3 is clamped."""
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         estimate = torch.exp(reference - current) - (reference - current) - 1
-        slope = weight * (estimate + 1 - torch.exp(reference - current))
-        value = (weight * estimate).sum()
+        slope = torch.where(estimate > _K3_CLAMP, 0.0, weight * (estimate + 1 - torch.exp(reference - current)))
+        value = (weight * torch.clip(estimate, max=_K3_CLAMP)).sum()
     moving = (slope * current).sum()
     return value + moving - moving.detach()
 

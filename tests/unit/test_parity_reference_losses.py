@@ -21,8 +21,22 @@ KINDS = [
 @pytest.mark.parametrize("loss", KINDS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_same_loss_gradient_and_metrics(loss: str, seed: int) -> None:
+    _check_the_same(loss, policy_gradient_batch(seed, rows=8))
+
+
+@pytest.mark.parametrize("loss", ["pg+kl", "pg+kl+approx", "pg+kl+approx+is+seq+dual"])
+def test_the_same_where_a_step_has_gone_past_the_clamps(loss: str) -> None:
+    data = policy_gradient_batch(4, rows=8)
+    counted = (data["token_mask"] * data["sample_mask"][:, None]).nonzero()
+    # k3 is 10 at 2.6 above; the log ratio is bounded by 20 on either side
+    keys, changes = ["reference_policy_logprobs"] * 4 + ["prev_logprobs"] * 2, (2.5, 2.7, 21, -12, 21, -21)
+    for (row, token), key, above in zip(counted[counted[:, 1] > 0].tolist(), keys, changes, strict=False):
+        data[key][row, token] = data["current"][row, token] + above
+    _check_the_same(loss, data)
+
+
+def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> None:
     case = replace(Case(), loss=loss)
-    data = policy_gradient_batch(seed, rows=8)
     rows, tokens = data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     results = []
     for loss_fn in (make_loss(case), reference_loss(case)):
