@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.dtensor.shards import block_of, gather
 from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
 from tests.dist import fsdp1_jobs
@@ -81,6 +82,31 @@ def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: 
         width = min(seen.shape[1], outside.shape[1] - 1)
         pairs.append(((seen * inside)[:, :width], outside[first : first + rows, 1 : width + 1]))
     return pairs
+
+
+def generates_with_what_it_trains(config: Mapping[str, Any], prompts: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:
+    """What differs, in the model that generates, from the trained one: its parameters in the precision, its buffers to the bit; after
+    generating and training in turn. Also what of it still takes memory afterwards."""
+    worker = build(config, init_reference_model=False)
+    backend, dtype = worker.backend, getattr(torch, config["precision"])
+    for batch in batches:
+        worker.generate(data=BatchedDataDict(prompts), greedy=True)
+        worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+    wrong = []
+    with torch.no_grad(), backend._gathered() as model:
+        for name, buffer in model.named_buffers():
+            trained = backend.model.get_buffer(name)
+            if buffer.dtype != trained.dtype or not torch.equal(buffer, trained):
+                wrong.append(name)
+        for name, parameter in model.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if not torch.equal(whole, gather(backend._parameters[name], backend.runtime.device).to(dtype)):
+                wrong.append(name)
+        kept = model
+    wrong += [f"{name} keeps its memory" for name, parameter in kept.named_parameters() if not parameter.is_meta]
+    wrong += [f"{name} is lost" for name, buffer in kept.named_buffers() if buffer.is_meta]
+    backend.close()
+    return wrong
 
 
 def replicas_agree(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:

@@ -364,6 +364,15 @@ def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path]
         check_rows(rows)
 
 
+@pytest.mark.parametrize(("layout", "precision"), [("dp2", "bfloat16"), ("tp2-sp", "bfloat16"), ("dp2", "float32")])
+def test_the_model_that_generates_is_the_trained_one(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
+    """Its rotary frequencies too: rounded to bfloat16 they turn far positions elsewhere than in training."""
+    world, changes = LAYOUTS[layout]
+    config = dtensor_config(tiny_models["qwen2-tied"], precision=precision, gbs=12, **changes)
+    for wrong in pool.run(world, dtensor_jobs.generates_with_what_it_trains, config, prompts(), BATCHES[:2]):
+        assert wrong == []
+
+
 # the rest of the contract
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -24,10 +25,18 @@ from megarl.errors import ModelError
 from megarl.models.dtensor.gradients import LossScale, global_norm, local_gradients, refuse_optimizer_without_steps
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.mover import move_model, move_optimizer
-from megarl.models.dtensor.parallelize import divide_over_tensor_ranks, give_memory, reduced_once, reshard, shard_fully, whole_parameters
+from megarl.models.dtensor.parallelize import (
+    divide_over_tensor_ranks,
+    give_memory,
+    reduced_once,
+    reshard,
+    shard_fully,
+    take_memory,
+    whole_parameters,
+)
 from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
 from megarl.models.dtensor.plans import choose_plan, is_plan_ours
-from megarl.models.dtensor.shards import EvenState, gather_part, read_block
+from megarl.models.dtensor.shards import EvenState, gather_parts, read_block
 from megarl.models.dtensor.styles import computes_locally
 from megarl.models.dtensor.weight_stream import WeightStream
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
@@ -93,6 +102,7 @@ class DTensorBackend:
             self.groups.tensor_rank * (self._vocabulary_rows // tensor),
             self.groups.tensor if tensor > 1 else None,
         )
+        self._generating: Any = None
         self.model = self._build(source)
         self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
         self._weights = WeightStream(
@@ -250,19 +260,36 @@ class DTensorBackend:
         if self._stays_whole and not self._sequence_parallel and not self._settings.get("activation_checkpointing"):
             with whole_parameters(self.model):
                 return generate(self.model, self, data, config, tokenizer, greedy=greedy)
-        return generate(self._gathered(), self, data, config, tokenizer, greedy=greedy)
+        with self._gathered() as model:
+            return generate(model, self, data, config, tokenizer, greedy=greedy)
 
-    def _gathered(self) -> Any:
-        """A model in ``policy.precision`` that is divided over tensor-parallel ranks alone."""
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[Any]:
+        """A model in ``policy.precision`` that is divided over tensor-parallel ranks alone, with the present weights. Afterwards it keeps
+        its modules, which take a while to make, and no memory."""
+        if self._generating is None:
+            self._generating = self._to_generate()
+        model = self._generating
+        give_memory(model, self.runtime.device)
+        try:
+            parameters = dict(model.named_parameters())
+            divided = {name: parameter for name, parameter in self._divided().items() if name in parameters}
+            for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
+                own = parameters[name]
+                (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
+            yield model
+        finally:
+            take_memory(model)
+
+    def _to_generate(self) -> Any:
+        """That model on the meta device. Its buffers are those of training, whatever the precision of its parameters: rounded to it, the
+        frequencies of a rotary embedding would be others."""
         model = self._undivided()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self._dtype)
         if self.groups.tensor_size > 1:
             custom = None if self._sequence_parallel else self._settings.get("custom_parallel_plan")
             divide_over_tensor_ranks(model, self._meshes.tensor, choose_plan(model, sequence_parallel=False, custom=custom))
-        give_memory(model, self.runtime.device)
-        model.to(self._dtype)
-        for name, parameter in model.named_parameters():
-            part = gather_part(self._divided()[name], self.runtime.device)
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(part)
         return model
 
     def move(self, part: Part, place: Place) -> None:

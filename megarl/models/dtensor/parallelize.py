@@ -180,10 +180,22 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
 
 def give_memory(model: Any, device: torch.device) -> None:
     """Replace parameters on the meta device by uninitialised memory for this rank's shards; buffers keep their values, on ``device``."""
+    _without_values(model, device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def take_memory(model: Any) -> None:
+    """The reverse of ``give_memory``: parameters on the meta device again; buffers stay where they are."""
+    _without_values(model, torch.device("meta"))
+
+
+def _without_values(model: Any, device: torch.device) -> None:
     tied = is_tied(model)
-    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     model.to_empty(device=device)
     for module, name, buffer in buffers:
-        module._buffers[name] = buffer.to(device)
+        module._buffers[name] = buffer
     if tied:
         tie(model)

@@ -9,7 +9,8 @@ of rows, so that any layout, and the other torch backend, can read it. One tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from converters.checkpoint.source import HuggingFaceSource
+from megarl.models.engine.gather_stream import in_buckets
 from megarl.models.huggingface.checkpoint import OptimizerState
 
 
@@ -115,6 +117,27 @@ def gather_part(parameter: DTensor, device: torch.device) -> torch.Tensor:
     run = local.new_zeros(block.run, *block.part[1:])
     run[: local.shape[0]].copy_(local)
     return all_gather(run, mesh.get_group(0)).flatten(0, 1)[: block.part[0]]
+
+
+@torch.no_grad()
+def gather_parts(
+    parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, bucket_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As ``gather_part`` for parameters of one mesh, rounded to ``dtype``, by name: neighbours travel together, about ``bucket_bytes`` of
+    all ranks at a time. What it gives is to be copied before the next is asked for."""
+    blocks = {name: block_of(parameter) for name, parameter in parameters.items()}
+    spaces = {name: block.run * math.prod(block.part[1:]) for name, block in blocks.items()}
+    ranks = next(iter(blocks.values())).sharding_size
+    for names in in_buckets(blocks, lambda name: spaces[name] * ranks * dtype.itemsize, bucket_bytes):
+        widths = [spaces[name] for name in names]
+        row = torch.zeros(sum(widths), dtype=dtype, device=device)
+        for name, space in zip(names, row.split(widths), strict=True):
+            piece = parameters[name].to_local().flatten()
+            space[: len(piece)].copy_(piece)
+        rows = all_gather(row, parameters[names[0]].device_mesh.get_group(0)) if ranks > 1 else row[None]
+        for name, runs in zip(names, rows.split(widths, dim=1), strict=True):
+            part = blocks[name].part
+            yield name, runs.reshape(ranks * blocks[name].run, *part[1:])[: part[0]]
 
 
 @torch.no_grad()

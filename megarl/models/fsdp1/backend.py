@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
-from megarl.models.fsdp1.build import Filler, held_by
+from megarl.models.fsdp1.build import Filler, Held, held_by
 from megarl.models.fsdp1.sharded import Sharded
 from megarl.models.fsdp1.whole import FullModel
 from megarl.models.huggingface import checkpoint
@@ -73,6 +74,7 @@ class FSDP1Backend:
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
         self.shapes = Shapes(row_multiple=policy.get("make_sequence_length_divisible_by") or 1)
         self.groups = _data_parallel()
+        self._generating: tuple[nn.Module, dict[str, tuple[Held, nn.Parameter]]] | None = None
         self.model: Sharded | FullModel
         if dist.get_world_size() > 1:
             self.model = Sharded(model, fill, self._dtype, runtime, offload=bool(policy.get("fsdp_offload_enabled")))
@@ -168,18 +170,27 @@ class FSDP1Backend:
         The weights are gathered once, into a model of their own in ``policy.precision``, so that ranks with more or longer rows need not
         wait for the others.
         """
-        return generate(self._gathered(), self, data, config, tokenizer, greedy=greedy)
-
-    def _gathered(self) -> nn.Module:
-        """A plain transformers model with the present weights."""
         if isinstance(self.model, FullModel):
             self.model.before_pass()
-            return self.model.module
-        model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
-        held = held_by(model)
-        for name, tensor in self.export_hf():
-            held[name].put(nn.Parameter(tensor, requires_grad=False))
-        return model.to(self.runtime.device)
+            return generate(self.model.module, self, data, config, tokenizer, greedy=greedy)
+        with self._gathered() as model:
+            return generate(model, self, data, config, tokenizer, greedy=greedy)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[nn.Module]:
+        """A plain transformers model with the present weights. Afterwards it keeps its modules, which take a while to make, and no
+        weights."""
+        if self._generating is None:
+            model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
+            self._generating = model, {name: (held, held.get()) for name, held in held_by(model).items()}
+        model, places = self._generating
+        try:
+            for name, tensor in self.export_hf():
+                places[name][0].put(nn.Parameter(tensor, requires_grad=False))
+            yield model.to(self.runtime.device)
+        finally:
+            for held, empty in places.values():
+                held.put(empty)
 
     def move(self, part: Part, place: Place) -> None:
         """See the protocol. Gradients are not kept: they are let go of on the way to the host."""
