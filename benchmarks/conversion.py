@@ -50,7 +50,7 @@ print(json.dumps({"peak_memory": peak}))
 
 
 def measure(direction: str, quick: bool) -> Iterator[Point]:
-    """A model of 0.25 GB, with one worker and with two.
+    """A model of 0.15 GB, with one worker and with two.
 
     Args:
         direction: ``import`` or ``export``.
@@ -58,7 +58,7 @@ def measure(direction: str, quick: bool) -> Iterator[Point]:
     """
     with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
         root = Path(temporary)
-        written = save_llama(root / "hf", 100_000_000 if quick else 250_000_000)
+        written = save_llama(root / "hf", 100_000_000 if quick else 150_000_000)
         source = root / "hf"
         bound = shard_and_tensor(source)
         if direction == "export":

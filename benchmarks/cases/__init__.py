@@ -48,7 +48,7 @@ CASES = {
     "refit.ipc": Case("weights handed over in 300 and 10,000 tensors against one flat copy of them", "benchmarks.cases.refit_ipc"),
     "refit.bcast": Case("weights sent in 300 and 10,000 tensors against one flat broadcast of them", "benchmarks.cases.refit_bcast"),
     "refit.export": Case(
-        "all weights of mixtures of 12 and 250 experts a layer, about as many bytes, against one flat copy",
+        "all weights of mixtures of 12 and 125 experts a layer, about as many bytes, against one flat copy",
         "benchmarks.cases.refit_export",
     ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),

@@ -39,7 +39,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
             weight = (torch.randn(VOCABULARY, HIDDEN, generator=generator) / HIDDEN**0.5).to(options.device, dtype)
             targets = torch.randint(VOCABULARY, (tokens,), generator=generator).to(options.device)
             parameters = {"tokens": tokens, "dtype": str(dtype).removeprefix("torch."), "vocabulary": VOCABULARY}
-            yield Point(parameters, _metrics(hidden, weight, targets, 2 if quick else 4, options.device))
+            yield Point(parameters, _metrics(hidden, weight, targets, 2 if quick else 3, options.device))
 
 
 def _ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LAYERS, HIDDEN = 8, 64
 # experts of a layer; times the width of an expert it is always about the same
-EXPERTS, QUICK_EXPERTS = (12, 250), (12, 125)
+EXPERTS = (12, 125)
 WIDTHS = 10_920
 REPEATS, QUICK_REPEATS = 3, 2
 # that a refit may take, where its memory is measured
@@ -35,7 +35,7 @@ def measure(quick: bool) -> Iterator[Point]:
     pool = WorkerPool()
     try:
         with tempfile.TemporaryDirectory() as directory:
-            models = {count: _save_mixture(Path(directory) / str(count), count) for count in (QUICK_EXPERTS if quick else EXPERTS)}
+            models = {count: _save_mixture(Path(directory) / str(count), count) for count in EXPERTS}
             for ranks in RANKS:
                 for experts, model in models.items():
                     seconds, tensors, nbytes = pool.run(ranks, _timed, _config(model, ranks), QUICK_REPEATS if quick else REPEATS)[0]

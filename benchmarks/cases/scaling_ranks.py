@@ -25,7 +25,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     from benchmarks.ranks import Ranks
     from benchmarks.subject import Work, model_of, policy_of
 
-    repeats = 2 if quick else 4
+    repeats = 2 if quick else 3
     work = Work(ROWS, options.tokens[0] if options.tokens else 64)
     with tempfile.TemporaryDirectory() as directory, Ranks(options.device) as ranks:
         model = model_of(options, Path(directory) / "model", work.length)

@@ -28,7 +28,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     from benchmarks.steps import compare_steps, metrics_of
     from benchmarks.subject import batch_of, config_of, fits, policy_of
 
-    repeats = 2 if quick else 4
+    repeats = 2 if quick else 3
     with tempfile.TemporaryDirectory() as directory, Ranks(options.device) as ranks:
         for size, model, works in _sizes(quick, options, Path(directory)):
             for backend in BACKENDS:
