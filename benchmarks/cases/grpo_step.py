@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 BACKENDS = ("megatron", "dtensor")
 ANSWERS, NEW_TOKENS = 8, 8
 WARM_UP = 2
-LAYOUTS = (ONE_RANK, Layout(dp=2), Layout(tp=2))
+LAYOUTS = (Layout(dp=2), Layout(tp=2))
 LOSS_TOLERANCE = 1e-5  # relative; sums in another order
 
 
@@ -47,12 +48,12 @@ def measure(quick: bool) -> Iterator[Point]:
                 ratio = "exactly 1" if on_policy else "to the policy before"
                 yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task))
         for backend in BACKENDS:
-            alone: list[Any] = []
+            repeats, half = 2 if quick else 5, replace(task, prompts=task.prompts[::2])
+            alone = ranks.run(1, _steps, _config(task, backend), task, repeats)
+            [halved] = ranks.run(1, _steps, _config(half, backend), half, repeats)
             for layout in LAYOUTS:
-                measured = ranks.run(layout.ranks, _steps, _config(task, backend, layout), task, 2 if quick else 5)
-                alone = alone or measured
-                if layout is not ONE_RANK:
-                    yield Point({"backend": backend, "layout": str(layout)}, _of_layout(measured, alone))
+                measured = ranks.run(layout.ranks, _steps, _config(task, backend, layout), task, repeats)
+                yield Point({"backend": backend, "layout": str(layout)}, _of_layout(measured, alone, halved["ours"]))
 
 
 def _model(directory: Path) -> Path:
@@ -146,8 +147,9 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
     return {"ours": ours.phases.spent, "numbers": [float(results[0][key]) for key in ("global_loss", "grad_norm")]}
 
 
-def _of_layout(ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
-    """Core-seconds of all ranks against those of one rank.
+def _of_layout(ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], halved: Mapping[str, Spent]) -> dict[str, Metric]:
+    """Core-seconds of all ranks against those of one rank, and against their limit: one rank twice on half of the prompts, as two that talk
+    to nobody. What an operation costs whatever its size is in that limit, and is all that it is above 1.
 
     Raises:
         AssertionError: loss or gradient norm of the first step differ by more than rounding.
@@ -159,6 +161,9 @@ def _of_layout(ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, 
     for phase in ("step", "generation", "training"):
         spent, single = over_ranks([rank["ours"][phase] for rank in ranks]), alone[0]["ours"][phase]
         metrics[f"{phase}_core_seconds_to_one_rank"] = Metric.ratio("core-seconds of one rank", spent.cpu, single.cpu)
+        apart = [2 * seconds for seconds in halved[phase].cpu]
+        metrics[f"{phase}_core_seconds_to_two_halves"] = Metric.ratio("twice one rank on half of the prompts", spent.cpu, apart)
+        metrics[f"{phase}_two_halves_to_one_rank"] = Metric.ratio("core-seconds of one rank", apart, single.cpu)
         metrics[f"{phase}_core_seconds"] = Metric.of("CPU s", spent.cpu)
         metrics[f"{phase}_seconds"] = Metric.of("s", spent.wall)
     return {**metrics, "difference": Metric.of("largest relative difference of loss and gradient norm from one rank's", [off])}

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megarl.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -89,6 +87,7 @@ def _rows(found: Mapping[str, Any]) -> list[int]:
 
 
 def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> None:
+    import torch
     from safetensors.torch import save_file
 
     chosen = torch.tensor(rows, dtype=torch.int64)
