@@ -47,6 +47,8 @@ OF_MEGATRON: dict[str, Demonstration] = {
     f"{M}.recompute_modules": Changes(["mlp"], "trained.modules", beside=SELECTIVE),
     f"{M}.converter_type": Refused(("LlamaForCausalLM", "Qwen3ForCausalLM"), ("Qwen2ForCausalLM",), "the model's own config.json decides"),
     f"{M}.family_file": ShownBy("tests.dist.test_selftest:test_a_family_of_a_user"),
+    # whether it works on a GPU is shown by tests.unit.test_transformer_engine with packages that are written for it
+    f"{M}.transformer_engine": Refused((True,), ("auto", False), "needs a GPU"),
     f"{M}.apply_rope_fusion": ShownBy("test_rope_fusion_reaches_megatron_where_its_kernel_is"),
     f"{M}.env_vars": ShownBy("tests.system.test_worker_environment:test_workers_have_the_environment_of_their_section"),
 }

@@ -203,7 +203,7 @@ def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys, monkeypatc
         return bool(settings.transformer_config(validate_policy_config(policies[wanted]), architecture).apply_rope_fusion)
 
     assert [fused(wanted) for wanted in (True, False)] == [False, False]
-    monkeypatch.setattr(settings, "transformer_engine_available", lambda: True)
+    monkeypatch.setattr(settings, "uses_transformer_engine", lambda policy: True)
     assert not fused(False)
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         fused(True)

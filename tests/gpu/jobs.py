@@ -43,12 +43,12 @@ def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, 
 
 def device_of_worker(config: Mapping[str, Any]) -> dict[str, Any]:
     """Where a worker's weights are, by which backend it talks, and whether Transformer Engine made its layers."""
-    from megarl.models.megatron.specs import transformer_engine_available
+    from megarl.models.megatron.transformer_engine import try_it
 
     worker = build(config, init_optimizer=False, init_reference_model=False)
     answer = {"info": worker.get_gpu_info(), "identity": worker.report_device_id(), "backend": dist.get_backend()}
     worker.backend.close()
-    return {**answer, "transformer_engine": transformer_engine_available()}
+    return {**answer, "transformer_engine": try_it().reason is None}
 
 
 def logprobs(config: Mapping[str, Any], batch: Batch) -> torch.Tensor:

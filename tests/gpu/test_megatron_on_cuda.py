@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.models.megatron.specs import transformer_engine_available
+from megarl.models.megatron.transformer_engine import find
 from tests.dist import reference
 from tests.dist.batches import make_batch
 from tests.gpu import jobs
@@ -24,7 +24,7 @@ pytestmark = [needs_device, pytest.mark.gpu_worker]
 FAMILIES = ["llama", "qwen2", "qwen3"]
 BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
 # Transformer Engine multiplies float32 matrices in TF32 (10 bits of mantissa); torch's own layers do not unless told to
-TF32 = transformer_engine_available()
+TF32 = find().reason is None
 MASTER_COPY_BYTES = 4
 MOMENT_BYTES = 8
 

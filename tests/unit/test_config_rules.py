@@ -65,6 +65,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": []}, {}, {"m.recompute_modules"}),
     ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": ["core_attn", "moe"]}, {}, {"m.recompute_modules"}),
     ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": ["mlp"]}, MIXTURE, {"m.recompute_modules"}),
+    ("transformer_engine_needs_a_gpu", {"m.transformer_engine": True, "cluster.device": "cpu"}, {}, {"m.transformer_engine"}),
     ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"model_type": "gemma3_text"}, {"d.context_parallel_size"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),

@@ -87,6 +87,14 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
             yield Violation(key, parts, f"the model has no {kind}, so that {part} is nothing of it", f"remove {part}")
 
 
+def transformer_engine_needs_a_gpu(view: View) -> Iterator[Violation]:
+    """Where the ranks run on CPUs there can be no layers of Transformer Engine; whether they work on a GPU, only a worker finds out."""
+    view.require(backend_of(view) == "megatron" and view["cluster.device"] == "cpu")
+    key = f"{MEGATRON}.transformer_engine"
+    if view[key] is True:
+        yield Violation(key, True, "Transformer Engine needs a GPU, and cluster.device is cpu", "write auto or false")
+
+
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
     """What context parallelism excludes in the DTensor backend."""
     view.require(backend_of(view) == "dtensor")
@@ -122,6 +130,7 @@ BACKEND_RULES: tuple[Rule, ...] = (
     switches_of_fsdp1,
     converter_is_the_model_s,
     recomputed_parts,
+    transformer_engine_needs_a_gpu,
     dtensor_context_parallel,
     dtensor_plan,
     fsdp1_limits,

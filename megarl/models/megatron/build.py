@@ -20,12 +20,13 @@ from megarl.models.megatron.latent_attention import set_latent_norm_epsilon
 from megarl.models.megatron.moe_router import routers, teach_routing
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
+from megarl.models.megatron.transformer_engine import uses_transformer_engine
 
 
 def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
     """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
     to be loaded before anything else."""
-    config = transformer_config(policy, architecture)
+    config, fused = transformer_config(policy, architecture), uses_transformer_engine(policy)
     settings = megatron_settings(architecture)
     options = settings.model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
@@ -33,7 +34,7 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     chunks = [
         GPTModel(
             config=config,
-            transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None),
+            transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None, fused=fused),
             pre_process=groups.is_first_stage and chunk == 0,
             post_process=groups.is_last_stage and chunk == count - 1,
             parallel_output=True,

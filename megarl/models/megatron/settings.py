@@ -19,7 +19,7 @@ from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import runtime
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
-from megarl.models.megatron.specs import transformer_engine_available
+from megarl.models.megatron.transformer_engine import uses_transformer_engine
 
 NO_CLIPPING = float("inf")
 # float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's own scaler starts
@@ -43,7 +43,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
     """
     megatron = policy["megatron_cfg"]
     dtype = dtype_of(policy["precision"], "policy.precision")
-    fused = transformer_engine_available()
+    fused = uses_transformer_engine(policy)
     chunks = pipeline_chunks(megatron)
     if chunks > 1:
         # In Megatron's default setting two stages that send to and receive from one another in one batch get each other's tensors mixed up

@@ -7,7 +7,6 @@ offers only with Transformer Engine.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +31,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from converters.mapping.rule import fused_norms
-from megarl.distributed.device import runtime
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
 from megarl.models.megatron.cached_attention import DecodedRows, RowSelfAttention
 from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
+from megarl.models.megatron.transformer_engine import KEY, try_it
 
 logger = logging.getLogger(__name__)
 
@@ -207,11 +206,6 @@ def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
     )
 
 
-def transformer_engine_available() -> bool:
-    """True when Transformer Engine can serve: this process computes on a CUDA device, and the package is there."""
-    return runtime().is_cuda and importlib.util.find_spec("transformer_engine") is not None
-
-
 def _layers_of_chunk(config: TransformerConfig, chunk: int | None) -> list[int]:
     """Indices, over the whole model, of the layers of one model chunk of this pipeline stage."""
     layout = config.pipeline_model_parallel_layout
@@ -228,10 +222,10 @@ def _is_sparse(config: TransformerConfig, layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
 
-def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this pipeline stage; None where a stage is one chunk."""
+def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this pipeline stage; None where a stage is one chunk. ``fused``: those of Transformer Engine."""
     sparse = [_is_sparse(config, layer) for layer in _layers_of_chunk(config, chunk)]
-    if transformer_engine_available():
+    if fused:
         logger.info("layer spec: Transformer Engine")
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, has_experts in zip(block.layer_specs, sparse, strict=True):
@@ -240,7 +234,6 @@ def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlo
             if has_experts:
                 with_our_router(layer.submodules.mlp)
         return block
-    reason = "no CUDA device" if not runtime().is_cuda else "Transformer Engine is not installed: attention and norms are unfused"
-    logger.info("layer spec: portable (%s)", reason)
+    logger.info("layer spec: portable (Transformer Engine: %s)", try_it().reason or f"{KEY} = false")
     layers = [_portable_layer(config, sparse=has_experts) for has_experts in sparse]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

@@ -286,6 +286,16 @@ class MegatronConfig(TypedDict):
             Key("step of the routers' bias update; 0 for the families here, whose routers have no such bias.", AT_LEAST_0, default=0.0),
         ]
     ]
+    transformer_engine: NotRequired[
+        Annotated[
+            Literal["auto"] | bool,
+            Key(
+                "layers of Transformer Engine: auto takes them where the ranks run on GPUs and it works there, true refuses to start "
+                "where it does not, with its error, false takes the portable layers.",
+                default="auto",
+            ),
+        ]
+    ]
     apply_rope_fusion: NotRequired[Annotated[bool, Key("fused rotary embedding, where its kernel exists.")]]
     env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
     optimizer: NotRequired[Annotated[MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")]]

@@ -1,0 +1,111 @@
+"""Transformer Engine: whether this process can use it, found out by importing it and not by looking for its files.
+
+Megatron-Core tries to import it and takes an ImportError for its absence. Every other error ends the import of Megatron-Core, and with it
+the worker: a package without its half for torch raises RuntimeError, and a library that was built for another torch or another CUDA raises
+OSError. So ``find`` is called before Megatron-Core is imported, and what cannot be used here is hidden from all imports that follow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from megarl.distributed.device import runtime, will_use_cuda
+from megarl.errors import ConfigError, Violation
+
+logger = logging.getLogger(__name__)
+PACKAGE = "transformer_engine"
+KEY = "policy.megatron_cfg.transformer_engine"
+_WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found of Transformer Engine.
+
+    Attributes:
+        reason: why it cannot be used in this process; None where it can.
+        is_fault: it is installed and this process computes on a GPU, and yet it does not work.
+    """
+
+    reason: str | None = None
+    is_fault: bool = False
+
+
+@cache
+def find() -> Finding:
+    """Import Transformer Engine, or hide it from this process where it cannot be used."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return Finding("it is not installed")
+    if not will_use_cuda():
+        _hide()
+        return Finding("this process computes on a CPU")
+    try:
+        importlib.import_module(f"{PACKAGE}.pytorch")
+    except Exception as error:
+        _hide()
+        return Finding(_told("it cannot be imported", error), is_fault=True)
+    return Finding()
+
+
+def _hide() -> None:
+    """Let every later import fail as if it were not installed; half of it may have been imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
+        del sys.modules[name]
+    # this is how Python marks a module that must not be imported: it raises ModuleNotFoundError
+    sys.modules[PACKAGE] = None  # type: ignore[assignment]
+
+
+def _told(what: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{what} ({type(error).__name__}: {lines[0] if lines else 'no message'})"
+
+
+@cache
+def try_it() -> Finding:
+    """As ``find``, and where it was imported, one small layer runs forward and backward on the device of this process.
+
+    Libraries that load may still not fit the device or its driver. No random number of this process is used up. Not yet seen on a GPU.
+    """
+    finding = find()
+    if finding.reason is not None:
+        return finding
+    device = runtime().device
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            layer = importlib.import_module(f"{PACKAGE}.pytorch").LayerNormLinear(
+                _WIDTH, _WIDTH, params_dtype=torch.bfloat16, device=str(device)
+            )
+            layer(torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)).sum().backward()
+        runtime().synchronize()
+    except Exception as error:
+        return Finding(_told("a small layer of it fails on this device", error), is_fault=True)
+    return Finding()
+
+
+def uses_transformer_engine(policy: Mapping[str, Any]) -> bool:
+    """Whether the layers of a policy are Transformer Engine's.
+
+    Raises:
+        ConfigError: the configuration asks for it, and it cannot be used here.
+    """
+    wanted = policy["megatron_cfg"]["transformer_engine"]
+    if wanted is False:
+        return False
+    finding = try_it()
+    if finding.reason is None:
+        return True
+    if wanted is True:
+        fix = "megarl doctor (shows what is wrong), bash launch/gpu_environment.sh (installs a set that fits), or write auto or false"
+        raise ConfigError([Violation(KEY, True, f"Transformer Engine cannot be used: {finding.reason}", fix)])
+    if finding.is_fault:
+        logger.warning("Transformer Engine is installed and is not used: %s. See: megarl doctor", finding.reason)
+    return False
