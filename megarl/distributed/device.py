@@ -18,8 +18,11 @@ import torch.distributed as dist
 
 from megarl import env
 from megarl.distributed import nvml
+from megarl.errors import ConfigError, Violation
 
 MEBIBYTE = 1024 * 1024
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",), "NCCL_ALGO": ("Ring",)}
+"""What cuBLAS, Transformer Engine and NCCL read when they start: the values with which they give the same bits, the preferred one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,42 @@ class DeviceRuntime:
         """Make the device current in this thread."""
         if self.is_cuda:
             torch.cuda.set_device(self.device)
+
+    def set_arithmetic(self, *, deterministic: bool = False) -> None:
+        """State how a CUDA device adds up, whatever torch's defaults are; to be called before the process group is joined.
+
+        16-bit products are added up in float32: by default cuBLAS may add the parts of a product that it has split in 16 bits. Float32
+        products are not rounded to TF32, but those of Transformer Engine are all the same. On a CPU this does nothing.
+
+        Args:
+            deterministic: only kernels that give the same bits every time, and one order of addition in NCCL. An operation that has no such
+                kernel raises RuntimeError. Not yet seen on a GPU.
+
+        Raises:
+            ConfigError: a variable that decides it is set to something else.
+        """
+        if not self.is_cuda:
+            return
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+        products.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        if deterministic:
+            self._set_deterministic()
+
+    @staticmethod
+    def _set_deterministic() -> None:
+        for name, values in _DETERMINISTIC.items():
+            found = env.text(name, values[0])
+            if found not in values:
+                bound = f"the environment has {name} = {found}, with which the same run may give other bits"
+                raise ConfigError([Violation("policy.deterministic", True, bound, f"unset {name}, or set it to {values[0]}")])
+            env.set_variables({name: found})
+        # the backward passes of these two kinds of attention have no deterministic kernel; FlashAttention's has one
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.use_deterministic_algorithms(True)
+        # else every torch.empty would be written to
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

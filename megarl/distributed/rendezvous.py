@@ -19,6 +19,7 @@ from megarl import env
 from megarl.errors import ClusterError, DeadlineError, StateError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def set_endpoint(endpoint: Endpoint) -> None:
     _rendezvous.endpoint = endpoint
 
 
-def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
+def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None) -> None:
     """``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun). Every worker calls this.
 
     Rank and world size come from ``RANK`` and ``WORLD_SIZE``. May be called again after ``destroy_process_group``, by all ranks.
@@ -88,6 +89,8 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     Args:
         backend: for example ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
         timeout: bound of the meeting and of every collective.
+        device: of this rank. A CUDA device is bound to the group: NCCL connects the ranks here, and not in the first step, and a barrier
+            need not guess the device.
 
     Raises:
         ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or nothing listening there.
@@ -95,9 +98,10 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     """
     import torch.distributed as dist
 
+    bound = device if device is not None and device.type == "cuda" else None
     endpoint = _rendezvous.endpoint
     if endpoint is None:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        dist.init_process_group(backend, init_method="env://", timeout=timeout, device_id=bound)
         return
     rank, world_size = env.integer("RANK", 0), env.integer("WORLD_SIZE", 1)
     _keep_gloo_on_loopback(endpoint.address)
@@ -107,7 +111,7 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     _rendezvous.generation += 1
     store = dist.PrefixStore(prefix, _rendezvous.store)
     check_membership(store, endpoint, rank, world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
 
 
 def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:

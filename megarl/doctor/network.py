@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rendezvous.init_process_group(backend, datetime.timedelta(seconds=60))
+    rendezvous.init_process_group(backend, datetime.timedelta(seconds=60), device)
     numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
     dist.barrier()
     start = time.perf_counter()

@@ -72,6 +72,7 @@ SHARED: dict[str, Demonstration] = {
     "on_nonfinite": ShownBy("tests.dist.test_nonfinite:test_all_ranks_end_where_it_is_not_allowed"),
     "max_consecutive_skips": ShownBy("tests.dist.test_nonfinite:test_too_many_in_a_row_end_the_run"),
     "offload_optimizer_for_logprob": ShownBy("tests.dist.test_offload_counts:test_the_optimizer_leaves_for_an_engine_or_when_asked"),
+    "deterministic": ShownBy("tests.unit.test_arithmetic:test_the_key_reaches_the_device"),
     "refit_buffer_size_gb": ShownBy("tests.dist.test_refit:test_the_buffer_has_the_configured_size"),
     "refit_checksum": ShownBy("tests.dist.test_refit:test_weights_carry_a_checksum_where_it_is_configured"),
     "dynamic_batching.enabled": Changes(False, "trained.micro_batches", beside=DYNAMIC),

@@ -71,12 +71,18 @@ logger = logging.getLogger(__name__)
 NOISE = 0.01
 
 
-def begin(seed: int) -> DeviceRuntime:
-    """The device of this process, active, with the default process group joined and all random-number generators seeded."""
+def begin(seed: int, *, deterministic: bool = False) -> DeviceRuntime:
+    """The device of this process, active, with the default process group joined and all random-number generators seeded.
+
+    Args:
+        seed: of Python, numpy and torch.
+        deterministic: see ``DeviceRuntime.set_arithmetic``.
+    """
     here = runtime()
     here.activate()
+    here.set_arithmetic(deterministic=deterministic)
     if not dist.is_initialized():
-        init_process_group(here.backend)
+        init_process_group(here.backend, device=here.device)
     seed_everything(seed)
     return here
 
@@ -118,7 +124,7 @@ class EngineWorker(ABC):
         **unused: Any,
     ) -> None:
         config = complete_policy(config)
-        runtime = begin(seed)
+        runtime = begin(seed, deterministic=config["deterministic"])
         backend = self.make_backend(config, runtime, seed, init_optimizer)
         self.cfg = config
         self.tokenizer = tokenizer

@@ -94,10 +94,29 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
     if settings.top_p >= 1.0:
         return ordered[:, -1]
     probabilities = ordered.softmax(dim=-1, dtype=torch.float64)
-    before = probabilities.cumsum(dim=-1) - probabilities
+    before = running_sum(probabilities) - probabilities
     # none is before the first, which stays even where a row is not a number
     last = (before < settings.top_p).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
     return ordered.gather(1, last).squeeze(1)
+
+
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """[b, n] float64: the sum of each row up to and with each column, of values of at least 0.
+
+    On a CUDA device torch adds in an order that may change from run to run, and refuses where deterministic algorithms are asked for.
+    """
+    return sum_in_blocks(values) if values.is_cuda and torch.are_deterministic_algorithms_enabled() else values.cumsum(dim=-1)
+
+
+def sum_in_blocks(values: torch.Tensor, width: int = 512) -> torch.Tensor:
+    """``running_sum`` by products with a triangle of ones, which always add in one order: within blocks, and over the blocks before."""
+    rows, columns = values.shape
+    blocks = F.pad(values, (0, -columns % width)).view(rows, -1, width)
+    within = blocks @ torch.ones(width, width, dtype=values.dtype, device=values.device).triu()
+    count = within.shape[1]
+    before = within[..., -1] @ torch.ones(count, count, dtype=values.dtype, device=values.device).triu(diagonal=1)
+    # rounding may put the start of a block below the end of the one before
+    return (within + before[..., None]).view(rows, -1)[:, :columns].cummax(dim=-1).values
 
 
 BLOCK = 256
@@ -108,12 +127,12 @@ def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> t
     """[b] int64: the token at which the cumulative distribution [b, V] float32 first exceeds the row's uniform number."""
     blocks = F.pad(probabilities, (0, -probabilities.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
-    cumulative = sums.cumsum(-1)
+    cumulative = running_sum(sums)
     threshold = uniforms.to(cumulative.device)[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, threshold, sums)
     inside = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double()
     rest = threshold - (cumulative - sums).gather(1, block)
-    tokens = (block * BLOCK + _first_above(inside.cumsum(-1), rest, inside)).squeeze(1)
+    tokens = (block * BLOCK + _first_above(running_sum(inside), rest, inside)).squeeze(1)
     # a row that is not a number must not get a token that is none: it is refused where its log-probability is read
     return tokens.clamp(max=probabilities.shape[-1] - 1)
 

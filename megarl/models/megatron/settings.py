@@ -76,6 +76,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         embedding_init_method=_leave_as_is,
         use_cpu_initialization=False,
         attention_softmax_in_fp32=True,
+        deterministic_mode=bool(policy.get("deterministic")) and runtime().is_cuda,
         # fused, latent attention could neither rotate without yarn nor generate
         apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)) and architecture.latent_attention is None,
         # fused, Megatron-Core limits gates before it adds their bias

@@ -397,6 +397,17 @@ class PolicyConfig(TypedDict):
             ),
         ]
     ]
+    deterministic: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "on GPUs: the same run on the same kind and number of devices, layout and versions gives the same bits, as it does on CPUs "
+                "anyway. It takes slower kernels, and an operation that has no deterministic one ends the run with its name. What "
+                "vLLM generates is not covered. Not tried on a GPU yet.",
+                default=False,
+            ),
+        ]
+    ]
     max_consecutive_skips: NotRequired[
         Annotated[int, Key("the run ends when this many steps in a row were skipped so.", AT_LEAST_1, default=3)]
     ]
