@@ -49,6 +49,7 @@ OF_MEGATRON: dict[str, Demonstration] = {
     f"{M}.family_file": ShownBy("tests.dist.test_selftest:test_a_family_of_a_user"),
     # whether it works on a GPU is shown by tests.unit.test_transformer_engine with packages that are written for it
     f"{M}.transformer_engine": Refused((True,), ("auto", False), "needs a GPU"),
+    f"{M}.float32_logits": Changes(True, "scored.logprobs", beside={"precision": "bfloat16"}),
     f"{M}.apply_rope_fusion": ShownBy("test_rope_fusion_reaches_megatron_where_its_kernel_is"),
     f"{M}.env_vars": ShownBy("tests.system.test_worker_environment:test_workers_have_the_environment_of_their_section"),
 }

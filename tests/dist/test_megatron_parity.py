@@ -112,6 +112,16 @@ def check_fusions(pool: WorkerPool, config: dict[str, Any]) -> None:
         assert (fused["weights"][name] - tensor).norm() < 1e-5 * tensor.norm(), name
 
 
+@sampled(1)
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "tp2-pp2"])
+def test_an_output_layer_in_float32_learns_in_every_layout(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+    """Its collectives are not Megatron-Core's own."""
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models["qwen2-tied"], **changes)
+    config["megatron_cfg"]["float32_logits"] = True
+    check_training(pool, world, tiny_models["qwen2-tied"], config, NLLLoss())
+
+
 def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> None:
     batches = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
     losses, norms, weights = run_reference(model, config, batches, loss_fn)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.mapping.rule import is_expert
@@ -46,6 +48,8 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     for chunk in chunks:
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
+        if policy["megatron_cfg"].get("float32_logits") and chunk.post_process:
+            keep_products_in_float32(chunk.output_layer)
     teach_routing(chunks, architecture)
     _mark_experts(chunks)
     _mend_expert_biases(chunks)
@@ -54,6 +58,57 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
             for parameter in router.parameters():
                 parameter.requires_grad_(False)
     return chunks
+
+
+def keep_products_in_float32(layer: ColumnParallelLinear) -> None:
+    """Let a layer of 16-bit weights give float32: the sums of its products as they were added up, and not rounded to 16 bits afterwards.
+
+    Its gradients are those that it has anyway: they come to it in float32, are rounded to its own dtype, and are multiplied so.
+    """
+    layer._forward_impl = _float32_linear
+
+
+def _float32_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup,
+    **unused: Any,
+) -> torch.Tensor:
+    """[s, B, H] to float32 [S, B, V / ranks] with s = S / ranks under sequence parallelism, otherwise S; named as Megatron-Core calls it.
+    Options for a gradient that is added to another one inside the product are of no use here: autograd adds it."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    output: torch.Tensor = Float32Product.apply(input, weight)  # type: ignore[no-untyped-call]
+    return output if bias is None else output + bias
+
+
+class Float32Product(torch.autograd.Function):
+    """The float32 product [..., V] of [..., H] and the transpose of [V, H], both of 16 bits. On a CUDA device the operands are multiplied
+    as they are, which was not tried on one; on a CPU they are widened. Float32 operands are taken too, whose product is the usual one."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        rows = tokens.flatten(0, -2)
+        if rows.is_cuda and rows.dtype is not torch.float32:
+            product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        else:
+            product = rows.float() @ weight.float().t()
+        return product.view(*tokens.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        tokens, weight = ctx.saved_tensors
+        gradient = gradient.to(tokens.dtype)
+        of_tokens = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_tokens, of_weight
 
 
 def scale_rotary_like_llama3(model: GPTModel, scaling: Mapping[str, Any] | None) -> None:

@@ -296,6 +296,16 @@ class MegatronConfig(TypedDict):
             ),
         ]
     ]
+    float32_logits: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the logits of 16-bit weights stay as their products were added up, in float32, and are not rounded to 16 bits; they take "
+                "twice the memory.",
+                default=False,
+            ),
+        ]
+    ]
     apply_rope_fusion: NotRequired[Annotated[bool, Key("fused rotary embedding, where its kernel exists.")]]
     env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
     optimizer: NotRequired[Annotated[MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")]]
