@@ -133,6 +133,7 @@ install_all() {
 # The doctor's code is that of this script. Without a GPU a part of it cannot be tried; it says which.
 check_all() {
     local doctor=("$VENV/bin/python" -m megarl.cli doctor)
+    ! wanted te || doctor+=(--transformer-engine)
     if ((DRY_RUN)); then
         printf '%d. %s\n   %s\n' "$((step + 1))" "whether it all fits together" "$(printf '%q ' "${doctor[@]}")"
         return

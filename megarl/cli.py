@@ -84,12 +84,18 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has, what works, and how to get what is missing",
-        usage="megarl doctor [--run-dir DIR] [--json]\n       megarl doctor --nodes [CONFIG [key=value ...] [--with FILE]] [--json]",
+        usage="megarl doctor [--run-dir DIR] [--transformer-engine] [--json]\n"
+        "       megarl doctor --nodes [CONFIG [key=value ...] [--with FILE]] [--json]",
         description="Versions, devices, whether packages fit together, a real all-reduce between two processes, shared memory, limits and, "
         "with --run-dir, the file system; or, with --nodes, a whole Ray cluster.",
         epilog="Exit codes: 0 megarl can work here, 1 something that it needs is missing or does not work.",
     )
     doctor.add_argument("--run-dir", metavar="DIR", help="also try the file system of this directory; nothing stays behind")
+    doctor.add_argument(
+        "--transformer-engine",
+        action="store_true",
+        help="fail where Transformer Engine does not load, as a run with policy.megatron_cfg.transformer_engine = true does",
+    )
     doctor.add_argument("--json", action="store_true", help="as JSON")
     doctor.add_argument(
         "--nodes",
@@ -153,6 +159,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"unrecognized argument: {word}")
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
+    if arguments.command == "doctor" and arguments.nodes and arguments.transformer_engine:
+        parser.error("--transformer-engine looks at this machine; with --nodes, CONFIG says what a run needs")
     if arguments.command == "doctor" and arguments.config is not None and not arguments.nodes:
         parser.error("CONFIG goes with --nodes; what a machine has does not depend on it")
     return arguments, rest
@@ -224,7 +232,7 @@ def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not arguments.nodes:
         from megarl.doctor.command import run
 
-        return run(arguments.run_dir, arguments.json)
+        return run(arguments.run_dir, arguments.json, arguments.transformer_engine)
     from megarl.doctor.command import run_on_nodes
 
     config = load_and_check(arguments.config, overrides, arguments.layers) if arguments.config is not None else None

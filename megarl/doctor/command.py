@@ -26,9 +26,9 @@ _INDENT = 11
 _STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING: "bold yellow", Verdict.FAILED: "bold red"}
 
 
-def run(run_dir: str | None = None, as_json: bool = False) -> int:
-    """Show all checks of this machine; 1 when one of them failed, else 0. What is optional and absent is no failure."""
-    return show(examine(run_dir), as_json)
+def run(run_dir: str | None = None, as_json: bool = False, needs_transformer_engine: bool = False) -> int:
+    """Show all checks of this machine; 1 when one of them failed, else 0. What is absent and not needed is no failure."""
+    return show(examine(run_dir, needs_transformer_engine), as_json)
 
 
 def run_on_nodes(config: Mapping[str, Any] | None, as_json: bool = False) -> int:
@@ -57,12 +57,12 @@ def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
     return exit_code(seen)
 
 
-def examine(run_dir: str | None) -> Iterator[Check]:
+def examine(run_dir: str | None, needs_transformer_engine: bool = False) -> Iterator[Check]:
     """Every check, each when it is asked for, so that the quick ones show while the slow ones run."""
     yield from check_versions()
     devices = check_devices()
     yield from devices
-    yield from check_builds(gpus=any(check.name == "NVIDIA driver" for check in devices))
+    yield from check_builds(gpus=any(check.name == "NVIDIA driver" for check in devices), needs_transformer_engine=needs_transformer_engine)
     yield from check_system()
     usable = [check for check in devices if check.name == "CUDA" and check.verdict is not Verdict.FAILED]
     yield from check_network(_usable_gpus() if usable else 0)

@@ -212,7 +212,7 @@ class Adder:
 
         here = runtime()
         here.activate()
-        rendezvous.init_process_group(here.backend, datetime.timedelta(seconds=ADDING_S))
+        rendezvous.init_process_group(here.backend, datetime.timedelta(seconds=ADDING_S), here.device)
         world = dist.get_world_size()
         summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
         dist.all_reduce(summed)

@@ -75,7 +75,7 @@ def test_torch_first_then_what_is_compiled_for_it_then_the_rest_then_the_doctor(
     assert done.returncode == 0, done.stderr
     assert clone.installed() == [TORCH, ENGINE, MEGARL.format("plot,vllm")]
     assert all(f"{clone.root}/constraints-gpu.txt" in words for words in clone.calls())
-    assert done.stdout == "asked doctor\n"
+    assert done.stdout == "asked doctor --transformer-engine\n"
     assert [step for step in range(1, 6) if f"[{step}/5]" in done.stderr] == [1, 2, 3, 4, 5]
     assert (clone.root / ".venv-gpu").is_dir() and not (clone.root / ".venv").exists()
 
@@ -84,7 +84,7 @@ def test_a_second_start_asks_the_doctor_alone(clone: Clone) -> None:
     make(clone)
     before = clone.calls()
     again = make(clone)
-    assert (again.returncode, again.stdout) == (0, "asked doctor\n"), again.stderr
+    assert (again.returncode, again.stdout) == (0, "asked doctor --transformer-engine\n"), again.stderr
     assert clone.calls() == before
     with (clone.root / "constraints-gpu.txt").open("a") as file:
         file.write("# another line\n")
@@ -119,6 +119,7 @@ def test_parts_can_be_left_out(clone: Clone, left_out: list[str], installed: lis
     done = make(clone, *(word for name in left_out for word in ("--without", name)))
     assert done.returncode == 0, done.stderr
     assert clone.installed() == installed
+    assert done.stdout == ("asked doctor\n" if "te" in left_out else "asked doctor --transformer-engine\n")
     # what was left out is installed by a start that does not leave it out
     make(clone)
     assert clone.installed()[-1] == MEGARL.format("plot,vllm")

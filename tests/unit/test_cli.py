@@ -210,9 +210,10 @@ def test_the_exit_code_of_a_run_is_returned(config_file: Path, monkeypatch: pyte
     [
         (["plot", "runs/one", "runs/two", "--out", "a.html"], "megarl.watch.report", (["runs/one", "runs/two"], "a.html")),
         (["status", "runs/one", "--hashes"], "megarl.watch.status", ("runs/one", False, True)),
-        (["doctor", "--run-dir", "runs", "--json"], "megarl.doctor.command", ("runs", True)),
+        (["doctor", "--run-dir", "runs", "--json"], "megarl.doctor.command", ("runs", True, False)),
+        (["doctor", "--transformer-engine"], "megarl.doctor.command", (None, False, True)),
     ],
-    ids=["plot", "status", "doctor"],
+    ids=["plot", "status", "doctor", "doctor of what is needed"],
 )
 def test_what_looks_on_gets_its_arguments_and_gives_its_exit_code(
     arguments: list[str], module: str, handed_over: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch

@@ -310,7 +310,7 @@ def test_what_was_found_is_folded_and_commands_are_not(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = Check("system", "a thing", Verdict.FAILED, "found " * 40, "command " * 40)
-    monkeypatch.setattr(command, "examine", lambda run_dir: iter([long]))
+    monkeypatch.setattr(command, "examine", lambda *asked: iter([long]))
     monkeypatch.setattr(command, "WIDTH", width)
     assert command.run() == 1
     lines = capsys.readouterr().out.splitlines()

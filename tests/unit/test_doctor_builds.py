@@ -65,7 +65,7 @@ def test_the_meta_package_of_transformer_engine_alone(site: Site) -> None:
     site.installed("transformer-engine", "2.20.2")
     site.module("transformer_engine", "raise RuntimeError('Found empty meta package installed.\\nInstall a framework extension')")
     check = check_transformer_engine()
-    assert check.verdict is Verdict.FAILED
+    assert check.verdict is Verdict.WARNING and "runs take the portable layers" in check.found
     assert "2.20.2 without transformer-engine-torch" in check.found and "RuntimeError: Found empty meta package" in check.found
     assert "--no-build-isolation transformer-engine-cu13==2.20.2 'transformer-engine[pytorch]==2.20.2'" in check.fix
 
@@ -75,7 +75,7 @@ def test_transformer_engine_of_another_torch(site: Site) -> None:
     site.installed("transformer-engine-torch", "2.20.2")
     site.module("transformer_engine.pytorch", f"raise ImportError({LINKER!r})")
     check = check_transformer_engine()
-    assert check.verdict is Verdict.FAILED and LINKER in check.found and "compiled for another torch or CUDA" in check.found
+    assert check.verdict is Verdict.WARNING and LINKER in check.found and "compiled for another torch or CUDA" in check.found
     # a wheel that pip has kept would be of the other torch again
     assert "pip cache remove transformer_engine_torch" in check.fix and "--no-build-isolation" in check.fix
 
@@ -92,7 +92,26 @@ def test_transformer_engine_that_works_and_one_that_cannot_be_tried(site: Site) 
     assert check.verdict is Verdict.WARNING and "without a driver" in check.found and "srun megarl doctor" in check.fix
     (site.directory / "transformer_engine" / "pytorch" / "__init__.py").write_text("raise AssertionError('cuDNN 8 is too old')")
     check = check_transformer_engine()
-    assert check.verdict is Verdict.FAILED and "2.20.2 does not load: AssertionError: cuDNN 8 is too old" in check.found
+    assert check.verdict is Verdict.WARNING and "2.20.2 does not load: AssertionError: cuDNN 8 is too old" in check.found
+
+
+def test_transformer_engine_that_is_needed(site: Site) -> None:
+    """For ``policy.megatron_cfg.transformer_engine: true`` nothing takes its place; a machine without a driver still cannot say."""
+    site.installed("transformer-engine", "2.20.2")
+    site.module("transformer_engine.pytorch", "raise RuntimeError('no kernel')")
+    check = check_transformer_engine(is_needed=True)
+    assert check.verdict is Verdict.FAILED
+    assert check.found == "2.20.2 without transformer-engine-torch, its part for torch: RuntimeError: no kernel"
+    (site.directory / "transformer_engine" / "pytorch" / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    assert check_transformer_engine(is_needed=True).verdict is Verdict.WARNING
+
+
+def test_transformer_engine_that_is_needed_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "installed_version", lambda name: None)
+    assert check_transformer_engine().verdict is Verdict.ABSENT
+    [check] = [check for check in check_builds(gpus=False, needs_transformer_engine=True) if check.name == "Transformer Engine"]
+    assert check.verdict is Verdict.FAILED and "gpu_environment.sh" in check.fix
+    assert "Transformer Engine" not in [check.name for check in check_builds(gpus=False)]
 
 
 def test_vllm_of_another_torch(site: Site) -> None:
