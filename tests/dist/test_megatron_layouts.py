@@ -108,6 +108,23 @@ def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], 
 
 
 @newest_megatron
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_reductions_in_overlap_change_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], precision: str) -> None:
+    """As they are by default on two replicas, each with four micro-batches; there is one bucket, so that what is added is the same.
+
+    Megatron-Core learns in the first batch when a bucket is complete: the others are reduced in overlap.
+    """
+    batches, seen = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)], []
+    for overlaps in (False, None):
+        config = policy_config(tiny_models["qwen3-tied"], precision=precision, mbs=1)
+        config["megatron_cfg"]["distributed_data_parallel_config"]["overlap_grad_reduce"] = overlaps
+        seen.append(pool.run(2, jobs.train, config, batches, NLLLoss())[0])
+    assert (seen[0]["losses"], seen[0]["norms"]) == (seen[1]["losses"], seen[1]["norms"])
+    for name, tensor in seen[0]["weights"].items():
+        assert torch.equal(seen[1]["weights"][name], tensor), name
+
+
+@newest_megatron
 @pytest.mark.parametrize("changes", [{}, {"recompute": ["mlp"]}], ids=["kept", "recomputed"])
 def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]) -> None:
     check_fusions(pool, policy_config(tiny_models["qwen3"], **changes))
