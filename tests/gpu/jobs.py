@@ -208,14 +208,16 @@ def packed_passes(config: Mapping[str, Any], batch: Batch) -> list[float]:
     """Losses of two steps on a packed batch; in the second one, and in log-probabilities after it, no pass may wait."""
     worker = build(config, init_reference_model=False)
     forward_backward = worker.backend.forward_backward
+    # without a device nothing can wait for one
+    watch = torch.cuda.set_sync_debug_mode if torch.cuda.is_available() else lambda mode: None
 
     def watched(*arguments: Any, **options: Any) -> Any:
         # torch raises where it makes the host wait
-        torch.cuda.set_sync_debug_mode("error")
+        watch("error")
         try:
             return forward_backward(*arguments, **options)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            watch("default")
 
     share = dealt(worker, batch, "train").shards[0]
     losses = [float(worker.train(data=share, loss_fn=NLLLoss())["global_loss"])]
