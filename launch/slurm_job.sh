@@ -14,7 +14,9 @@ FIRST_PORT=10000
 STOPPING=0
 PREEMPTED=0
 NEEDS_CHECKPOINT=1
-# A command that runs once Ray is up on all nodes, and has to end with 0 before the job's own command begins.
+# The configuration of a run, with its overrides, that the nodes are checked for; without one all that Ray has of them has to compute together.
+CHECKED_RUN=()
+# The command of that check: it runs once Ray is up on all nodes, and has to end with 0 before the job's own command begins.
 PREFLIGHT=()
 # More threads than these have nothing to do in a rank beside a GPU: copies, tokenizing, files.
 MOST_THREADS=16
@@ -249,6 +251,7 @@ prepare_job() {
 run_ray_job() {
     prepare_job "$@"
     ((!DRY_RUN)) || shift
+    [[ "${MEGARL_CHECK_NODES:-1}" == 0 ]] || PREFLIGHT=(python -m megarl.cli doctor --nodes "${CHECKED_RUN[@]}")
     export MEGARL_NODES_PER_HOST="$NODES_PER_HOST" MEGARL_PORTS_PER_NODE="$PORTS_PER_NODE"
     export MEGARL_PORT_BASE="${MEGARL_PORT_BASE:-$(port_base)}"
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$MEGARL_ATTEMPT_DIR/ray_token" RAY_USAGE_STATS_ENABLED=0

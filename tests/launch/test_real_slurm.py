@@ -73,10 +73,15 @@ def patient_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback
 
 @pytest.fixture(scope="module")
 def without_ray(slurm: LoopbackSlurm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables with which a job takes a stand-in for Ray, which starts at once."""
+    """Variables with which a job takes a stand-in for Ray, which starts at once, and on which no nodes can be checked."""
     commands = tmp_path_factory.mktemp("commands") / "bin"
     write_fake_ray(commands)
-    return {"PATH": f"{commands}:{slurm.variables['PATH']}", "MEGARL_VENV": "/none", "MEGARL_NODE_IP": "127.0.0.1"}
+    return {
+        "PATH": f"{commands}:{slurm.variables['PATH']}",
+        "MEGARL_VENV": "/none",
+        "MEGARL_NODE_IP": "127.0.0.1",
+        "MEGARL_CHECK_NODES": "0",
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,6 +352,24 @@ def test_nodes_that_cannot_run_it_end_the_job_before_it_starts(job: Job, code: s
     assert not any("train" in words for words in job.calls("python")) and not job.requeues()
 
 
+@pytest.mark.parametrize(("script", "arguments"), [("ray.sbatch", ["python", "my.py"]), ("ray.sbatch", []), ("bench.sbatch", ["run"])])
+def test_other_jobs_ask_whether_all_that_ray_has_computes_together(job: Job, script: str, arguments: list[str]) -> None:
+    """Nobody said what they need. Without a command a shell would be of no use on nodes that do not reach one another."""
+    command = ["bash", str(ROOT / "launch" / script), *arguments]
+    asked = subprocess.run(
+        command,
+        cwd=job.directory,
+        env={**job.variables, "FAKE_NODES_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_WAIT_S,
+        check=False,
+    )
+    assert asked.returncode == 1 and "MEGARL_CHECK_NODES=0 leaves the check out" in asked.stderr, asked.stderr
+    ran = [words for words in job.calls("python") if "ray_nodes" not in " ".join(words)]
+    assert ran == [["-m", "megarl.cli", "doctor", "--nodes"]]
+
+
 def test_the_check_of_the_nodes_can_be_left_out(job: Job) -> None:
     assert submit_training(job, FAKE_NODES_CHECK="1", MEGARL_CHECK_NODES="0").returncode == 0
     assert any("train" in words for words in job.calls("python")) and not any("doctor" in words for words in job.calls("python"))
@@ -486,7 +504,9 @@ def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path
 def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job_s_code(job: Job) -> None:
     python = job.directory / "bin" / "python"
     driver = 'touch "$MEGARL_ATTEMPT_DIR/driver_started"; echo "ran $* on $SLURMD_NODENAME with $RAY_ADDRESS"; exit 1'
-    python.write_text(f'#!/bin/bash\n[[ "$*" != *ray_nodes* ]] || exit 0  # all nodes are there\n{driver}\n')
+    python.write_text(
+        f'#!/bin/bash\n[[ "$*" != *ray_nodes* && "$*" != *doctor* ]] || exit 0  # all nodes are there, and compute together\n{driver}\n'
+    )
     python.chmod(0o755)
     arguments = ["run", "recipe.step", "--model", "configs/a recipe.yaml", "--device", "cuda"]
     command = ["bash", str(ROOT / "launch" / "bench.sbatch"), *arguments]
