@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ConfigError
+from megarl.models.megatron import specs
 from megarl.models.megatron import transformer_engine as subject
 from tests.tiers import newest_megatron, slow
 
@@ -98,7 +100,15 @@ def test_one_that_does_not_work_is_left_out_or_refused(
     with pytest.raises(ConfigError) as refused:
         subject.uses_transformer_engine(policy(True))
     assert f"{subject.KEY} = True" in str(refused.value) and reason in str(refused.value) and "megarl doctor" in str(refused.value)
+
+
+def test_one_that_is_not_wanted_is_not_tried(installed: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers may end the process, which is why somebody does not want it."""
+    installed("", FAILS)
     assert not subject.uses_transformer_engine(policy(False))
+    monkeypatch.setattr(specs, "_layers_of_chunk", lambda config, chunk: [0])
+    specs.decoder_spec(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, normalization="RMSNorm"), None, fused=False)
+    assert subject.try_it.cache_info().misses == 0
 
 
 def test_what_cannot_be_imported_is_hidden_from_later_imports(installed: Write) -> None:

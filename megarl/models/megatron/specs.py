@@ -37,7 +37,7 @@ from megarl.models.engine.context import ContextShare
 from megarl.models.megatron.cached_attention import DecodedRows, RowSelfAttention
 from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
-from megarl.models.megatron.transformer_engine import KEY, try_it
+from megarl.models.megatron.transformer_engine import KEY, find
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +234,6 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
             if has_experts:
                 with_our_router(layer.submodules.mlp)
         return block
-    logger.info("layer spec: portable (Transformer Engine: %s)", try_it().reason or f"{KEY} = false")
+    logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"{KEY} = false, or it failed on this device")
     layers = [_portable_layer(config, sparse=has_experts) for has_experts in sparse]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)
