@@ -263,6 +263,7 @@ def test_the_quickstart_goes_on_after_cancelling(slurm: LoopbackSlurm, quickstar
     command = [*GATED, str(quickstart.config), *LAYOUT, *ONE_RANK_A_NODE]
     job = submit(slurm, tmp_path, *command, GATED_ATTEMPTS="1")
     job.await_gate(0)
+    assert "2 ranks on 2 nodes added" in job.log, "the nodes were not checked before the command"
     cancel(job)
     submit(slurm, tmp_path, *command).finish()
     quickstart.check(job.run_dir)
