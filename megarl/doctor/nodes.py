@@ -121,7 +121,7 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
         group = RayWorkerGroup(cluster, builder, name_prefix="doctor", env_vars=device, init_timeout_s=START_S, call_timeout_s=2 * ADDING_S)
         facts = group.get_all_worker_results(group.run_all_workers_single_data("facts"))
         yield from compare(facts)
-        yield _added(group, shape, facts)
+        yield judge_sums(group, shape, facts)
     except MegarlError as error:
         found = f"{shape}: {_first_line(error)}"
         yield Check(ROOM, "ranks", Verdict.FAILED, found, "ray status; see what the message names, and node-N.log of a job")
@@ -131,7 +131,8 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
         cluster.shutdown()
 
 
-def _added(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
+def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
+    """Whether the ranks of a worker group add up numbers, which of them get wrong sums, and how fast they are; ``facts`` of each rank."""
     backend, world = ("nccl" if shape.gpus else "gloo"), len(facts)
     name, numbers = f"{backend} all-reduce", NUMBERS[backend]
     interfaces = sorted({fact["interface"] for fact in facts})

@@ -5,7 +5,7 @@ Real nodes: ``tests/system/test_doctor_nodes.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import pytest
 from megarl.cli import parse
 from megarl.distributed.node_choice import RayNode
 from megarl.doctor.check import Verdict
-from megarl.doctor.nodes import Shape, compare, interface_hint, interface_towards, judge_gpus, judge_nodes, shape_of
+from megarl.doctor.nodes import Shape, compare, interface_hint, interface_towards, judge_gpus, judge_nodes, judge_sums, shape_of
+from megarl.errors import ClusterError
 
 
 def nodes(*gpus: int) -> list[RayNode]:
@@ -82,6 +83,37 @@ def test_nodes_with_other_versions_are_named() -> None:
     [check] = compare([fact("n1", "ib0"), fact("n2", "ib0", torch="2.15.0"), fact("n2", "ib0", torch="2.15.0")])
     assert check.verdict is Verdict.FAILED and check.name == "torch"
     assert check.found == "nodes differ: 2.13.0 on n1; 2.15.0 on n2" and "MEGARL_VENV" in check.fix
+
+
+class Ranks:
+    """A worker group whose ranks answer with the seconds of a sum, and whether it was right; or fail."""
+
+    def __init__(self, *answers: tuple[float, bool], error: str = "") -> None:
+        self._answers, self._error = answers, error
+
+    def run_all_workers_single_data(self, method: str, numbers: int) -> int:
+        assert method == "add"
+        return numbers
+
+    def get_all_worker_results(self, numbers: int) -> Sequence[tuple[float, bool]]:
+        if self._error:
+            raise ClusterError(self._error)
+        return self._answers
+
+
+def test_sums_are_judged() -> None:
+    facts = [fact("n1", "eth0"), fact("n1", "eth0"), fact("n2", "eth0"), fact("n2", "ib0")]
+    shape = Shape(2, 2, gpus=False)
+    right = judge_sums(Ranks((0.002, True), (0.001, True), (0.004, True), (0.001, True)), shape, facts)
+    # 4 MiB, each byte 1.5 times over a link, in the 4 ms of the slowest
+    assert (
+        right.verdict is Verdict.OK and "4 ranks on 2 nodes added 4 MiB in 4.0 ms, 1.57 GB/s a rank; addresses on eth0, ib0" in right.found
+    )
+    wrong = judge_sums(Ranks((0.001, True), (0.001, False), (0.001, True), (0.001, False)), shape, facts)
+    assert wrong.verdict is Verdict.FAILED and wrong.found == "wrong sums on ranks 1, 3 of 4" and "GLOO_SOCKET_IFNAME=eth0,ib0" in wrong.fix
+    failed = judge_sums(Ranks(error="\nrank 3: connection refused\nmore"), Shape(2, 2, gpus=True), facts)
+    assert failed.verdict is Verdict.FAILED and failed.name == "nccl all-reduce"
+    assert failed.found == "4 ranks on 2 nodes: rank 3: connection refused" and "NCCL_SOCKET_IFNAME=eth0,ib0" in failed.fix
 
 
 def test_interfaces_are_hinted_at() -> None:
