@@ -52,7 +52,7 @@ class AnsweringWorker:
         logprobs = -torch.rand((rows, LENGTH), generator=generator).where(answered, 0.0)
         return BatchedDataDict({"output_ids": ids, "logprobs": logprobs, "generation_lengths": new, "unpadded_sequence_lengths": lengths})
 
-    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def get_logprobs(self, data: BatchedDataDict[Any], *, skip_masked: bool = False) -> BatchedDataDict[Any]:
         """The ids as fractions; padding is 0."""
         inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
         return BatchedDataDict({"logprobs": (-data["input_ids"] / self._vocabulary).where(inside, 0.0)})

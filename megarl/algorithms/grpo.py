@@ -193,11 +193,12 @@ class GRPO(Algorithm):
             self.policy.prepare_for_lp_inference()
         if self.needs_previous_logprobs:
             with self.timer.phase("logprobs"):
-                batch["prev_logprobs"] = self.policy.get_logprobs(inputs)["logprobs"]
+                batch["prev_logprobs"] = self.policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
                 self.timer.passed(passed)
         if self.loss_fn.kl_penalty:
             with self.timer.phase("reference_logprobs"):
-                batch["reference_policy_logprobs"] = self.policy.get_reference_policy_logprobs(inputs)["reference_logprobs"]
+                reference = self.policy.get_reference_policy_logprobs(inputs, skip_masked=True)
+                batch["reference_policy_logprobs"] = reference["reference_logprobs"]
                 self.timer.passed(passed)
         return batch
 

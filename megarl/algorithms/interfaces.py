@@ -40,6 +40,8 @@ class LossFunction(Protocol):
         loss_type: the normaliser in use. ``TOKEN_LEVEL`` needs ``token_mask`` in the data.
         input_type: always ``LossInputType.LOGPROB``.
         metric_reductions: how each metric combines over micro-batches and ranks.
+        skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches the loss, a gradient or a
+            metric. Log-probabilities are then not computed there, and are 0.
     """
 
     loss_type: LossType

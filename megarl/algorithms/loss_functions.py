@@ -98,6 +98,7 @@ class ClippedPGLossFn:
     """
 
     input_type = LossInputType.LOGPROB
+    skips_masked = True
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
         {
             "loss": Reduction.SUM,
@@ -234,6 +235,7 @@ class NLLLoss:
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
+    skips_masked = True
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
         {"loss": Reduction.SUM, "num_unmasked_tokens": Reduction.SUM, "num_valid_samples": Reduction.SUM}
     )
@@ -277,6 +279,7 @@ class DPOLossFn:
 
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGPROB
+    skips_masked = True
     rows_together = 2
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
         dict.fromkeys(

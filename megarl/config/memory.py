@@ -285,11 +285,16 @@ def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts
 
 
 def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
-    """Training keeps the logits, a float32 copy of them and its gradient; the log-probability pass the first two."""
+    """Training keeps the logits, a float32 copy of them and its gradient; the log-probability pass the first two. In chunks there are those
+    of one chunk, and in 16 bit the sum of the output layer's gradient in float32."""
     columns = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor
-    training = plan.tokens_per_micro_batch * columns * (element + 8)
-    scoring = (plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length) * columns * (element + 4)
-    return int(-(-max(training, scoring) // layout.context))
+    chunk, sums = policy["logprob_chunk_size"], 0
+    training = -(-plan.tokens_per_micro_batch // layout.context)
+    scoring = -(-(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length) // layout.context)
+    if chunk is not None:
+        training, scoring = min(training, chunk), min(scoring, chunk)
+        sums = columns * facts.hidden_size * 4 if element < 4 else 0
+    return int(max(training * columns * (element + 8) + sums, scoring * columns * (element + 4)))
 
 
 def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:

@@ -29,7 +29,6 @@ INSTEAD: Mapping[str, str] = {
     "checkpointing.checkpoint_must_save_by": "remove it: a job that nears its time limit saves by itself (launch/README.md)",
     "checkpointing.model_save_format": "remove it: export_hf writes safetensors when a run ends",
     "checkpointing.save_consolidated": "remove it: export_hf writes the whole model when a run ends",
-    "policy.logprob_chunk_size": "remove it: logprob_batch_size, or logprob_mb_tokens, bounds the log-probability pass",
     "policy.dtensor_cfg._v2": "remove it: there is one DTensor worker",
     f"{_MEGATRON}.defer_fp32_logits": "remove it: logits stay in the model's type until they are scored",
     f"{_MEGATRON}.fp8_cfg": f"training in FP8 is {_LATER}",

@@ -67,20 +67,21 @@ def run(job: str, *arguments: Any) -> Any:
 
 
 def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each."""
+    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each: of the tokens under the mask,
+    where both skip the others, and then of all."""
     worker = build(config, init_reference_model=False)
     share = fsdp1_jobs.my_share(worker, batch)
-    outside = worker.get_logprobs(data=share, micro_batch_size=rows)["logprobs"]
-    loss_fn = RecordingLoss()
-    worker.train(data=share, loss_fn=loss_fn, eval_mode=True)
-    worker.train(data=share, loss_fn=loss_fn)
-    lengths = share["input_lengths"]
-    pairs = []
-    for number, seen in enumerate(loss_fn.seen):
-        first = number * rows % share.size
-        inside = torch.arange(1, seen.shape[1] + 1)[None] < lengths[first : first + rows, None]
-        width = min(seen.shape[1], outside.shape[1] - 1)
-        pairs.append(((seen * inside)[:, :width], outside[first : first + rows, 1 : width + 1]))
+    lengths, pairs = share["input_lengths"], []
+    for skips in (True, False):
+        outside = worker.get_logprobs(data=share, micro_batch_size=rows, skip_masked=skips)["logprobs"]
+        loss_fn = RecordingLoss(skips=skips)
+        worker.train(data=share, loss_fn=loss_fn, eval_mode=True)
+        worker.train(data=share, loss_fn=loss_fn)
+        for number, seen in enumerate(loss_fn.seen):
+            first = number * rows % share.size
+            inside = torch.arange(1, seen.shape[1] + 1)[None] < lengths[first : first + rows, None]
+            width = min(seen.shape[1], outside.shape[1] - 1)
+            pairs.append(((seen * inside)[:, :width], outside[first : first + rows, 1 : width + 1]))
     return pairs
 
 

@@ -64,6 +64,7 @@ SHARED: dict[str, Demonstration] = {
     "train_micro_batch_size": Changes(2, "trained.micro_batches"),
     "learning_rate": ShownBy("test_the_learning_rate_is_what_an_optimizer_refers_to"),
     "logprob_batch_size": Changes(2, "scored.micro_batches"),
+    "logprob_chunk_size": ShownBy("tests.dist.test_output_layer:test_a_chunk_of_logits_is_there_at_a_time"),
     "generation_batch_size": Changes(1, "generated.rows_at_once"),
     "precision": Changes("bfloat16", "scored.logprobs"),
     "make_sequence_length_divisible_by": Changes(4, "scored.micro_batches"),

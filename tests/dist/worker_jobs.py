@@ -21,8 +21,9 @@ from tests.dist import jobs
 class RecordingLoss(NLLLoss):
     """NLL that keeps the log-probabilities it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, skips: bool = True) -> None:
         self.seen: list[torch.Tensor] = []
+        self.skips_masked = skips
 
     def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: torch.Tensor) -> Any:
         self.seen.append(next_token_logprobs.detach().clone())
@@ -154,18 +155,20 @@ def evaluate_between(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dic
 
 
 def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], micro_batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(inside the loss, from get_logprobs) of a fresh policy on the last stage, each [b, S-1] with padding set to 0."""
+    """(inside the loss, from get_logprobs) on the last stage, each [b, S-1] with padding set to 0: of the tokens under the mask, where both
+    skip the others, and then of all."""
     worker = jobs.build(config, init_reference_model=False)
     share = jobs.my_share(worker, batch, config["train_global_batch_size"])
-    outside = worker.get_logprobs(data=share, micro_batch_size=micro_batch)["logprobs"][:, 1:]
-    loss = RecordingLoss()
-    worker.train(data=share, loss_fn=loss, mbs=micro_batch)
-    worker.backend.close()
-    if not loss.seen:
-        return []
-    inside = torch.cat(loss.seen)[:, : outside.shape[1]]
     positions = torch.arange(1, share["input_ids"].shape[1])[None] < share["input_lengths"][:, None]
-    return [(inside * positions, outside)]
+    pairs = []
+    for skips in (True, False):
+        outside = worker.get_logprobs(data=share, micro_batch_size=micro_batch, skip_masked=skips)["logprobs"][:, 1:]
+        loss = RecordingLoss(skips=skips)
+        worker.train(data=share, loss_fn=loss, mbs=micro_batch)
+        if loss.seen:
+            pairs.append((torch.cat(loss.seen)[:, : outside.shape[1]] * positions, outside))
+    worker.backend.close()
+    return pairs
 
 
 def reference_swap(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:

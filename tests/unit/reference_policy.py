@@ -98,11 +98,13 @@ class ReferencePolicy:
 
     # -- log-probabilities -------------------------------------------------------------------------------------------------------------
 
-    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def get_logprobs(self, data: BatchedDataDict[Any], *, skip_masked: bool = False) -> BatchedDataDict[Any]:
         self._require("logprobs")
         return BatchedDataDict({"logprobs": self._padded_logprobs(self.model, data)})
 
-    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[Any]:
         self._require("logprobs")
         return BatchedDataDict({"reference_logprobs": self._padded_logprobs(self.reference, data)})
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.errors import BatchError
 from megarl.models.engine.batching import FixedRows, Planned
 from megarl.models.engine.context import ContextShare
-from megarl.models.engine.microbatches import HOST_LENGTHS, MicroBatch, Shapes, move_to
+from megarl.models.engine.microbatches import HOST_LENGTHS, MicroBatch, Shapes, move_to, packed_length, split_rows
 from megarl.models.engine.model_input import lay_out, lay_out_all
 from megarl.models.engine.step import as_floats
 
@@ -140,3 +140,27 @@ def test_numbers_and_tensors_become_floats_in_their_order() -> None:
     assert as_floats(values) == [float(value) for value in values]
     assert as_floats([torch.tensor(math.nan), torch.tensor(1)])[1] == 1.0
     assert as_floats([]) == [] and as_floats([2.5]) == [2.5]
+
+
+@given(LENGTHS, st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(0, 2**32))
+def test_the_positions_that_are_scored_predict_what_is_wanted(
+    lengths: list[int], multiple: int, packed: bool, ranks: int, seed: int
+) -> None:
+    data = rows_of(lengths)
+    shapes = Shapes(packed_multiple=2 * ranks * multiple, row_multiple=2 * ranks)
+    wanted = torch.rand(data["input_ids"].shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    wanted &= data["input_ids"] > 0
+    moved = move_to(data, torch.device("cpu"), wanted=wanted)
+    if packed:
+        micro_batch = MicroBatch(moved, True, packed_length(moved, shapes) + 2 * ranks)
+    else:
+        (micro_batch,) = split_rows(moved, len(lengths), shapes)
+    found: list[int] = []
+    for rank in range(ranks):
+        laid_out = lay_out(micro_batch, ContextShare(rank, ranks), shapes)
+        assert laid_out.scored is not None and laid_out.scored.tolist() == sorted(set(laid_out.scored.tolist()))
+        found += laid_out.targets.flatten()[laid_out.scored].tolist()
+        spread = laid_out.spread(torch.ones(len(laid_out.scored)), laid_out.scored)
+        assert spread.shape == laid_out.targets.shape and spread.flatten().nonzero().flatten().tolist() == laid_out.scored.tolist()
+    # ids are all different, and nothing predicts the first of a row
+    assert sorted(found) == sorted(data["input_ids"][:, 1:][wanted[:, 1:]].tolist())

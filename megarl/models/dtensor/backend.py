@@ -45,6 +45,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
+from megarl.models.engine.output_layer import answer_requests
 from megarl.models.engine.precision import dtype_of
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
@@ -137,7 +138,9 @@ class DTensorBackend:
         check_names(source, shapes, tied=is_tied(model))
         self._rows = {name: shape[0] for name, shape in shapes.items()}
         foreign = self.groups.tensor_size > 1 and not is_plan_ours(model, self._settings.get("custom_parallel_plan"))
-        if self.groups.tensor_size > 1:
+        if self.groups.tensor_size == 1:
+            answer_requests(model.get_output_embeddings())
+        else:
             plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
             divide = divide_and_check if foreign else divide_over_tensor_ranks
             divide(model, self._meshes.tensor, plan)

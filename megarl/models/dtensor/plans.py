@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
-from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, RowLinear, VocabularyEmbedding, WholeInput
+from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, OutputLayer, RowLinear, VocabularyEmbedding, WholeInput
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColumnLinear,
@@ -200,7 +200,7 @@ def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
     return {
         **plan,
         embedding: VocabularyEmbedding(output_layouts=_single(after)),
-        head: ColumnLinear(input_layouts=_single(before)),
+        head: OutputLayer(input_layouts=_single(before)),
     }
 
 

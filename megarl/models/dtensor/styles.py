@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from megarl.models.dtensor.regions import for_parts, from_runs, own_run, sum_of_parts
+from megarl.models.engine.output_layer import answer_requests
 
 
 class VocabularyEmbedding(ParallelStyle):
@@ -105,6 +106,24 @@ class ColumnLinear(ColwiseParallel):
             return from_runs(columns, columns.ndim - 1, group) if after.is_replicate() else columns
 
         return _computing(module, forward)
+
+
+class OutputLayer(ColumnLinear):
+    """A model's output layer, of which each rank has some of the vocabulary, and which answers requests (``engine.output_layer``).
+
+    Args:
+        input_layouts: ``Replicate()`` or ``Shard(dimension)``.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__(input_layouts=input_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        if _is_linear(module):
+            layout, group = self.input_layouts[0], device_mesh.get_group()
+            answer_requests(module, whole=lambda inputs: _whole(inputs, layout, group), local=_local)
+        return module
 
 
 class RowLinear(RowwiseParallel):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +20,8 @@ from megarl.errors import BatchError
 
 HOST_LENGTHS = "input_lengths_on_host"
 """Key of a batch on a device: its ``input_lengths`` as a list, [B]."""
+WANTED = "wanted_on_host"
+"""Key of a batch on a device: the tokens whose log-probabilities are wanted, bool [B, S], on the host; all are where it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ class MicroBatch:
     def lengths(self) -> list[int]:
         """Tokens of each row: what the host knows of them (``move_to``), so that it need not wait for the device."""
         return _lengths(self.data)
+
+    @property
+    def wanted(self) -> np.ndarray | None:
+        """[b, S] bool: the tokens whose log-probabilities are wanted; None for all."""
+        known = self.data.get(WANTED)
+        return None if known is None else known.numpy()
 
     @property
     def size(self) -> int:
@@ -93,10 +102,28 @@ def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]
     return {key: value[first:last] for key, value in data.items()}
 
 
-def move_to(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch, which is on the host, with its tensors on ``device``, and beside ``input_lengths`` a list of them as ``HOST_LENGTHS``."""
+def move_to(data: Mapping[str, Any], device: torch.device, *, wanted: torch.Tensor | None = None) -> dict[str, Any]:
+    """The batch, which is on the host, with its tensors on ``device``; what the host has to know of it stays there too.
+
+    Args:
+        data: the batch; beside its ``input_lengths`` there will be a list of them as ``HOST_LENGTHS``.
+        device: where it goes.
+        wanted: [B, S] bool, kept as ``WANTED``.
+    """
     moved = {key: sent_to(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-    return {**moved, HOST_LENGTHS: data["input_lengths"].tolist()}
+    return {**moved, HOST_LENGTHS: data["input_lengths"].tolist(), **({} if wanted is None else {WANTED: wanted})}
+
+
+def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
+    """[B, S] bool: the tokens whose ``token_mask`` is not 0, in rows whose ``sample_mask``, where there is one, is not 0.
+
+    Raises:
+        BatchError: there is no ``token_mask``.
+    """
+    if "token_mask" not in data:
+        raise BatchError("skip_masked: the batch has no token_mask [B, S]. Fix: add it, or leave skip_masked out")
+    tokens: torch.Tensor = data["token_mask"] != 0
+    return tokens & (data["sample_mask"] != 0)[:, None] if "sample_mask" in data else tokens
 
 
 def round_up(length: int, multiple: int) -> int:

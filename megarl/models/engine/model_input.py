@@ -10,8 +10,8 @@ of this context-parallel rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class ModelInput:
         layout: packed sequences and the ranks that share them.
         longest: the longest (padded) sequence, over all context-parallel ranks.
         places: of the rows; None when they are not packed.
+        scored: [k] int64, ascending: the positions whose targets' log-probabilities are wanted, counted through [n, t]; None for all.
     """
 
     micro_batch: MicroBatch
@@ -57,6 +58,13 @@ class ModelInput:
     layout: SequenceLayout
     longest: int
     places: Places | None = None
+    scored: torch.Tensor | None = None
+
+    def spread(self, values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        """[n, t] from the values [k] at the positions ``index``, 0 elsewhere; from those of all positions without one. Differentiable."""
+        if index is None:
+            return values.view(self.targets.shape)
+        return values.new_zeros(self.targets.numel()).index_copy(0, index, values).view(self.targets.shape)
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return what belongs to ``targets``, [n, t], as rows [b, S-1]: entry i belongs to token i+1. Differentiable.
@@ -85,15 +93,19 @@ def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> M
 def lay_out_all(micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes) -> list[ModelInput]:
     """``lay_out`` for each micro-batch; what was worked out on the host reaches their device in one copy."""
     plans = [_planned(micro_batch, context, shapes) if micro_batch.packed else None for micro_batch in micro_batches]
-    numbers = [array for plan in plans if plan is not None for array in plan.arrays]
-    if not numbers:
-        return [_rows_as_they_are(micro_batch, context) for micro_batch in micro_batches]
-    device = micro_batches[0].input_ids.device
-    sent = iter(sent_to(torch.from_numpy(np.concatenate(numbers)), device).split([len(array) for array in numbers]))
-    return [
-        _rows_as_they_are(micro_batch, context) if plan is None else _packed(micro_batch, context, plan, [next(sent) for _ in plan.arrays])
-        for micro_batch, plan in zip(micro_batches, plans, strict=True)
+    scored = [_scored(micro_batch, plan, context) for micro_batch, plan in zip(micro_batches, plans, strict=True)]
+    numbers = [
+        array
+        for plan, places in zip(plans, scored, strict=True)
+        for array in (*(() if plan is None else plan.arrays), *(() if places is None else (places,)))
     ]
+    device = micro_batches[0].input_ids.device if micro_batches else torch.device("cpu")
+    sent = iter(sent_to(torch.from_numpy(np.concatenate(numbers)), device).split([len(array) for array in numbers]) if numbers else ())
+    inputs = []
+    for micro_batch, plan, places in zip(micro_batches, plans, scored, strict=True):
+        laid = _rows_as_they_are(micro_batch, context) if plan is None else _packed(micro_batch, context, plan, sent)
+        inputs.append(laid if places is None else replace(laid, scored=next(sent)))
+    return inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +140,25 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
     return _Plan(starts, (np.concatenate((token, target)), column, begins[:rows], np.array(starts[1 : rows + 1], dtype=np.int64)))
 
 
-def _packed(micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Sequence[torch.Tensor]) -> ModelInput:
-    """The input of a packed micro-batch, of whose plan the arrays are on its device."""
-    at, positions, begin, end = sent
+def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) -> np.ndarray | None:
+    """[k] int64: ``ModelInput.scored``, where the micro-batch says which tokens are wanted, else None."""
+    wanted = micro_batch.wanted
+    if wanted is None:
+        return None
+    # position i is where token i+1 is predicted, and nothing is predicted at the last one
+    predicts = np.pad(wanted[:, 1:], ((0, 0), (0, 1)))
+    if plan is None:
+        here = predicts if context.size == 1 else predicts[:, context.index((0, micro_batch.length)).numpy()]
+    else:
+        # each row is followed by one place more, as in the plan's own numbers
+        tokens = plan.arrays[0][: len(plan.arrays[1])]
+        here = np.pad(predicts, ((0, 0), (0, 1))).ravel()[tokens]
+    return np.flatnonzero(here)
+
+
+def _packed(micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Iterator[torch.Tensor]) -> ModelInput:
+    """The input of a packed micro-batch; takes the arrays of its plan from ``sent``, on its device."""
+    at, positions, begin, end = (next(sent) for _ in plan.arrays)
     tokens, targets = F.pad(micro_batch.input_ids, (0, 1)).flatten().index_select(0, at).view(2, 1, -1)
     longest = max(end - start for start, end in itertools.pairwise(plan.starts))
     return ModelInput(micro_batch, tokens, positions[None], targets, SequenceLayout(plan.starts, context), longest, Places(begin, end))

@@ -17,7 +17,7 @@ from megarl.errors import BatchError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import HeadOutput, LogprobHead, LossHead
-from megarl.models.engine.microbatches import HOST_LENGTHS, fit_sequences
+from megarl.models.engine.microbatches import HOST_LENGTHS, WANTED, fit_sequences
 from megarl.models.engine.model_input import ModelInput, lay_out_all
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
@@ -74,29 +74,36 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
         )
 
 
-def logprobs_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, *, sampling: SamplingSettings) -> torch.Tensor:
+MODEL_KEYS = ("input_ids", "input_lengths", HOST_LENGTHS, WANTED)
+
+
+def logprobs_of_batch(
+    backend: Backend, data: Mapping[str, Any], batching: Batching, *, sampling: SamplingSettings, chunk_size: int | None = None
+) -> torch.Tensor:
     """Log-probabilities of the tokens of a batch under the present weights.
 
     Args:
         backend: the model.
-        data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's device.
+        data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's device; perhaps ``WANTED``.
         batching: how rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
+        chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
 
     Returns:
-        [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
+        [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0. So is what is not wanted,
+        unless the output layer cannot leave it out.
 
     Raises:
         BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one of them perhaps no rows.
     """
     rows, length = data["input_ids"].shape
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
-    chunks = batching.chunks({key: data[key] for key in ("input_ids", "input_lengths", HOST_LENGTHS) if key in data}) if rows else []
+    chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
         return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
-    head = LogprobHead(backend.vocabulary, sampling)
+    head = LogprobHead(backend.vocabulary, sampling, chunk_size)
     parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
@@ -118,6 +125,7 @@ def train_on_batch(
     *,
     sampling: SamplingSettings,
     limit: SkipLimit | None,
+    chunk_size: int | None = None,
 ) -> TrainResult:
     """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a ``limit``.
 
@@ -129,6 +137,7 @@ def train_on_batch(
         loss_fn: a ``LossFunction``; what it returns adds up over micro-batches and ranks.
         batching: this rank's part of each global batch, and how its rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
+        chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
         limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many may be skipped.
 
     Raises:
@@ -144,7 +153,7 @@ def train_on_batch(
     chunks = batching.chunks(data)
     with mode:
         for number, chunk in enumerate(chunks):
-            done = _global_batch(backend, chunk, loss_fn, sampling, update)
+            done = _global_batch(backend, chunk, loss_fn, LogprobHead(backend.vocabulary, sampling, chunk_size), update)
             losses.append(done.loss)
             positions += done.positions
             extra = done.metrics
@@ -199,12 +208,12 @@ def _global_batch(
     backend: Backend,
     chunk: Chunk,
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
-    sampling: SamplingSettings,
+    logprobs: LogprobHead,
     update: bool,
 ) -> _GlobalBatch:
     """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
     normalizers = global_normalizers(chunk.data, backend.groups)
-    head = LossHead(loss_fn, LogprobHead(backend.vocabulary, sampling), normalizers)
+    head = LossHead(loss_fn, logprobs, normalizers)
     if update:
         backend.zero_grad()
     inputs = _lay_out(backend, chunk)

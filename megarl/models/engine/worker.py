@@ -27,7 +27,7 @@ from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, 
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.groups import on_first_rank
-from megarl.models.engine.microbatches import batch_size, chosen_size, move_to
+from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
 from megarl.models.engine.nonfinite import SkipLimit, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
@@ -193,15 +193,17 @@ class EngineWorker(ABC):
             raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
         check_sequence_dimension(data)
         batching = self._plan_of(data) or FixedRows(micro_batch, self._local_batch_size(data, global_batch, micro_batch))
+        skips = getattr(loss_fn, "skips_masked", False) and "token_mask" in data
         # before, not after: a call that ends in an error may have taken steps
         self._weights_version += not eval_mode
         result = train_on_batch(
             self.backend,
-            move_to(data, self.runtime.device),
+            move_to(data, self.runtime.device, wanted=under_mask(data) if skips else None),
             loss_fn,
             batching,
             sampling=self.sampling,
             limit=None if eval_mode else self._skips,
+            chunk_size=self.cfg["logprob_chunk_size"],
         )
         return {
             "global_loss": result.losses,
@@ -245,20 +247,25 @@ class EngineWorker(ABC):
             )
         return Planned(indices, lengths, counts or [chunk[-1][1] for chunk in indices], packed)
 
-    def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[Any]:
         """``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are 0.
 
         Args:
-            data: ``input_ids`` [B, S] and ``input_lengths`` [B].
+            data: ``input_ids`` [B, S] and ``input_lengths`` [B]; with ``skip_masked`` also ``token_mask`` [B, S], perhaps
+                ``sample_mask`` [B].
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+            skip_masked: tokens under a mask of 0 are not scored; they are 0 too.
         """
         self._require("get_logprobs")
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
-        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
+        wanted = under_mask(data) if skip_masked else None
+        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
         batching: Batching = self._plan_of(data) or FixedRows(rows)
-        logprobs = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling)
-        return BatchedDataDict({"logprobs": logprobs.cpu()})
+        logprobs = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=self.cfg["logprob_chunk_size"]).cpu()
+        return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
 
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
@@ -273,10 +280,13 @@ class EngineWorker(ABC):
             finally:
                 self._reference_is_in = before
 
-    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[Any]:
         """As ``get_logprobs`` under the reference policy, key ``reference_logprobs``."""
         with self.use_reference_model():
-            return BatchedDataDict({"reference_logprobs": self.get_logprobs(data=data, micro_batch_size=micro_batch_size)["logprobs"]})
+            found = self.get_logprobs(data=data, micro_batch_size=micro_batch_size, skip_masked=skip_masked)
+            return BatchedDataDict({"reference_logprobs": found["logprobs"]})
 
     def _require(self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference") -> None:
         if optimizer:

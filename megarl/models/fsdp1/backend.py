@@ -26,6 +26,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
+from megarl.models.engine.output_layer import answer_requests
 from megarl.models.engine.precision import dtype_of
 from megarl.models.fsdp1.build import Filler, Held, held_by
 from megarl.models.fsdp1.sharded import Sharded
@@ -70,6 +71,7 @@ class FSDP1Backend:
         model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
         if policy.get("activation_checkpointing_enabled"):
             recompute_layers(model)
+        answer_requests(model.get_output_embeddings())
         fill = Filler(model, source, runtime.device)
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
         self.shapes = Shapes(row_multiple=policy.get("make_sequence_length_divisible_by") or 1)

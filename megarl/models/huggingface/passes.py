@@ -4,27 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from megarl.errors import ModelError
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.output_layer import Request, answers_requests, asking
 
 
-def logits_of(model: torch.nn.Module, model_input: ModelInput) -> torch.Tensor:
-    """[n, t, V]: the logits of one micro-batch, this rank's positions and vocabulary columns."""
-    output = model(
-        input_ids=model_input.tokens,
-        position_ids=model_input.positions,
-        sequence_layout=model_input.layout,
-        use_cache=False,
-    )
+def output_of(model: Any, model_input: ModelInput, request: Request | None = None) -> torch.Tensor:
+    """[n, t, V]: the logits of one micro-batch, this rank's positions and vocabulary columns; or what ``request`` asks for instead.
+
+    Raises:
+        ModelError: the model does something to its logits, which would be done to the log-probabilities in their place.
+    """
+    with asking(request):
+        output = model(
+            input_ids=model_input.tokens,
+            position_ids=model_input.positions,
+            sequence_layout=model_input.layout,
+            use_cache=False,
+        )
     logits: torch.Tensor = output.logits
+    if request is not None and not request.is_answer(logits):
+        raise _without_chunks(model, request, "changes its logits behind the output layer, which cannot be done to log-probabilities")
     return logits
 
 
+def _request(head: Head, model: Any, model_input: ModelInput) -> Request | None:
+    """What ``head`` asks of the model's output layer; None where that answers nothing.
+
+    Raises:
+        ModelError: it would have to answer in chunks.
+    """
+    request = head.asks(model_input)
+    if request is None or answers_requests(model.get_output_embeddings()):
+        return request
+    if request.chunk_size is not None:
+        raise _without_chunks(model, request, "has an output layer that is no plain linear layer")
+    return None
+
+
+def _without_chunks(model: Any, request: Request, reason: str) -> ModelError:
+    return ModelError(f"policy.logprob_chunk_size = {request.chunk_size}: {type(model).__name__} {reason}. Fix: set it to null")
+
+
 def forward_backward(
-    model: torch.nn.Module,
+    model: Any,
     inputs: Sequence[ModelInput],
     head: Head,
     *,
@@ -37,7 +65,7 @@ def forward_backward(
     Args:
         model: a causal language model of transformers, wrapped or not; what wraps it reduces gradients over ranks.
         inputs: the micro-batches.
-        head: gets the logits [n, t, V] of each.
+        head: gets the logits [n, t, V] of each, or what it asks for instead.
         backward: also go backward from the head's loss.
         loss_scale: factor of every loss on its way backward, for float16.
         before_last: called before the last micro-batch.
@@ -49,7 +77,8 @@ def forward_backward(
     for number, model_input in enumerate(inputs, start=1):
         if number == len(inputs):
             before_last()
-        result = head(logits_of(model, model_input), model_input)
+        request = _request(head, model, model_input)
+        result = head(output_of(model, model_input, request), model_input, request)
         if backward:
             assert result.loss is not None, "a backward pass needs a head that returns a loss"
             (result.loss * loss_scale if loss_scale != 1.0 else result.loss).backward()

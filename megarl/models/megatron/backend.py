@@ -37,7 +37,7 @@ from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step
 from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values, step_where_accepted
-from megarl.models.megatron.schedule import forward_backward
+from megarl.models.megatron.schedule import answer_requests, forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
@@ -182,6 +182,8 @@ class MegatronBackend:
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
             hf_state.load_from_hf(stages, source, self.architecture, self.groups, self.experts)
+            if stages[-1].post_process:
+                answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None

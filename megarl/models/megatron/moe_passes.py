@@ -17,8 +17,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megarl.errors import BatchError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
+from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import MicroBatch, Shapes, packed_length
 from megarl.models.engine.model_input import ModelInput, lay_out
+from megarl.models.engine.output_layer import Request
+from megarl.models.generation.sampling import MODEL_ITSELF
 from megarl.models.megatron.moe_record import BalanceSettings, ExpertTokenCounts, RoutingRecord
 from megarl.models.megatron.moe_router import connect, release
 from megarl.models.megatron.parallel import ExpertGroups
@@ -59,9 +62,15 @@ def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertT
     return ExpertTokenCounts(tokens, sequences, max(model_input.micro_batch.size for model_input in inputs))
 
 
-def _nothing(logits: torch.Tensor, model_input: ModelInput) -> HeadOutput:
-    """The head of a pass of which only the routing counts."""
-    return HeadOutput()
+class _NoHead:
+    """The head of a pass of which only the routing counts; it needs nothing of the output layer."""
+
+    def asks(self, model_input: ModelInput) -> Request | None:
+        none = model_input.targets.new_empty(0)
+        return Request(none, none, VocabularyShard(1), MODEL_ITSELF, None)
+
+    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+        return HeadOutput()
 
 
 class RecordedPasses:
@@ -96,7 +105,7 @@ class RecordedPasses:
             if self._settings.counts_ahead:
                 self._record.count_ahead(True)
                 with torch.no_grad():
-                    forward_backward(self._chunks, inputs, _nothing, backward=False, sequences=sequences)
+                    forward_backward(self._chunks, inputs, _NoHead(), backward=False, sequences=sequences)
                 self._record.count_ahead(False)
             return forward_backward(self._chunks, inputs, head, backward=True, sequences=sequences)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -12,12 +13,18 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.engine.attention import offsets
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.output_layer import asked, asking
 from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
 from megarl.models.megatron.specs import PackedSequences
 
@@ -71,17 +78,57 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
     )
 
 
+def answer_requests(layer: ColumnParallelLinear) -> None:
+    """Let the output layer of a model's last chunk answer requests: it brings the sequence together and selects from it first.
+
+    The product stays Megatron's own where logits are asked for, with whatever it fuses into it.
+    """
+    plain = layer.forward
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, None]:
+        request = asked()
+        if request is None:
+            return plain(hidden, weight=weight, **options)
+        group = layer.tp_group
+        if request.chunk_size is None:
+            whole = gather_from_sequence_parallel_region(hidden, False, group) if layer.sequence_parallel else hidden
+            with _whole_sequences(layer):
+                output, _ = plain(request.rows(whole, sequence_first=True)[:, None], weight=weight, **options)
+            return output, None
+        if layer.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden, True, group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden, group)
+        answer = request.output(request.rows(whole, sequence_first=True), layer.weight if weight is None else weight, None)
+        return answer.transpose(0, 1), None
+
+    layer.forward = forward
+
+
+@contextlib.contextmanager
+def _whole_sequences(layer: ColumnParallelLinear) -> Iterator[None]:
+    """Inside, the layer takes its input for whole on every tensor-parallel rank, and adds up its gradient over them."""
+    before = layer.sequence_parallel, layer.allreduce_dgrad
+    layer.sequence_parallel, layer.allreduce_dgrad = False, before[0] or before[1]
+    try:
+        yield
+    finally:
+        layer.sequence_parallel, layer.allreduce_dgrad = before
+
+
 def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: Head) -> tuple[torch.Tensor, Any]:
     item = next(work)
     model_input = item.model_input
     with plain_torch():
         packed, sequences = _packed(model_input), item.sequences_for(model)
         options = {} if sequences is None else {"padding_mask": sequences}
-        output = model(model_input.tokens, model_input.positions, None, packed_seq_params=packed, **options)
+        request = head.asks(model_input)
+        with asking(request):
+            output = model(model_input.tokens, model_input.positions, None, packed_seq_params=packed, **options)
 
     def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         with plain_torch():
-            result = head(output, model_input)
+            result = head(output, model_input, request)
         if non_loss_data:
             return None if item.filler else result
         assert result.loss is not None, "a backward pass needs a head that returns a loss"

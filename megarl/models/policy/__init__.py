@@ -374,6 +374,17 @@ class PolicyConfig(TypedDict):
         ]
     ]
     logprob_batch_size: NotRequired[Annotated[int, Key("samples a forward pass when log-probabilities are computed.", AT_LEAST_1)]]
+    logprob_chunk_size: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "positions of a rank whose logits are there at a time, in training and log-probabilities: the output layer and they "
+                "are computed together, and in the backward pass the logits once more; null keeps those of a whole micro-batch.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
     generation: NotRequired[
         Annotated[GenerationConfig | None, Key("generation; null or absent for a policy that never generates.", default=None)]
     ]

@@ -36,12 +36,17 @@ class PolicyInterface(ABC):
     """
 
     @abstractmethod
-    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
-        """Log-probabilities of the tokens of ``data`` under the current weights, in the order of ``data``."""
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False) -> BatchedDataDict[LogprobOutputSpec]:
+        """Log-probabilities of the tokens of ``data`` under the current weights, in the order of ``data``.
+
+        With ``skip_masked`` tokens whose ``token_mask`` [B, S] or ``sample_mask`` [B], where there is one, is 0 are not computed and are 0.
+        """
 
     @abstractmethod
-    def get_reference_policy_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Log-probabilities of the tokens of ``data`` under the weights the policy started with."""
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """As ``get_logprobs``, under the weights the policy started with."""
 
     @abstractmethod
     def train(

@@ -138,19 +138,21 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # log-probabilities
 
-    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
-        return self._logprobs("get_logprobs", "logprobs", data, {})
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False) -> BatchedDataDict[LogprobOutputSpec]:
+        return self._logprobs("get_logprobs", "logprobs", data, {"skip_masked": skip_masked})
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None, *, skip_masked: bool = False
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """As ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces ``logprob_batch_size``."""
-        options = {"micro_batch_size": chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")}
+        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
+        options = {"micro_batch_size": rows, "skip_masked": skip_masked}
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
     def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
-        self._check(data)
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        self._check(data, required=["token_mask"] if options["skip_masked"] else [])
+        masks = [name for name in ("token_mask", "sample_mask") if options["skip_masked"] and name in data]
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths", *masks)})
         sharded = shard_batch(needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size)
         results = self._call_sharded(method, sharded.dealt, options)
         return BatchedDataDict({key: sharded.restore([result[key] for result in results])})

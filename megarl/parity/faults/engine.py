@@ -35,8 +35,8 @@ def _scale_gradient(factor: Any) -> Patch:
     """Gradients are ``factor(case)`` times as large as they should be; the reported loss stays right."""
 
     def make(original: Any, case: Case) -> Any:
-        def call(self: Any, logits: torch.Tensor, given: Any) -> Any:
-            output = original(self, logits, given)
+        def call(self: Any, answered: torch.Tensor, given: Any, request: Any = None) -> Any:
+            output = original(self, answered, given, request)
             return replace(output, loss=_ScaledGradient.apply(output.loss, factor(case)))  # type: ignore[no-untyped-call]
 
         return call

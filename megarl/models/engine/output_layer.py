@@ -1,0 +1,203 @@
+"""What a pass asks of a model's output layer, where that is less than the logits of all its positions.
+
+A ``Request`` names the positions that are wanted: hidden states are selected before the output layer, and neither its product nor the
+softmax is computed for the others. With a chunk size the output layer gives log-probabilities instead of logits, so that the logits of one
+chunk alone are there at any time. Without a request the output layer does what it always does; generation asks for nothing.
+
+Legend: n rows and t positions in front of the model, k of these n x t that are wanted, h hidden size, V vocabulary columns of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, gradient_of_logits, score, vocab_parallel_logprobs
+from megarl.models.generation.sampling import SamplingSettings
+
+
+@dataclass(slots=True)
+class Request:
+    """What one micro-batch's pass wants of the output layer.
+
+    Attributes:
+        index: [k] int64, ascending: the positions that are wanted, counted through [n, t]; None for all of them.
+        targets: [k] int64, the token that is scored at each of them.
+        shard: which vocabulary columns this rank holds.
+        sampling: how tokens are drawn, and so scored.
+        chunk_size: positions whose logits are there at a time; None for all of them, which are then what the output layer gives.
+    """
+
+    index: torch.Tensor | None
+    targets: torch.Tensor
+    shard: VocabularyShard
+    sampling: SamplingSettings
+    chunk_size: int | None
+    _answer: tuple[int, torch.Size] | None = None
+
+    def rows(self, hidden: torch.Tensor, *, sequence_first: bool = False) -> torch.Tensor:
+        """[k, h]: the hidden states that are wanted, of [n, t, h], or with ``sequence_first`` of [t, n, h]. Differentiable."""
+        if self.index is None:
+            return (hidden.transpose(0, 1) if sequence_first else hidden).flatten(0, 1)
+        index = self.index
+        if sequence_first:
+            length, count = hidden.shape[:2]
+            index = index % length * count + index // length
+        return hidden.flatten(0, 1).index_select(0, index)
+
+    def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[1, k, V] logits of ``rows`` [k, h], or with a chunk size [1, k, 1] log-probabilities in float32. Differentiable.
+
+        Args:
+            rows: of all tensor-parallel ranks the same; whoever brings them together adds up their gradient over these ranks.
+            weight: [V, h], this rank's.
+            bias: [V], or None.
+        """
+        if self.chunk_size is None:
+            return F.linear(rows, weight, bias)[None]
+        answer: torch.Tensor = _ChunkedLogprobs.apply(rows, weight, bias, self)[None, :, None]  # type: ignore[no-untyped-call]
+        self._answer = answer.data_ptr(), answer.shape
+        return answer
+
+    def is_answer(self, output: torch.Tensor) -> bool:
+        """Whether ``logprobs`` can read ``output``: logits may have gone through more than the output layer, log-probabilities not."""
+        return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
+
+    def logprobs(self, output: torch.Tensor) -> torch.Tensor:
+        """[k] float32 log-probabilities, from [1, k, V] or [1, k, 1] as ``output`` gave them."""
+        if self.chunk_size is not None:
+            return output.flatten()
+        return vocab_parallel_logprobs(output[0], self.targets, self.shard, self.sampling, overwrite=True)
+
+
+_ANSWERS = "answers_requests"
+_REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
+
+
+@contextlib.contextmanager
+def asking(request: Request | None) -> Iterator[None]:
+    """Inside, the output layers of this process answer ``request``; None asks for the logits of all positions."""
+    token = _REQUEST.set(request)
+    try:
+        yield
+    finally:
+        _REQUEST.reset(token)
+
+
+def asked() -> Request | None:
+    """The request that an output layer has to answer; None where it is to give the logits of all positions."""
+    return _REQUEST.get()
+
+
+def answer_requests(
+    layer: nn.Module,
+    *,
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
+    local: Callable[[Any], Any] = lambda parameter: parameter,
+) -> None:
+    """Let an output layer answer requests; without one it goes on to do what it did. Does nothing to what is no linear layer.
+
+    Args:
+        layer: of a model of transformers.
+        whole: gives all positions of its input on every tensor-parallel rank, and adds up their gradient.
+        local: gives what this rank has of its weight or its bias.
+    """
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return
+    before: Callable[[torch.Tensor], torch.Tensor] = layer.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        request = asked()
+        if request is None:
+            return before(hidden)
+        return request.output(request.rows(whole(hidden)), local(layer.weight), local(layer.bias))
+
+    setattr(layer, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
+    setattr(layer, _ANSWERS, True)
+
+
+def answers_requests(layer: nn.Module) -> bool:
+    """Whether ``answer_requests`` taught an output layer to."""
+    return getattr(layer, _ANSWERS, False)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probabilities of [k] targets from hidden states [k, h] and the output layer's weight, a chunk of positions at a time.
+
+    Backward computes the logits of each chunk once more, writes their gradient over them, and adds up the weight's: in float32, so that a
+    sum over many chunks loses nothing that one product over all positions would keep.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.request = request
+        ctx.sums = []
+        values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for chunk in _chunks(len(hidden), request):
+            logits = F.linear(hidden[chunk], weight, bias)
+            values[chunk], sums = score(logits, request.targets[chunk], request.shard, request.sampling)
+            ctx.sums.append(sums)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        hidden, weight, bias = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias)) if wants_bias else None
+        for chunk, sums in zip(_chunks(len(hidden), ctx.request), ctx.sums, strict=True):
+            gradient = _gradient_of_chunk(hidden[chunk], weight, bias, ctx.request, chunk, sums, grad_output[chunk])
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[chunk])
+            if of_weight is not None:
+                _add_product(of_weight, gradient.t(), hidden[chunk])
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=of_bias.dtype)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            None,
+        )
+
+
+def _gradient_of_chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    request: Request,
+    chunk: slice,
+    sums: SoftmaxSums,
+    grad_output: torch.Tensor,
+) -> torch.Tensor:
+    """[c, V]: the gradient of one chunk's logits, in the memory of these."""
+    logits = F.linear(hidden, weight, bias)
+    temperature = request.sampling.temperature
+    return gradient_of_logits(logits, request.targets[chunk], request.shard, temperature, sums, grad_output, overwrite=True)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to ``total``, which may be of a wider dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _chunks(count: int, request: Request) -> Iterator[slice]:
+    assert request.chunk_size is not None, "logits are not cut into chunks"
+    for first in range(0, count, request.chunk_size):
+        yield slice(first, min(first + request.chunk_size, count))
