@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, Protocol
 
 from megarl.errors import DataError, UnusableCheckpointError
 
@@ -21,6 +24,31 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> list[
             other = int(draw() * (last + 1))
             order[last], order[other] = order[other], order[last]
     return order
+
+
+class Sampler(Protocol):
+    """Hands out record indices, and can be saved and resumed at any of them."""
+
+    @property
+    def epoch(self) -> int:
+        """As many records as there are have been handed out so many times."""
+        ...
+
+    def take(self, count: int) -> list[int]:
+        """The next ``count`` indices."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready state."""
+        ...
+
+    def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return what differs in a state of other data or another order: name to (value here, value there)."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go to the place that ``state()`` described."""
+        ...
 
 
 class ResumableSampler:
@@ -55,6 +83,15 @@ class ResumableSampler:
         """Epochs that are finished."""
         return self._epoch
 
+    @property
+    def taken(self) -> int:
+        """Indices that have been handed out."""
+        return self._epoch * self.size + self._position
+
+    def go_to(self, taken: int) -> None:
+        """Go to where so many indices have been handed out."""
+        self._go_to(*divmod(taken, self.size))
+
     def take(self, count: int) -> list[int]:
         """The next ``count`` indices."""
         taken: list[int] = []
@@ -72,7 +109,7 @@ class ResumableSampler:
 
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return what differs in a state of other data or another order: name to (value here, value there); empty where it is of these."""
-        return {key: (value, state.get(key)) for key, value in self._identity.items() if state.get(key) != value}
+        return _differences(self._identity, state)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to the place that ``state()`` described.
@@ -80,12 +117,7 @@ class ResumableSampler:
         Raises:
             UnusableCheckpointError: the state is of other data, another seed or another shuffling, or is broken.
         """
-        for key, (here, there) in self.differs_in(state).items():
-            raise UnusableCheckpointError(
-                f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order would differ. "
-                "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
-                "checkpointing.accept_changes=true"
-            )
+        _refuse_differences(self.differs_in(state))
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < self.size:
             raise UnusableCheckpointError(
@@ -98,3 +130,119 @@ class ResumableSampler:
         if epoch != self._epoch:
             self._order = epoch_order(self.size, self._seed, epoch, self._shuffle)
         self._epoch, self._position = epoch, position
+
+
+class MixtureSampler:
+    """Hands out indices of several sources by weight; within each source every record once an epoch of the source.
+
+    After n indices a source with the share w of the weights has given more than w n - 1 and less than w n + 1 of them, for every n: of the
+    sources that are behind, the one comes next that has to be served the soonest (R. Tijdeman, "The chairman assignment problem",
+    Discrete Mathematics 32, 1980). Computed in whole numbers, and without random numbers: which source comes next depends on the weights
+    alone. Sources one after another have consecutive indices.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True, data_fingerprint: str = "") -> None:
+        """Args:
+            sizes: records of each source.
+            weights: of each source, more than 0; 0.1 means a tenth, not the nearest binary fraction.
+            seed: the run's seed.
+            shuffle: False keeps the stored order of each source in every epoch.
+            data_fingerprint: digest of all records, kept in the state and compared on resume.
+
+        Raises:
+            DataError: a source has no records, or a weight is not more than 0.
+        """
+        exact = [Fraction(repr(weight)) for weight in weights]
+        if any(weight <= 0 for weight in exact) or len(exact) != len(sizes):
+            raise DataError(
+                f"weights {list(weights)} of {len(sizes)} sources: each needs one that is more than 0. Fix: correct the weights"
+            )
+        total = sum(exact)
+        common = math.lcm(*(weight.denominator for weight in exact)) * total.denominator
+        self._whole = [int(weight * common) for weight in exact]
+        self._total = sum(self._whole)
+        self._offsets = [0, *accumulate(sizes)]
+        # sources are shuffled apart: two of one size would have the same order by one seed
+        self._samplers = [ResumableSampler(size, seed + _APART * place, shuffle, data_fingerprint) for place, size in enumerate(sizes)]
+        self._identity = {
+            "sizes": list(sizes),
+            "weights": [str(weight / total) for weight in exact],
+            "seed": seed,
+            "shuffle": shuffle,
+            "data_fingerprint": data_fingerprint,
+        }
+
+    @property
+    def epoch(self) -> int:
+        """How often as many indices have been handed out as there are records in all sources."""
+        return sum(self._taken()) // self._offsets[-1]
+
+    def _taken(self) -> list[int]:
+        return [sampler.taken for sampler in self._samplers]
+
+    def take(self, count: int) -> list[int]:
+        """The next ``count`` indices."""
+        taken = self._taken()
+        number = sum(taken)
+        chosen = []
+        for _ in range(count):
+            number += 1
+            source = self._next(number, taken)
+            taken[source] += 1
+            chosen.append(source)
+        drawn = [iter(sampler.take(chosen.count(source))) for source, sampler in enumerate(self._samplers)]
+        return [self._offsets[source] + next(drawn[source]) for source in chosen]
+
+    def _next(self, number: int, taken: Sequence[int]) -> int:
+        """The source of the index with this number, counted from 1.
+
+        With k sources and the share w: behind are those with w n - taken >= 1 / (2k - 2), due first is the one with the least
+        (1 - 1 / (2k - 2) - (w n - taken)) / w. Both sides are multiplied by the sum of weights and by 2k - 2.
+        """
+        if len(taken) == 1:
+            return 0
+        spread = 2 * len(taken) - 2
+        behind = [spread * (weight * number - given * self._total) for weight, given in zip(self._whole, taken, strict=True)]
+        eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
+        return min(eligible, key=lambda source: (Fraction((spread - 1) * self._total - behind[source], self._whole[source]), source))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready state of all sources."""
+        return {**self._identity, "taken": self._taken()}
+
+    def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return what differs in a state of other data, weights or another order: name to (value here, value there)."""
+        return _differences(self._identity, state)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go to the place that ``state()`` described.
+
+        Raises:
+            UnusableCheckpointError: the state is of other data, weights, another seed or another shuffling, or is broken.
+        """
+        _refuse_differences(self.differs_in(state))
+        taken = state.get("taken")
+        if not isinstance(taken, list) or len(taken) != len(self._samplers) or not all(type(each) is int and each >= 0 for each in taken):
+            raise UnusableCheckpointError(
+                f"the checkpoint's sampler has taken = {taken!r}, expected {len(self._samplers)} whole numbers of at least 0. "
+                "Fix: resume from an earlier checkpoint"
+            )
+        for sampler, count in zip(self._samplers, taken, strict=True):
+            sampler.go_to(count)
+
+
+_APART = 2**64
+"""Added to the seed of each further source: no seed of a run."""
+
+
+def _differences(identity: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (value, state.get(key)) for key, value in identity.items() if state.get(key) != value}
+
+
+def _refuse_differences(differences: Mapping[str, tuple[Any, Any]]) -> None:
+    for key, (here, there) in differences.items():
+        raise UnusableCheckpointError(
+            f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order would differ. "
+            "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
+            "checkpointing.accept_changes=true"
+        )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.sampler import ResumableSampler, epoch_order
+from megarl.data.sampler import MixtureSampler, ResumableSampler, epoch_order
 from megarl.errors import CheckpointError, DataError
 
 
@@ -77,3 +77,66 @@ def test_a_state_of_something_else_is_refused(change: dict[str, object]) -> None
 def test_no_records() -> None:
     with pytest.raises(DataError, match="0 records"):
         ResumableSampler(0, 1)
+
+
+MIXTURES = [([5, 3], [0.7, 0.3]), ([4, 4, 9], [1, 1, 2]), ([1, 30], [0.1, 0.9]), ([7], [3.0]), ([3, 3, 3, 3], [0.4, 0.3, 0.2, 0.1])]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("sizes", "weights"), MIXTURES)
+def test_a_mixture_resumes_at_every_step(sizes: list[int], weights: list[float], shuffle: bool) -> None:
+    whole = MixtureSampler(sizes, weights, 5, shuffle, "f")
+    batches = [whole.take(4) for _ in range(10)]
+    for split in range(11):
+        before, after = MixtureSampler(sizes, weights, 5, shuffle, "f"), MixtureSampler(sizes, weights, 5, shuffle, "f")
+        before.take(4 * split)
+        after.load_state(json.loads(json.dumps(before.state())))
+        assert [after.take(4) for _ in range(10 - split)] == batches[split:]
+        assert after.state() == whole.state() and after.epoch == 40 // sum(sizes)
+
+
+@given(
+    parts=st.lists(st.integers(1, 50), min_size=2, max_size=7), count=st.integers(1, 400), size=st.integers(1, 9), seed=st.integers(0, 9)
+)
+@settings(max_examples=60)
+def test_shares_are_exact_after_every_prompt(parts: list[int], count: int, size: int, seed: int) -> None:
+    sampler = MixtureSampler([size] * len(parts), parts, seed)
+    taken = sampler.take(count)
+    sources = [index // size for index in taken]
+    for number in range(1, count + 1):
+        for source, part in enumerate(parts):
+            # in whole numbers: |given - share * number| < 1, times the sum of the weights
+            assert abs(sources[:number].count(source) * sum(parts) - part * number) < sum(parts)
+    for source in range(len(parts)):
+        own = [index % size for index in taken if index // size == source]
+        whole = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in whole)
+
+
+def test_a_tenth_is_a_tenth() -> None:
+    sampler = MixtureSampler([3, 3], [0.1, 0.9], 0)
+    assert [sum(index < 3 for index in sampler.take(10)) for _ in range(1000)] == [1] * 1000
+    assert sampler.state()["weights"] == ["1/10", "9/10"]
+
+
+def test_sources_of_one_size_have_orders_of_their_own() -> None:
+    taken = MixtureSampler([50, 50], [1, 1], 3).take(100)
+    assert [index for index in taken if index < 50] != [index - 50 for index in taken if index >= 50]
+    assert [index for index in taken if index < 50] == epoch_order(50, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"sizes": [5, 4]}, {"weights": ["1/2", "1/2"]}, {"seed": 6}, {"data_fingerprint": "b"}, {"taken": [1]}, {"taken": [-1, 2]}]
+)
+def test_a_state_of_another_mixture_is_refused(change: dict[str, object]) -> None:
+    sampler = MixtureSampler([5, 3], [0.7, 0.3], 5, True, "a")
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        sampler.load_state(sampler.state() | change)
+    with pytest.raises(CheckpointError, match="sizes"):
+        sampler.load_state(ResumableSampler(8, 5, True, "a").state())
+
+
+@pytest.mark.parametrize(("sizes", "weights"), [([3, 0], [1, 1]), ([3, 3], [1, 0]), ([3, 3], [1, -1]), ([3, 3], [1])])
+def test_mixtures_of_nothing(sizes: list[int], weights: list[float]) -> None:
+    with pytest.raises(DataError):
+        MixtureSampler(sizes, weights, 1)
