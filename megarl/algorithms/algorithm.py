@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.refit import Refit
     from megarl.algorithms.skipped_batches import SkippedBatches
     from megarl.data.datasets import Dataset
-    from megarl.data.sampler import ResumableSampler
+    from megarl.data.sampler import Sampler
     from megarl.models.policy.lm_policy import Policy
     from megarl.observe.timing import PhaseTimer
     from megarl.rollout.environment import Environment
@@ -70,7 +70,7 @@ class Parts:
     environment: Environment | None
     train_data: Dataset
     validation_data: Dataset | None
-    sampler: ResumableSampler
+    sampler: Sampler
     timer: PhaseTimer
     skipped: SkippedBatches
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl import env
 from megarl.algorithms.model_check import check_model, check_tokens
 from megarl.config.algorithms import generates, step_size
-from megarl.data.datasets import Dataset, load_dataset
+from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.tokenization import get_tokenizer
+from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
 from megarl.rollout.environment import Environment, find_faults, make_environment
 
@@ -68,8 +74,11 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
     with_answers = environment is None
     fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
 
-    def load(source: DataSource) -> Dataset:
-        dataset = load_dataset(source, data, tokenizer, with_answers, fault_of_answer)
+    template_kwargs = (policy.get("tokenizer") or {}).get("chat_template_kwargs")
+    reading = Reading(data, tokenizer, with_answers, fault_of_answer, _judge(config), template_kwargs)
+
+    def load(sources: DataSource | list[DataSource]) -> Dataset:
+        dataset = load_dataset(sources, reading)
         check_tokens(dataset, tokenizer, vocab_size, with_answers)
         return dataset
 
@@ -86,6 +95,25 @@ def _environment(config: Config, stack: ExitStack) -> Environment | None:
     environment = make_environment(config["env"])
     stack.callback(environment.close)
     return environment
+
+
+def _judge(config: Config) -> list[Any]:
+    """What decides whether a reference answer is of use: the section of the environment, and the code of a user's own."""
+    section = config.get("env") or {}
+    places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
+    # the environment has been made, so that the modules that it names have been imported
+    files = [Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places]
+    code = [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files if file.is_file()]
+    return [section, code, env.installed_version("megarl"), env.installed_version("math-verify")]
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """The texts of a section and of the sections and lists in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(inner)
 
 
 def _warn_of_few_records(records: int, per_step: int) -> None:
@@ -116,10 +144,10 @@ def describe_inputs(config: Config) -> list[str]:
 
 
 def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:
-    prompts = [len(example.prompt_ids) for example in dataset.examples]
-    mean = sum(prompts) / len(prompts)
-    said = f"{key}: {len(prompts):,} records; prompts of {min(prompts)} to {max(prompts)} tokens, {mean:.1f} on average"
+    prompts = dataset.examples.lengths(with_answers=False)
+    said = f"{key}: {len(prompts):,} records; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} on average"
+    if len(dataset.sources) > 1:
+        said += "; " + ", ".join(f"{source.name}: {source.end - source.start:,}" for source in dataset.sources)
     if not with_answers:
         return said
-    longest = max(len(example.prompt_ids) + len(example.answer_ids) for example in dataset.examples)
-    return f"{said}; with their answers at most {longest}"
+    return f"{said}; with their answers at most {dataset.examples.lengths(with_answers=True).max()}"

@@ -165,6 +165,8 @@ def check_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_siz
     pad = tokenizer.pad_token_id
     if not 0 <= pad < vocab_size:
         raise ModelError(f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, {vocab_size}). Fix: {fix}")
+    if dataset.examples.largest_token(with_answers) < vocab_size:
+        return
     for example in dataset.examples:
         ids = example.prompt_ids + (example.answer_ids if with_answers else ())
         if ids and max(ids) >= vocab_size:

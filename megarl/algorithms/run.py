@@ -31,7 +31,7 @@ from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset
-from megarl.data.sampler import ResumableSampler
+from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from megarl.errors import ConfigError, Violation
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
@@ -174,8 +174,12 @@ def _schedule(config: Config, num_records: int) -> Schedule:
     )
 
 
-def _sampler(config: Config, train: Dataset, start: ResumePoint) -> ResumableSampler:
-    sampler = ResumableSampler(len(train), config["seed"], config["data"]["shuffle"], train.fingerprint)
+def _sampler(config: Config, train: Dataset, start: ResumePoint) -> Sampler:
+    order = config["seed"], config["data"]["shuffle"], train.fingerprint
+    weights = [source.weight for source in train.sources if source.weight is not None]
+    sampler: Sampler = ResumableSampler(len(train), *order)
+    if len(weights) > 1:
+        sampler = MixtureSampler([source.end - source.start for source in train.sources], weights, *order)
     if start.sampler_state is not None:
         if config["checkpointing"]["accept_changes"] and sampler.differs_in(start.sampler_state):
             logger.warning("the data or their order are not those of the checkpoint: they begin anew")

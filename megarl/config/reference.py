@@ -128,7 +128,8 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
     """A section, then those below it, each with its dotted path."""
     yield path, section
     for key, annotation in keys_of(section).items():
-        for inner in section_types(annotation):
+        # a list of sections beside one of them has the same keys
+        for inner in dict.fromkeys(section_types(annotation)):
             yield from _sections(f"{path}.{key}" if path else key, inner)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ _PROMISED = (
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",
 )
-_PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation")
+_PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation", "data.cache_dir")
+_PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -45,12 +47,20 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [key for key in before if key in now]:
-        old, new = before[key], now[key]
+        old, new = _by_place(before[key], now[key])
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changes |= {f"{key}.{inner}": values for inner, values in changed_keys(old, new).items()}
         elif old != new:
             changes[key] = (old, new)
     return changes
+
+
+def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
+    """Lists of as many sections as mappings by place, so that what differs in one of them is named; anything else as it is."""
+    both = (old, new)
+    if all(isinstance(value, list) and len(value) == len(old) and all(isinstance(each, Mapping) for each in value) for value in both):
+        return {str(place): each for place, each in enumerate(old)}, {str(place): each for place, each in enumerate(new)}
+    return both
 
 
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool) -> dict[str, tuple[Any, Any]]:
@@ -96,7 +106,7 @@ def _without_effect(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> 
 
 def _broken_promises(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
-        if _is_below(key, _PROMISED) and not _is_below(key, _PLACES_OF_DATA):
+        if _is_below(key, _PROMISED) and not (_is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)):
             bound = f"{checkpoint} was trained with {old!r}"
             yield Violation(key, new, bound, f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one")
 

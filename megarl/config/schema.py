@@ -37,7 +37,8 @@ INSTEAD: Mapping[str, str] = {
     f"{_VLLM}.use_deep_gemm": f"engines in FP8 are {_LATER}",
     f"{_VLLM}.num_first_layers_in_bf16": f"engines in FP8 are {_LATER}",
     f"{_VLLM}.num_last_layers_in_bf16": f"engines in FP8 are {_LATER}",
-    "data.dataset_name": "write data.train: {name, split, prompt_key, answer_key}, or {path, prompt_key, answer_key}",
+    "data.dataset_name": "write data.train: {name, split, prompt_key, answer_key}, or {path, prompt_key, answer_key}; name takes many of "
+    "NeMo-RL's names without the keys",
     "data.prompt_file": "write the text itself in data.prompt_template, with {prompt} where the problem goes",
     "data.system_prompt_file": "write the text itself in data.system_prompt",
     "env.math": "write env.reward: math_verify",

@@ -69,26 +69,78 @@ class DPOLossConfig(TypedDict):
 
 
 class DataSource(TypedDict):
-    """Data source: where records come from: exactly one of ``path`` and ``name``."""
+    """Data source: where records come from (``path`` or ``name``), and which fields of them hold what.
 
-    path: NotRequired[Annotated[str, Key("a file of one JSON object a line.")]]
-    name: NotRequired[Annotated[str, Key("a data set of the ``datasets`` library, by id or local directory.")]]
+    A key of a field may go into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
+    """
+
+    path: NotRequired[
+        Annotated[str, Key("a file, `.parquet` or else one JSON object a line; or a directory of such files, or of a saved data set.")]
+    ]
+    name: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "a data set of the ``datasets`` library, by id or local directory; or one of the names of configs/README.md, which needs "
+                "no keys of fields, and may have a ``path`` where its files lie.",
+            ),
+        ]
+    ]
     subset: NotRequired[Annotated[str | None, Key("a configuration of that data set.")]]
-    split: NotRequired[Annotated[str, Key("a split of that data set.")]]
-    prompt_key: Annotated[str, Key("field of a record that holds the prompt.")]
-    answer_key: Annotated[str, Key("field that holds the answer.")]
+    split: NotRequired[Annotated[str, Key("a split of that data set, `train` when absent.")]]
+    prompt_key: NotRequired[Annotated[str, Key("field of a record that holds the prompt: text, a number, or messages.")]]
+    answer_key: NotRequired[Annotated[str, Key("field that holds the answer: text or a number.")]]
+    messages_key: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "field that holds a whole conversation. The last turn of the assistant is the answer, what is before it the prompt; in "
+                "SFT every turn of the assistant is learned. With ``answer_key``, which the answer is then taken from, it is the prompt.",
+            ),
+        ]
+    ]
+    tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
+    env_name: NotRequired[Annotated[str, Key("name of the environment that judges answers to these prompts; each example carries it.")]]
+    weight: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "share of the training prompts, in proportion to the weights of the other sources; exact after every prompt. Where no "
+                "source has one, each record comes once an epoch.",
+                ABOVE_0,
+            ),
+        ]
+    ]
+    repeat: NotRequired[Annotated[int, Key("times that each record comes in an epoch; 1 when absent.", AT_LEAST_1)]]
     max_samples: NotRequired[Annotated[int | None, Key("only the first so many records; null for all.", AT_LEAST_1)]]
 
 
 class DataConfig(TypedDict):
     """The data of a run."""
 
-    train: Annotated[DataSource, Key("training data.")]
-    validation: NotRequired[Annotated[DataSource | None, Key("validation data; null for none.", default=None)]]
+    train: Annotated[DataSource | list[DataSource], Key("training data: a source or a list of them.")]
+    validation: NotRequired[
+        Annotated[DataSource | list[DataSource] | None, Key("validation data: a source or a list of them; null for none.", default=None)]
+    ]
     max_input_seq_length: Annotated[int, Key("longest prompt (SFT: prompt and answer) in tokens.", AT_LEAST_1)]
+    filter_overlong_prompts: NotRequired[
+        Annotated[bool, Key("leave longer records out, and say how many; otherwise they are refused.", default=False)]
+    ]
     shuffle: NotRequired[Annotated[bool, Key("a new order every epoch, drawn from the seed.", default=True)]]
-    system_prompt: NotRequired[Annotated[str | None, Key("put before every prompt as a system message.", default=None)]]
+    system_prompt: NotRequired[
+        Annotated[str | None, Key("put before every prompt as a system message; not before a conversation that has one.", default=None)]
+    ]
     prompt_template: NotRequired[Annotated[str | None, Key("text with ``{prompt}`` in the place of the prompt.", default=None)]]
+    cache_dir: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "where tokenized records lie that are too many for memory (over 64 MiB of tokens); null for `megarl/data` in the user's "
+                "cache. The next start takes them from there.",
+                default=None,
+            ),
+        ]
+    ]
 
 
 class EnvConfig(TypedDict):

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
-from megarl.data.records import Record, fingerprint, load_records, texts_of
-from megarl.data.tokenization import PromptEncoder, encode_answers, refuse_empty_and_long
+import numpy as np
+
+from megarl import env
+from megarl.config.data_sources import FIELD_KEYS, set_module
+from megarl.data.records import Fingerprint, Record, read_records, texts_of
+from megarl.data.rows import content_digest, source_name
+from megarl.data.table import Table, TableWriter, read_table
+from megarl.data.tokenization import PromptEncoder, encode_answers
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,6 +35,16 @@ logger = logging.getLogger(__name__)
 _CHUNK = 1024
 _PROGRESS_EVERY = 100_000
 _SHOWN = 5
+_MOST_IN_MEMORY = 64 * 2**20
+"""Bytes of a source's tokens above which they go to files."""
+
+_FORM = 1
+"""Number of the form of a kept table; another one is made anew."""
+
+_COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32"}
+_REMEMBERED_ANSWERS = 100_000
+
+FaultOfAnswer = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,106 +54,349 @@ class Example:
     Attributes:
         index: its place in the data set, counted from 0.
         prompt_ids: tokens up to where the answer starts.
-        answer_ids: the reference answer's tokens with the end-of-sequence token.
+        answer_ids: the reference answer's tokens with the end-of-sequence token; of a conversation in SFT all tokens from the first that
+            the assistant says.
         answer: the reference answer as text.
+        targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
+        env_name: the environment that its source names.
     """
 
     index: int
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     answer: str
+    targets: tuple[tuple[int, int], ...] | None = None
+    env_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRange:
+    """Source range: the examples of a data set that come from one source.
+
+    Attributes:
+        name: of the source, for messages.
+        start, end: its examples have the places [start, end); repeats are counted.
+        weight: its share of what is drawn, in proportion to the other weights; None where each example comes once an epoch.
+        env_name: the environment that the source names.
+    """
+
+    name: str
+    start: int
+    end: int
+    weight: float | None = None
+    env_name: str | None = None
+
+
+class Examples(Sequence[Example]):
+    """The examples of tables one after another, each made when it is asked for.
+
+    Args:
+        parts: tables, each with how often its rows come and the environment of its source.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Table, int, str | None]]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(table) * repeat for table, repeat, _ in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, place: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Example, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Example | tuple[Example, ...]:
+        if isinstance(place, slice):
+            return tuple(self[each] for each in range(*place.indices(len(self))))
+        index = range(len(self))[place]
+        part = bisect.bisect_right(self._ends, index)
+        table, _, env_name = self._parts[part]
+        row = (index - (self._ends[part - 1] if part else 0)) % len(table)
+        prompt, answer, text, targets = (table.columns[name][row] for name in _COLUMNS)
+        spans = targets.reshape(-1, 2).tolist()
+        learned = tuple((start, end) for start, end in spans) or None
+        return Example(index, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode(), learned, env_name)
+
+    def lengths(self, with_answers: bool) -> np.ndarray:
+        """Tokens of each example, [examples] int64."""
+        columns = ("prompt", "answer") if with_answers else ("prompt",)
+        lengths = [sum(table.columns[name].lengths for name in columns) for table, _, _ in self._parts]
+        return np.concatenate([np.tile(each, repeat) for each, (_, repeat, _) in zip(lengths, self._parts, strict=True)])
+
+    def largest_token(self, with_answers: bool) -> int:
+        """The largest token id; -1 where there are no tokens."""
+        columns = ("prompt", "answer") if with_answers else ("prompt",)
+        return max(table.meta["largest"][name] for table, _, _ in self._parts for name in columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Examples in stored order, and the digest of the records they came from."""
+    """Examples in stored order, the digest of the records they came from, and the sources of these."""
 
-    examples: tuple[Example, ...]
+    examples: Examples
     fingerprint: str
+    sources: tuple[SourceRange, ...] = ()
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def select(self, indices: Sequence[int]) -> list[Example]:
+    def select(self, indices: Iterable[int]) -> list[Example]:
         """The examples at these places, in this order."""
         return [self.examples[index] for index in indices]
 
 
-def load_dataset(
-    source: DataSource,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    with_answers: bool,
-    fault_of_answer: Callable[[str], str | None] | None = None,
-) -> Dataset:
-    """Read and tokenize a data source.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Reading: how the records of a run are made examples.
 
-    Args:
-        source: where the records are.
-        config: the ``data`` section: templates and ``max_input_seq_length``.
+    Attributes:
+        config: the ``data`` section: templates, ``max_input_seq_length`` and what becomes of longer records.
         tokenizer: from ``get_tokenizer``.
         with_answers: True when the answer is part of the model's input, and so counts towards ``max_input_seq_length``.
         fault_of_answer: says why a reference answer is of no use, None for one that is.
+        judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked for again at the next start.
+        template_kwargs: values that the chat template reads.
+    """
+
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    with_answers: bool
+    fault_of_answer: FaultOfAnswer | None = None
+    judge: Any = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+
+def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -> Dataset:
+    """Read and tokenize data sources, or take what an earlier start has left of them.
 
     Raises:
         DataError: a record is broken, empty or too long, or its answer is of no use; the message says which.
     """
-    records = load_records(source)
-    if fault_of_answer is not None:
-        _refuse_useless_answers(records, fault_of_answer)
-    _warn_of_control_tokens(records, tokenizer)
-    examples = tokenize(records, PromptEncoder.from_config(tokenizer, config), tokenizer)
-    refuse_empty_and_long([len(example.prompt_ids) for example in examples], records, config["max_input_seq_length"], "prompts")
-    if with_answers:
-        totals = [len(example.prompt_ids) + len(example.answer_ids) for example in examples]
-        refuse_empty_and_long(totals, records, config["max_input_seq_length"], "prompts with answers")
-    return Dataset(examples, fingerprint(records))
+    given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
+    tables = [_load_source(source, reading) for source in given]
+    parts = [(table, source.get("repeat") or 1, source.get("env_name")) for table, source in zip(tables, given, strict=True)]
+    ranges, start = [], 0
+    for source, (table, repeat, env_name) in zip(given, parts, strict=True):
+        end = start + len(table) * repeat
+        ranges.append(SourceRange(source_name(source), start, end, source.get("weight"), env_name))
+        start = end
+    return Dataset(Examples(parts), _fingerprint([(table.meta["fingerprint"], repeat) for table, repeat, _ in parts]), tuple(ranges))
 
 
-def _refuse_useless_answers(records: Sequence[Record], fault_of_answer: Callable[[str], str | None]) -> None:
-    faults = {answer: fault_of_answer(answer) for answer in dict.fromkeys(record.answer for record in records)}
-    offenders = [(place, record) for place, record in enumerate(records) if faults[record.answer] is not None]
-    if offenders:
-        shown = "; ".join(
-            f"index {place} ({record.origin}): {record.answer[:80]!r}: {faults[record.answer]}" for place, record in offenders[:_SHOWN]
-        )
-        more = f" and {len(offenders) - _SHOWN} more" if len(offenders) > _SHOWN else ""
+def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
+    """Of one source that is not repeated its own, so that runs of it go on whatever version they began with."""
+    if len(parts) == 1 and parts[0][1] == 1:
+        return parts[0][0]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _load_source(source: DataSource, reading: Reading) -> Table:
+    encoder = PromptEncoder.from_config(reading.tokenizer, reading.config, reading.template_kwargs)
+    directory = _cache_directory(reading.config) / _cache_key(source, reading, encoder)
+    table = read_table(directory)
+    if table is None:
+        table = _Tokenization(source, reading, encoder, directory).run()
+    elif reading.fault_of_answer is not None and not _marker(table, reading).exists():
+        _refuse_useless_answers(_stored_answers(table), reading.fault_of_answer)
+    if table.directory is not None and reading.fault_of_answer is not None:
+        # a cache that others have made may be closed to writing: then the answers are judged at every start
+        with contextlib.suppress(OSError):
+            _marker(table, reading).touch()
+    for note in table.meta["notes"]:
+        logger.warning("%s: %s", source_name(source), note)
+    return table
+
+
+def _stored_answers(table: Table) -> Iterator[tuple[str, str]]:
+    for row in range(len(table)):
+        yield f"index {row}", table.columns["text"][row].tobytes().decode()
+
+
+def _marker(table: Table, reading: Reading) -> Path:
+    """The file whose presence says that the answers of a kept table have been found to be of use."""
+    assert table.directory is not None
+    return table.directory / f"checked-{_digest(reading.judge)}"
+
+
+def _cache_directory(config: DataConfig) -> Path:
+    own = config.get("cache_dir")
+    if own is not None:
+        return Path(own).expanduser()
+    return Path(env.text("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megarl" / "data"
+
+
+def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder) -> str:
+    """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the stored bytes of the source."""
+    fields = {key: source.get(key) for key in (*FIELD_KEYS, "max_samples")} | {"set": set_module(source)}
+    limits = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
+    return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, content_digest(source)])
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    installed = [env.installed_version(package) for package in ("transformers", "tokenizers")]
+    return [type(tokenizer).__name__, hashlib.blake2b(content.encode(), digest_size=16).hexdigest(), names, installed]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True)
+class _Offenders:
+    """Counts records of one fault, and keeps the first ones."""
+
+    count: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, what: str) -> None:
+        self.count += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(what)
+
+    def __str__(self) -> str:
+        more = f" and {self.count - len(self.shown)} more" if self.count > len(self.shown) else ""
+        return "; ".join(self.shown) + more
+
+
+class _Tokenization:
+    """Makes the table of a source, chunk by chunk, and refuses what is empty, too long or of no use once all of it has been seen."""
+
+    def __init__(self, source: DataSource, reading: Reading, encoder: PromptEncoder, directory: Path) -> None:
+        self._source, self._reading, self._encoder = source, reading, encoder
+        self._tokenizer = reading.tokenizer
+        self._limit = reading.config["max_input_seq_length"]
+        self._filters = bool(reading.config.get("filter_overlong_prompts"))
+        self._writer = TableWriter(_COLUMNS, directory, _MOST_IN_MEMORY)
+        self._fingerprint = Fingerprint()
+        self._find = None if reading.fault_of_answer is None else functools.lru_cache(_REMEMBERED_ANSWERS)(reading.fault_of_answer)
+        self._control = _control_tokens(self._tokenizer)
+        self._seen = self._kept = self._longest = 0
+        self._largest = dict.fromkeys(("prompt", "answer"), -1)
+        self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
+
+    def run(self) -> Table:
+        """The table; on a refusal nothing of it is left."""
+        try:
+            for chunk in _chunks(read_records(self._source), _CHUNK):
+                self._add(chunk)
+                if self._seen % _PROGRESS_EVERY < _CHUNK and self._seen > _PROGRESS_EVERY:
+                    logger.info("tokenized %d records", self._seen)
+            self._refuse()
+            return self._writer.finish({"fingerprint": self._fingerprint.hexdigest(), "largest": self._largest, "notes": self._notes()})
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir: the tokenized records cannot be written: {error}. Fix: give data.cache_dir a directory with more space"
+            ) from error
+        finally:
+            self._writer.discard()
+
+    def _add(self, records: Sequence[Record]) -> None:
+        rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        for record, (prompt, answer, targets) in zip(records, self._encoded(records), strict=True):
+            place, self._seen = self._seen, self._seen + 1
+            where = f"index {place} ({record.origin})"
+            self._judge(record, where)
+            length = len(prompt) + (len(answer) if self._reading.with_answers else 0)
+            if not length or not prompt:
+                self._empty.add(f"{where}: 0 tokens")
+            self._longest = max(self._longest, length)
+            if length > self._limit:
+                self._long.add(f"{where}: {length} tokens")
+                continue
+            self._kept += 1
+            self._fingerprint.add(record)
+            for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets), strict=True):
+                rows[name].append(value)
+            for name, ids in (("prompt", prompt), ("answer", answer)):
+                self._largest[name] = max(self._largest[name], max(ids, default=-1))
+        self._writer.append(rows)
+
+    def _encoded(self, records: Sequence[Record]) -> Iterator[tuple[list[int], list[int], list[int]]]:
+        """Prompt, answer and flat spans of targets of each record."""
+        if self._reading.with_answers and records[0].last is not None:
+            for record in records:
+                whole = self._encoder.encode_conversation(record)
+                first = whole.targets[0][0]
+                yield whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
+            return
+        prompts = self._encoder.encode_records(records)
+        answers = encode_answers(self._tokenizer, [record.answer for record in records])
+        yield from ((prompt, answer, []) for prompt, answer in zip(prompts, answers, strict=True))
+
+    def _judge(self, record: Record, where: str) -> None:
+        fault = None if self._find is None else self._find(record.answer)
+        if fault is not None:
+            self._useless.add(f"{where}: {record.answer[:80]!r}: {fault}")
+        hit = None if self._control is None else self._control.search("\n".join(texts_of(record.prompt)))
+        if hit is not None:
+            self._controlled.add(f"{where}: {hit[0]!r}")
+
+    def _refuse(self) -> None:
+        """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence."""
+        _refuse_useless(self._useless, self._seen)
+        what = "prompts with answers" if self._reading.with_answers else "prompts"
+        if self._empty.count:
+            raise DataError(
+                f"{self._empty.count} of {self._seen} {what} have no tokens, at least 1 is needed. Fix: remove them. "
+                f"They are: {self._empty}"
+            )
+        if self._long.count and not self._filters:
+            raise DataError(
+                f"{self._long.count} of {self._seen} {what} exceed data.max_input_seq_length = {self._limit}. Fix: raise it to "
+                f"{self._longest}, remove those records, or set data.filter_overlong_prompts=true. They are: {self._long}"
+            )
+        if not self._kept:
+            raise DataError(
+                f"{source_name(self._source)}: all {self._seen} {what} exceed data.max_input_seq_length = {self._limit}, and "
+                f"data.filter_overlong_prompts leaves none. Fix: raise the limit; the longest has {self._longest} tokens"
+            )
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self._long.count:
+            share = 100 * self._long.count / self._seen
+            notes.append(
+                f"{self._long.count} of {self._seen} records ({share:.2f} %) are left out: they exceed data.max_input_seq_length = "
+                f"{self._limit}; the longest has {self._longest} tokens"
+            )
+        if self._controlled.count:
+            notes.append(
+                f"{self._controlled.count} of {self._seen} prompts have a control token of the tokenizer in their text, which it reads as "
+                f"such; the first: {self._controlled.shown[0]}. Take it out where it is meant as text"
+            )
+        return notes
+
+
+def _chunks(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
+    while chunk := list(itertools.islice(records, size)):
+        yield chunk
+
+
+def _refuse_useless_answers(answers: Iterable[tuple[str, str]], fault_of_answer: FaultOfAnswer) -> None:
+    find, useless, count = functools.lru_cache(_REMEMBERED_ANSWERS)(fault_of_answer), _Offenders(), 0
+    for where, answer in answers:
+        count += 1
+        fault = find(answer)
+        if fault is not None:
+            useless.add(f"{where}: {answer[:80]!r}: {fault}")
+    _refuse_useless(useless, count)
+
+
+def _refuse_useless(useless: _Offenders, seen: int) -> None:
+    if useless.count:
         raise DataError(
-            f"{len(offenders)} of {len(records)} reference answers are of no use to env.reward: every answer to those prompts would be "
-            f"wrong. Fix: correct or remove them. They are: {shown}{more}"
+            f"{useless.count} of {seen} reference answers are of no use to env.reward: every answer to those prompts would be "
+            f"wrong. Fix: correct or remove them. They are: {useless}"
         )
 
 
-def _warn_of_control_tokens(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Say where the text of prompts has what the tokenizer reads as a control token: such a prompt can end a turn, or begin another."""
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds what the tokenizer reads as a control token in the text of a prompt, which can end a turn, or begin another."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     names = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""})
-    if not names:
-        return
-    control = re.compile("|".join(map(re.escape, names)))
-    found = [(place, hit[0]) for place, record in enumerate(records) if (hit := control.search("\n".join(texts_of(record.prompt))))]
-    if found:
-        place, name = found[0]
-        logger.warning(
-            "%d of %d prompts have a control token of the tokenizer in their text, which it reads as such; the first: index %d (%s): %r. "
-            "Take it out where it is meant as text",
-            len(found),
-            len(records),
-            place,
-            records[place].origin,
-            name,
-        )
-
-
-def tokenize(records: Sequence[Record], encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase) -> tuple[Example, ...]:
-    """The examples of the records, in order."""
-    examples: list[Example] = []
-    for start in range(0, len(records), _CHUNK):
-        chunk = records[start : start + _CHUNK]
-        prompts = encoder.encode_many([record.prompt for record in chunk])
-        answers = encode_answers(tokenizer, [record.answer for record in chunk])
-        for record, prompt, answer in zip(chunk, prompts, answers, strict=True):
-            examples.append(Example(len(examples), tuple(prompt), tuple(answer), record.answer))
-        if len(records) > _PROGRESS_EVERY and len(examples) % _PROGRESS_EVERY < _CHUNK:
-            logger.info("tokenized %d of %d records", len(examples), len(records))
-    return tuple(examples)
+    return re.compile("|".join(map(re.escape, names))) if names else None

@@ -1,21 +1,37 @@
-"""Prompt and answer records: reading them from JSON lines or from a `datasets` data set, and refusing what is not one."""
+"""Prompt and answer records: what the fields of a row say, and refusing what is no record."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.data_sources import key_steps
+from megarl.data.rows import NamedSet, named_set, rows_of, source_name, value_at
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
     from megarl.config.sections import DataSource
 
-ChatMessage = Mapping[str, str]
+ChatMessage = Mapping[str, Any]
+
+_SYSTEM = frozenset({"system", "developer"})
+_FOLLOWS: Mapping[str | None, frozenset[str]] = {
+    None: _SYSTEM | {"user"},
+    "system": frozenset({"user"}),
+    "developer": frozenset({"user"}),
+    "user": frozenset({"assistant"}),
+    "assistant": frozenset({"user", "tool"}),
+    "tool": frozenset({"tool", "assistant"}),
+}
+"""Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools, each with its answer."""
+
+_EXACT_WHOLE = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,123 +42,124 @@ class Record:
         prompt: plain text, or chat messages with ``role`` and ``content``.
         answer: what the model should say, or what a reward compares with.
         origin: where it stands, for messages: ``train.jsonl line 7``.
+        last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no turn.
+        tools: that the chat template is told of.
+        has_system: it is a conversation with a system message of its own.
     """
 
     prompt: str | tuple[ChatMessage, ...]
     answer: str
     origin: str
+    last: ChatMessage | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    has_system: bool = False
 
 
-def load_records(source: DataSource) -> list[Record]:
-    """All records of a source in their stored order, at most ``max_samples``.
+def read_records(source: DataSource) -> Iterator[Record]:
+    """The records of a source in their stored order, at most ``max_samples``, each read when it is asked for.
 
     Raises:
         DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and the line (or the row).
     """
-    rows = _json_lines(Path(source["path"])) if source.get("path") is not None else _dataset_rows(source)
-    limited = itertools.islice(rows, source.get("max_samples"))
-    records = [_record(row, source["prompt_key"], source["answer_key"], origin) for origin, row in limited]
-    if not records:
-        raise DataError(f"{_source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
-    return records
+    known = named_set(source)
+    record = None
+    for origin, row in itertools.islice(rows_of(source), source.get("max_samples")):
+        record = _record(row, source, known, origin)
+        yield record
+    if record is None:
+        raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
 
 
-def fingerprint(records: Sequence[Record]) -> str:
-    """Hexadecimal digest of all prompts and answers in order. A resumed run compares it, so that it never goes on with other data."""
-    digest = hashlib.blake2b(digest_size=16)
-    for record in records:
-        digest.update(json.dumps([record.prompt, record.answer], sort_keys=True, default=dict).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()
+class Fingerprint:
+    """Digest of all prompts and answers in order. A resumed run compares it, so that it never goes on with other data."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, record: Record) -> None:
+        """Go on with the next record."""
+        content: list[Any] = [record.prompt, record.answer]
+        if record.last is not None or record.tools:
+            content += [record.last, record.tools]
+        self._digest.update(json.dumps(content, sort_keys=True, default=dict).encode())
+        self._digest.update(b"\n")
+
+    def hexdigest(self) -> str:
+        """Hexadecimal."""
+        return self._digest.hexdigest()
 
 
-def _source_name(source: DataSource) -> str:
-    return f"data file {source['path']}" if source.get("path") is not None else f"data set {source['name']}"
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """(origin, JSON value) of every line that is not blank."""
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines file")
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path} line {number}", _parse(line, f"{path} line {number}")
-    except UnicodeDecodeError as error:
-        raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: convert it to UTF-8") from error
-    except OSError as error:
-        raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
-
-
-def _parse(line: str, origin: str) -> Any:
-    try:
-        return json.loads(line)
-    # json gives up with a RecursionError on what nests too deeply
-    except (ValueError, RecursionError) as error:
-        problem = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{origin} is not JSON: {problem}; it starts {line[:60]!r}. Fix: write one JSON object a line") from error
-
-
-def _dataset_rows(source: DataSource) -> Iterable[tuple[str, Any]]:
-    """(origin, row) of a data set by name, of a local folder of data files, or of one written by ``save_to_disk``."""
-    import datasets
-
-    name, split = source["name"], source.get("split") or "train"
-    try:
-        if _was_saved_to_disk(Path(name)):
-            loaded = datasets.load_from_disk(name)
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            rows = datasets.load_dataset(name, source.get("subset"), split=split)
-    except Exception as error:
-        # The library and its transports raise errors of many unrelated classes.
-        raise DataError(
-            f"data set {name} (subset {source.get('subset')}, split {split}) cannot be loaded: {type(error).__name__}: {error}. "
-            "Fix: give a known name, or a local folder"
-        ) from error
-    return ((f"{name}[{split}] row {number}", row) for number, row in enumerate(rows))
-
-
-def _was_saved_to_disk(path: Path) -> bool:
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-
-
-def _record(row: Any, prompt_key: str, answer_key: str, origin: str) -> Record:
+def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
     if not isinstance(row, Mapping):
-        raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {{{prompt_key!r}: ..., {answer_key!r}: ...}}")
-    for key in (prompt_key, answer_key):
-        if key not in row:
-            raise DataError(f"{origin} has no key {key!r}; it has {sorted(map(str, row))}. Fix: add it, or set prompt_key and answer_key")
-    answer = row[answer_key]
-    if not isinstance(answer, str):
-        raise DataError(f"{origin}: {answer_key!r} = {answer!r} is a {type(answer).__name__}, expected a string. Fix: put it in quotes")
-    prompt = _prompt(row[prompt_key], prompt_key, origin)
-    for key, text in [(answer_key, answer), *((prompt_key, text) for text in texts_of(prompt))]:
-        _refuse_half_characters(text, key, origin)
-    return Record(prompt, answer, origin)
+        fields = [source.get(key) or "..." for key in ("prompt_key", "answer_key")]
+        raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {{{fields[0]!r}: ..., {fields[1]!r}: ...}}")
+    if source.get("messages_key") is not None:
+        return _conversation_record(row, source, origin)
+    prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
+    values = [_value(row, key, origin) for key in (prompt_key, answer_key)]
+    answer = _text(values[1], answer_key, origin)
+    if known is not None and known.answer is not None:
+        try:
+            answer = known.answer(answer)
+        except ValueError as error:
+            raise DataError(
+                f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: correct the record"
+            ) from error
+    prompt = _prompt(values[0], prompt_key, origin)
+    _refuse_half_characters(prompt if isinstance(prompt, str) else [message["content"] for message in prompt], prompt_key, origin)
+    return Record(prompt, answer, origin, tools=_tools(row, source, origin))
+
+
+def _value(row: Mapping[str, Any], key: str, origin: str) -> Any:
+    return value_at(row, key, _steps(key), origin)
+
+
+@functools.cache
+def _steps(key: str) -> tuple[str | int, ...]:
+    return key_steps(key) or (key,)
+
+
+def _text(value: Any, key: str, origin: str) -> str:
+    """A text, or a number as text: a whole number without a fraction, any other as short as it reads back."""
+    if isinstance(value, str):
+        _refuse_half_characters([value], key, origin)
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() and abs(value) < _EXACT_WHOLE else repr(value)
+    fix = "write a text or a number"
+    if isinstance(value, list) and value:
+        fix = f"name one of its members, for example by {key}[0]"
+    elif isinstance(value, Mapping) and value:
+        fix = f"name one of its fields, for example by {key}.{next(iter(value))}"
+    shown = repr(value)[:80]
+    raise DataError(f"{origin}: {key!r} = {shown} is a {type(value).__name__}, expected a string or a number. Fix: {fix}")
 
 
 def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
     """The text of a prompt, or the contents of its messages."""
-    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
 
 
-def _refuse_half_characters(text: str, key: str, origin: str) -> None:
+def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -> None:
     """Refuse a surrogate without the other half, which JSON can write and no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        shown = text[error.start].encode("unicode_escape").decode()
-        raise DataError(
-            f"{origin}: {key!r} has {shown} at character {error.start}, which is half of a surrogate pair and no character. "
-            "Fix: write the text again with its encoding intact, or remove it"
-        ) from error
+    for text in [texts] if isinstance(texts, str) else texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            shown = text[error.start].encode("unicode_escape").decode()
+            raise DataError(
+                f"{origin}: {key!r} has {shown} at character {error.start}, which is half of a surrogate pair and no character. "
+                "Fix: write the text again with its encoding intact, or remove it"
+            ) from error
 
 
 def _prompt(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:
     if isinstance(value, str):
         return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _text(value, key, origin)
     is_chat = isinstance(value, list) and bool(value)
     if not is_chat or not all(isinstance(message, Mapping) and _is_message(message) for message in value):
         shown = repr(value)[:80]
@@ -155,3 +172,73 @@ def _prompt(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:
 
 def _is_message(message: Mapping[str, Any]) -> bool:
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
+def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str) -> Record:
+    key = source["messages_key"]
+    messages = conversation(_value(row, key, origin), key, origin)
+    tools = _tools(row, source, origin)
+    has_last = messages[-1]["role"] == "assistant"
+    prompt = messages[:-1] if has_last else messages
+    has_system = messages[0]["role"] in _SYSTEM
+    if source.get("answer_key") is not None:
+        answer = _text(_value(row, source["answer_key"], origin), source["answer_key"], origin)
+        return Record(prompt, answer, origin, tools=tools, has_system=has_system)
+    if not has_last:
+        raise DataError(
+            f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}, so that there is no answer. "
+            "Fix: end it with a turn of 'assistant', or set answer_key to the field that has the answer"
+        )
+    return Record(prompt, messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
+
+
+def conversation(value: Any, key: str, origin: str) -> tuple[ChatMessage, ...]:
+    """Messages whose roles follow one another; fields that hold null, which columns of a table have everywhere, are left out.
+
+    Raises:
+        DataError: it is no list of messages, a message has nothing to say, or a role is out of order; names the message.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{origin}: {key!r} = {repr(value)[:80]} is not a list of messages. Fix: write [{{'role': 'user', 'content': '...'}}, ...]"
+        )
+    found: list[ChatMessage] = []
+    before: str | None = None
+    for place, message in enumerate(value):
+        where = f"{origin}: {key}[{place}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where} = {repr(message)[:80]} is no message. Fix: write {{'role': 'user', 'content': '...'}}")
+        role, content = message["role"], message.get("content")
+        if role not in _FOLLOWS[before]:
+            after = f"after {before!r}" if before else "at the beginning"
+            raise DataError(
+                f"{where} has the role {role!r} {after}, where one of {', '.join(sorted(_FOLLOWS[before]))} may stand. "
+                "Fix: correct the order of the turns"
+            )
+        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+            kind = "no content" if content is None else f"content of the type {type(content).__name__}"
+            raise DataError(f"{where} ({role}) has {kind}. Fix: write the content as text")
+        _refuse_half_characters(content or "", f"{key}[{place}].content", origin)
+        found.append({name: each for name, each in message.items() if each is not None or name == "content"})
+        before = role
+    if before in _SYSTEM:
+        raise DataError(f"{origin}: {key!r} has no turn of the user. Fix: add one")
+    return tuple(found)
+
+
+def _tools(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:
+    """The tools of a record; none where its field is null or empty."""
+    key = source.get("tools_key")
+    if key is None:
+        return ()
+    value = _value(row, key, origin)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{origin}: {key!r} = {value[:60]!r} is not JSON: {error}. Fix: write a JSON list of tools") from error
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError(f"{origin}: {key!r} = {repr(value)[:80]} is no list of objects. Fix: write a list of tools, or null")
+    return tuple(value)

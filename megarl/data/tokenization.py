@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.records import ChatMessage, Record
@@ -64,17 +66,37 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any], trust_remote_code: bool =
     return tokenizer
 
 
-class PromptEncoder:
-    """Turns a record's prompt into token ids: prompt template, system prompt, chat template, tokenizer."""
+@dataclass(frozen=True, slots=True)
+class EncodedConversation:
+    """A whole conversation as a model is trained on it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_template: str | None = None, system_prompt: str | None = None) -> None:
+    Attributes:
+        ids: its tokens.
+        targets: first and last but one place of each span of tokens that the assistant says, in order: [start, end).
+    """
+
+    ids: list[int]
+    targets: list[tuple[int, int]]
+
+
+class PromptEncoder:
+    """Turns a record into token ids: prompt template, system prompt, chat template, tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_template: str | None = None,
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """Args:
             tokenizer: from ``get_tokenizer``.
             prompt_template: text with ``{prompt}`` where a string prompt goes; chat messages are left as they are.
-            system_prompt: put first as a system message.
+            system_prompt: put first as a system message, but not before a conversation that has one.
+            template_kwargs: values that the chat template reads.
 
         Raises:
-            DataError: the template has no ``{prompt}``.
+            DataError: the prompt template has no ``{prompt}``, or the chat template does not read a value.
         """
         if prompt_template is not None and "{prompt}" not in prompt_template:
             raise DataError(
@@ -84,11 +106,26 @@ class PromptEncoder:
         self._template = prompt_template or "{prompt}"
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._leading_tokens = _begin_token(tokenizer) if tokenizer.chat_template == PASSTHROUGH_TEMPLATE else []
+        self._template_kwargs = dict(template_kwargs or {})
+        self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+        for name in self._template_kwargs:
+            if re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is None:
+                raise DataError(
+                    f"policy.tokenizer.chat_template_kwargs.{name}: the chat template does not read it, so that it would do nothing; the "
+                    f"template begins {str(tokenizer.chat_template)[:60]!r}. Fix: remove it, or correct its name"
+                )
 
     @classmethod
-    def from_config(cls, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptEncoder:
+    def from_config(
+        cls, tokenizer: PreTrainedTokenizerBase, config: DataConfig, template_kwargs: Mapping[str, Any] | None = None
+    ) -> PromptEncoder:
         """An encoder by the ``data`` section of a run's config."""
-        return cls(tokenizer, config.get("prompt_template"), config.get("system_prompt"))
+        return cls(tokenizer, config.get("prompt_template"), config.get("system_prompt"), template_kwargs)
+
+    @property
+    def identity(self) -> list[Any]:
+        """What the tokens depend on besides the records and the tokenizer's vocabulary; of the types of JSON."""
+        return [self._template, self._system, self._leading_tokens, self._template_kwargs, str(self._tokenizer.chat_template)]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt up to where the answer starts.
@@ -96,23 +133,108 @@ class PromptEncoder:
         A chat template writes special tokens itself. A template that only joins messages does not, so the tokenizer adds the
         begin-of-sequence token that it puts in front of a text.
         """
-        return self.encode_many([prompt])[0]
+        return self.encode_records([Record(prompt if isinstance(prompt, str) else tuple(prompt), "", "the prompt")])[0]
 
-    def encode_many(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """As ``encode``, for many prompts at once, which is much faster."""
-        return [self._leading_tokens + row for row in _tokens(self._tokenizer, [self._text(prompt) for prompt in prompts])]
+    def encode_records(self, records: Sequence[Record]) -> list[list[int]]:
+        """As ``encode``, for the prompts of many records at once, which is much faster.
 
-    def _text(self, prompt: Prompt) -> str:
+        Raises:
+            DataError: the chat template cannot be applied to a prompt; names the record.
+        """
+        return [self._leading_tokens + row for row in _tokens(self._tokenizer, [self._text(record) for record in records])]
+
+    def encode_conversation(self, record: Record) -> EncodedConversation:
+        """Tokens of a whole conversation, and where the assistant speaks.
+
+        Where the chat template has ``{% generation %}`` marks, these say it. Elsewhere a turn of the assistant begins where the template
+        ends that is applied to the turns before it, as when it is generated, and goes up to its end-of-sequence token, or to its end. The
+        text before each turn has to be the beginning of the whole text for that, and the turn be found after it, which is checked. The
+        last turn gets an end-of-sequence token where the template writes none.
+
+        Args:
+            record: with ``last``.
+
+        Raises:
+            DataError: the template cannot be applied, or where the turns lie cannot be told; names the record.
+        """
+        assert record.last is not None and not isinstance(record.prompt, str)
+        messages = self._messages(record, (*record.prompt, record.last))
+        spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        found = self._by_marks(record, messages) if self._marks_turns else self._by_beginnings(record, messages, spoken)
+        if not found.targets or len(found.targets) > len(spoken) or found.targets[0][0] == 0:
+            raise DataError(
+                f"{record.origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the chat template "
+                f"{len(found.targets)} were found. Fix: correct the marks {{% generation %}} of policy.tokenizer.chat_template"
+            )
+        return found
+
+    def _by_marks(self, record: Record, messages: Sequence[ChatMessage]) -> EncodedConversation:
+        answer = self._rendered(record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = list(answer["input_ids"]), list(answer["assistant_masks"])
+        edges = [place for place in range(len(mask) + 1) if (mask[place - 1] if place else 0) != (mask[place] if place < len(mask) else 0)]
+        return EncodedConversation(ids, list(zip(edges[::2], edges[1::2], strict=True)))
+
+    def _by_beginnings(self, record: Record, messages: Sequence[ChatMessage], spoken: Sequence[int]) -> EncodedConversation:
+        whole = str(self._rendered(record, messages, tokenize=False))
+        ids, targets, done = list(self._leading_tokens), [], 0
+        for place in spoken:
+            before = str(self._rendered(record, messages[:place], tokenize=False, add_generation_prompt=True))
+            after = self._end_of_turn(record, messages[: place + 1], whole, len(before)) if whole.startswith(before) else None
+            if after is None:
+                raise DataError(
+                    f"{record.origin}: the chat template writes the first {place + 1} messages in another way when more follow, so that it "
+                    "cannot be told which tokens the assistant says. Fix: give policy.tokenizer.chat_template a template that marks them "
+                    "by {% generation %}, or split the record into one for each turn"
+                )
+            ids += self._pieces(whole[done : len(before)])
+            said = self._pieces(whole[len(before) : after])
+            end = self._tokenizer.eos_token_id
+            stop = said.index(end) + 1 if end in said else len(said)
+            if stop == len(said) and end not in said and place == spoken[-1]:
+                said, stop = [*said, end], stop + 1
+            targets.append((len(ids), len(ids) + stop))
+            ids += said
+            done = after
+        return EncodedConversation(ids, targets)
+
+    def _end_of_turn(self, record: Record, turns: Sequence[ChatMessage], whole: str, start: int) -> int | None:
+        """Where the last of some turns, which begins at ``start``, ends in the text of the whole conversation.
+
+        A template may leave reasoning out once the user speaks again, as that of Qwen3 does: then at the end-of-sequence token, if the
+        content stands before it. None where that cannot be told.
+        """
+        after = str(self._rendered(record, turns, tokenize=False))
+        if whole.startswith(after):
+            return len(after)
+        end = whole.find(str(self._tokenizer.eos_token), start)
+        content = str(turns[-1].get("content") or "").rpartition("</think>")[2].strip()
+        return end + len(str(self._tokenizer.eos_token)) if end >= 0 and content and content in whole[start:end] else None
+
+    def _pieces(self, text: str) -> list[int]:
+        return _tokens(self._tokenizer, [text])[0] if text else []
+
+    def _text(self, record: Record) -> str:
+        prompt: Prompt = record.prompt
         if isinstance(prompt, str):
             # Not str.format: braces elsewhere in the template or the prompt are ordinary text.
             prompt = [{"role": "user", "content": self._template.replace("{prompt}", prompt)}]
-        messages = [*self._system, *(dict(message) for message in prompt)]
+        messages = self._messages(record, prompt)
+        return str(self._rendered(record, messages, tokenize=False, add_generation_prompt=True))
+
+    def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+        system = [] if record.has_system else self._system
+        return [*system, *(dict(turn) for turn in turns)]
+
+    def _rendered(self, record: Record, messages: Sequence[ChatMessage], **options: Any) -> Any:
+        """What the chat template makes of messages."""
+        if record.tools:
+            options["tools"] = [dict(tool) for tool in record.tools]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return self._tokenizer.apply_chat_template(list(messages), **options, **self._template_kwargs)
         # a template is a program, and may fail in whatever way it does
         except Exception as error:
             raise DataError(
-                f"policy.tokenizer.chat_template cannot be applied to a prompt ({type(error).__name__}: {error}); it begins "
+                f"{record.origin}: policy.tokenizer.chat_template cannot be applied ({type(error).__name__}: {error}); it begins "
                 f"{str(self._tokenizer.chat_template)[:60]!r}. Fix: correct the template, or write null to join the messages as they are"
             ) from error
 
@@ -131,22 +253,3 @@ def _begin_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     bos = tokenizer.bos_token_id
     starts_with_it = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
     return [bos] if starts_with_it and bos != tokenizer.eos_token_id else []
-
-
-def refuse_empty_and_long(lengths: Sequence[int], records: Sequence[Record], limit: int, what: str) -> None:
-    """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence.
-
-    Raises:
-        DataError: with the number of such records and the places of the first ones.
-    """
-    for offenders, fault in (
-        ([place for place, length in enumerate(lengths) if length == 0], "have no tokens, at least 1 is needed. Fix: remove them"),
-        (
-            [place for place, length in enumerate(lengths) if length > limit],
-            f"exceed data.max_input_seq_length = {limit}. Fix: raise it to {max(lengths, default=0)}, or remove those records",
-        ),
-    ):
-        if offenders:
-            shown = "; ".join(f"index {place} ({records[place].origin}): {lengths[place]} tokens" for place in offenders[:5])
-            more = f" and {len(offenders) - 5} more" if len(offenders) > 5 else ""
-            raise DataError(f"{len(offenders)} of {len(lengths)} {what} {fault}. They are: {shown}{more}")

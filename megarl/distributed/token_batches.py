@@ -93,7 +93,8 @@ def span_mask(starts: Tensor, ends: Tensor, length: int) -> Tensor:
 
 
 def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int | None = None) -> BatchedDataDict[Any]:
-    """Prompts with answers; only the answers' tokens, the end-of-sequence token among them, are targets.
+    """Prompts with answers; only the answers' tokens, the end-of-sequence token among them, are targets; of a conversation all turns of the
+    assistant.
 
     Args:
         examples: at least one.
@@ -106,12 +107,15 @@ def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int |
     filling = max((rows or 0) - len(examples), 0)
     used = [*examples, *([examples[0]] * filling)]
     input_ids, input_lengths = pad_rows([(*example.prompt_ids, *example.answer_ids) for example in used], pad_token_id)
-    prompt_lengths = torch.tensor([len(example.prompt_ids) for example in used], dtype=torch.int64)
+    token_mask = torch.zeros(input_ids.shape)
+    for row, example in enumerate(used):
+        for start, end in example.targets or [(len(example.prompt_ids), len(example.prompt_ids) + len(example.answer_ids))]:
+            token_mask[row, start:end] = 1
     return BatchedDataDict(
         {
             "input_ids": input_ids,
             "input_lengths": input_lengths,
-            "token_mask": span_mask(prompt_lengths, input_lengths, input_ids.shape[1]),
+            "token_mask": token_mask,
             "sample_mask": torch.tensor([1.0] * len(examples) + [0.0] * filling),
         }
     )

@@ -163,12 +163,14 @@ def test_the_section_of_a_backend_that_is_off_changes_nothing(keys: Keys, backen
 def test_the_tokenizer_s_keys_decide_what_a_prompt_becomes(keys: Keys, backend: str) -> None:
     def prompt(**change: Any) -> list[int]:
         section = validate_policy_config(keys.policy(backend, "qwen2", change), RANKS[backend])["tokenizer"]
-        return PromptEncoder(get_tokenizer(section)).encode("w5 w6")
+        return PromptEncoder(get_tokenizer(section), template_kwargs=section.get("chat_template_kwargs")).encode("w5 w6")
 
     assert prompt() == [5, 6]
     assert prompt(**{"tokenizer.name": "model:backwards"}) == [98, 97]
     template = "w9 {% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert prompt(**{"tokenizer.chat_template": template}) == [9, 5, 6]
+    template = "{{ first }} " + template
+    assert prompt(**{"tokenizer.chat_template": template, "tokenizer.chat_template_kwargs": {"first": "w8"}}) == [8, 9, 5, 6]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -29,6 +29,8 @@ ON_FSDP1 = {"m.enabled": False}
 ON_VLLM = {"g.backend": "vllm"}
 OWN = {"algorithm": f"{Path(__file__).parents[1]}/toys/reinforce.py:Reinforce"}
 SELECTIVE = {"m.activation_checkpointing": True, "m.recompute_granularity": "selective"}
+KEYS = {"prompt_key": "question", "answer_key": "answer"}
+A = {"path": "a.jsonl", **KEYS}
 MIXTURE = {"mixture": mixture()}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
@@ -351,6 +353,26 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("one_source", {"data.train.name": "owner/records"}, {}, {"data.train"}),
     ("one_source", {"data.validation.name": ...}, {}, {"data.validation"}),
     ("one_source", {"data.train.split": "train", "data.train.subset": "main"}, {}, {"data.train.split", "data.train.subset"}),
+    ("one_source", {"data.train": [{**KEYS, "path": "a"}, KEYS]}, {}, {"data.train.1"}),
+    ("fields_are_named", {"data.train.prompt_key": ...}, {}, {"data.train.prompt_key"}),
+    ("fields_are_named", {"data.train.messages_key": "turns"}, {}, {"data.train.prompt_key"}),
+    (
+        "fields_are_named",
+        {"data.train.answer_key": "a..b", "data.validation.prompt_key": "[0]x"},
+        {},
+        {"data.train.answer_key", "data.validation.prompt_key"},
+    ),
+    ("sources_can_be_mixed", {"data.train": [], "data.validation": []}, {}, {"data.train", "data.validation"}),
+    ("sources_can_be_mixed", {"data.train": [{**A, "weight": 1}, A]}, {}, {"data.train.1.weight"}),
+    ("sources_can_be_mixed", {"data.train": [{**A, "weight": 0}, {**A, "weight": 1}]}, {}, {"data.train.0.weight"}),
+    ("sources_can_be_mixed", {"data.train": [{**A, "weight": 1, "repeat": 2}]}, {}, {"data.train.0.repeat"}),
+    (
+        "sources_can_be_mixed",
+        {"data.train": [{**A, "repeat": 0}, {**A, "max_samples": 0}]},
+        {},
+        {"data.train.0.repeat", "data.train.1.max_samples"},
+    ),
+    ("sources_can_be_mixed", {"data.validation.weight": 1}, {}, {"data.validation.weight"}),
     ("prompt_template_has_place", {"data.prompt_template": "Answer: {question}"}, {}, {"data.prompt_template"}),
     ("validation_has_data", {"data.validation": None, "grpo.val_at_end": True}, {}, {"grpo.val_at_end"}),
     ("single_turn", {"grpo.max_rollout_turns": 2}, {}, {"grpo.max_rollout_turns"}),

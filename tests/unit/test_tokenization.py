@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.datasets import load_dataset
+from megarl.data.datasets import Reading, load_dataset
 from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
 from megarl.errors import DataError, ModelError
 from megarl.rollout.mathematics import fault_of_reference
@@ -99,13 +99,13 @@ def test_the_length_limit_is_exact(tmp_path: Path, limit: int, with_answers: boo
     source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
     config = {"train": source, "max_input_seq_length": limit}
     if fits:
-        dataset = load_dataset(source, config, tokenizer, with_answers)
+        dataset = load_dataset(source, Reading(config, tokenizer, with_answers))
         assert [len(example.prompt_ids) for example in dataset.examples] == [1, 3]
         assert [example.index for example in dataset.select([1, 0, 1])] == [1, 0, 1]
         assert dataset.examples[1].answer == "five" and words(list(dataset.examples[1].answer_ids)) == "five </s>"
     else:
         with pytest.raises(DataError, match=r"1 of 2 prompts.*max_input_seq_length = .*index 1 \(.*line 2\)"):
-            load_dataset(source, config, tokenizer, with_answers)
+            load_dataset(source, Reading(config, tokenizer, with_answers))
 
 
 def test_empty_prompts_are_refused(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_empty_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"p": " ", "a": "five"}')
     source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
     with pytest.raises(DataError, match="1 of 1 prompts have no tokens"):
-        load_dataset(source, {"train": source, "max_input_seq_length": 9}, tokenizer, with_answers=False)
+        load_dataset(source, Reading({"train": source, "max_input_seq_length": 9}, tokenizer, with_answers=False))
 
 
 def test_answers_that_no_reward_can_compare_are_refused_with_their_places(tmp_path: Path) -> None:
@@ -124,5 +124,5 @@ def test_answers_that_no_reward_can_compare_are_refused_with_their_places(tmp_pa
     config = {"train": source, "max_input_seq_length": 9}
     expected = r"7 of 9 reference answers .*index 1 \(.*line 2\): '': no mathematical expression .* and 2 more"
     with pytest.raises(DataError, match=expected):
-        load_dataset(source, config, tokenizer, with_answers=False, fault_of_answer=fault_of_reference)
-    assert len(load_dataset(source, config, tokenizer, with_answers=False)) == 9
+        load_dataset(source, Reading(config, tokenizer, False, fault_of_reference))
+    assert len(load_dataset(source, Reading(config, tokenizer, False))) == 9

@@ -12,6 +12,7 @@ from typing import Any
 from megarl.config.algorithms import run_type
 from megarl.config.model_facts import ModelFacts
 from megarl.config.rules.backends import BACKEND_RULES
+from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     *OPTIMIZER_RULES,
     *GENERATION_RULES,
     *RUN_RULES,
+    *DATA_RULES,
 )
 
 

@@ -50,22 +50,6 @@ def megatron_trains(view: View) -> Iterator[Violation]:
         yield Violation(key, ABSENT, "the policy is trained and needs an optimizer", "add the section, with at least lr")
 
 
-def one_source(view: View) -> Iterator[Violation]:
-    """Records come from a file or from a named data set."""
-    for section in ("data.train", "data.validation"):
-        if not isinstance(view.get(section), dict):
-            continue
-        path, name = view.written(f"{section}.path"), view.written(f"{section}.name")
-        if path == name:
-            bound = "path and name are both given" if path else "neither path nor name is given"
-            yield Violation(section, view[section], bound, "give path for a file of JSON lines, or name for a data set")
-        elif path:
-            for key in ("subset", "split"):
-                if view.get(f"{section}.{key}") is not None:
-                    fix = "remove it, or give name instead of path"
-                    yield Violation(f"{section}.{key}", view[f"{section}.{key}"], "a file has no such parts", fix)
-
-
 def prompt_template_has_place(view: View) -> Iterator[Violation]:
     """The template says where the prompt goes, and nothing else is to be filled in."""
     key = "data.prompt_template"
@@ -178,7 +162,6 @@ RUN_RULES: tuple[Rule, ...] = (
     sections_have_a_reader,
     steps_are_counted,
     megatron_trains,
-    one_source,
     prompt_template_has_place,
     validation_has_data,
     single_turn,

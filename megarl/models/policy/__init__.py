@@ -320,6 +320,9 @@ class TokenizerConfig(TypedDict):
     chat_template: NotRequired[
         Annotated[str | None, Key("a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' contents.")]
     ]
+    chat_template_kwargs: NotRequired[
+        Annotated[dict[str, Any] | None, Key("values that the chat template reads, for example ``{enable_thinking: false}``.")]
+    ]
 
 
 class PytorchOptimizerConfig(TypedDict):

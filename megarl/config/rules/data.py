@@ -1,0 +1,106 @@
+"""Rules on the sources of data: where they lie, which fields they have, and how they are mixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, is_file, key_steps, set_module, sources_of
+from megarl.config.rules.view import Rule, View
+from megarl.config.schema import ABSENT
+from megarl.errors import Violation
+
+_SETS = ("train", "validation")
+
+
+def _sources(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for key in _SETS:
+        yield from _of_set(view, key)
+
+
+def _of_set(view: View, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sources of training or validation; none where a value has the wrong type, of which more would only follow."""
+    value = view.get(f"data.{key}")
+    if not isinstance(value, Mapping) or all(view.has(f"data.{key}.{name}") for name in value):
+        yield from sources_of({key: value}, key)
+
+
+def one_source(view: View) -> Iterator[Violation]:
+    """Records come from a file or from a named data set."""
+    for section, source in _sources(view):
+        path, name = source.get("path"), source.get("name")
+        if path is not None and name is not None and set_module(source) is None:
+            known = f"name one of {', '.join(NAMED_SETS)}, without prompt_key" if name not in NAMED_SETS else "remove prompt_key"
+            bound = "path and name are both given, and name is no set whose form is known"
+            yield Violation(section, source, bound, f"give path for a file or directory, or name for a data set; for both, {known}")
+        elif path is None and name is None:
+            yield Violation(section, source, "neither path nor name is given", "give path for a file or directory, or name for a data set")
+        elif path is not None and is_file(path):
+            for key in ("subset", "split"):
+                if source.get(key) is not None:
+                    yield Violation(f"{section}.{key}", source[key], "a file has no such parts", "remove it, or give name instead of path")
+
+
+def fields_are_named(view: View) -> Iterator[Violation]:
+    """A source says which fields hold prompt and answer, or the conversation, by keys that can be read."""
+    for section, source in _sources(view):
+        messages = source.get("messages_key") is not None
+        if messages and source.get("prompt_key") is not None:
+            fix = "give messages_key for a conversation, prompt_key and answer_key for a prompt"
+            yield Violation(f"{section}.prompt_key", source["prompt_key"], "messages_key is given too", fix)
+        elif not messages and set_module(source) is None:
+            fix = "name the field, messages_key for a field with a whole conversation, or a set of configs/README.md by name"
+            yield from (
+                Violation(f"{section}.{key}", ABSENT, "this key is required", fix)
+                for key in ("prompt_key", "answer_key")
+                if source.get(key) is None
+            )
+        elif set_module(source) is not None and source.get("answer_key") is not None:
+            fix = "remove it, or give prompt_key as well"
+            yield Violation(f"{section}.answer_key", source["answer_key"], f"the answers of {source['name']} are known", fix)
+        for key in FIELD_KEYS:
+            if isinstance(source.get(key), str) and key_steps(source[key]) is None:
+                bound = "it is neither a field nor a way through objects and lists"
+                yield Violation(
+                    f"{section}.{key}", source[key], bound, "write for example answer, reward_model.ground_truth or prompt[0].content"
+                )
+
+
+def sources_can_be_mixed(view: View) -> Iterator[Violation]:
+    """Weights are given for all sources of the training data or for none; a list is not empty; numbers are within their bounds."""
+    for key in _SETS:
+        sources = view.get(f"data.{key}")
+        if not isinstance(sources, list):
+            continue
+        if not sources:
+            yield Violation(f"data.{key}", sources, "a list of sources has at least one", "add a source")
+        for section, source in _of_set(view, key):
+            yield from _out_of_bounds(section, source)
+    sources = dict(_of_set(view, "train"))
+    weighted = [section for section, source in sources.items() if source.get("weight") is not None]
+    if weighted and len(weighted) < len(sources):
+        lacking = next(section for section in sources if section not in weighted)
+        bound = f"{', '.join(weighted)} has a weight and this source has none"
+        yield Violation(f"{lacking}.weight", ABSENT, bound, "give all sources a weight, or none")
+    for section in weighted:
+        if sources[section].get("repeat") is not None:
+            fix = "remove repeat, and give the source more weight"
+            yield Violation(f"{section}.repeat", sources[section]["repeat"], "with weights an epoch does not count records", fix)
+    for section, source in _of_set(view, "validation"):
+        if source.get("weight") is not None:
+            fix = "remove it, or limit the set by max_samples"
+            yield Violation(f"{section}.weight", source["weight"], "a validation takes all records of its sets", fix)
+
+
+def _out_of_bounds(section: str, source: Mapping[str, Any]) -> Iterator[Violation]:
+    """Bounds of the numbers of a source in a list, where the general rule does not look."""
+    weight = source.get("weight")
+    if isinstance(weight, int | float) and not (math.isfinite(weight) and weight > 0):
+        yield Violation(f"{section}.weight", weight, "it must be more than 0", "remove the source, or write a weight that is more than 0")
+    for key in ("repeat", "max_samples"):
+        if isinstance(source.get(key), int) and source[key] < 1:
+            yield Violation(f"{section}.{key}", source[key], "it must be at least 1", "write a value that is at least 1")
+
+
+DATA_RULES: tuple[Rule, ...] = (one_source, fields_are_named, sources_can_be_mixed)

@@ -1,0 +1,209 @@
+"""Rows of a data source as they are stored: JSON lines, parquet files, and data sets of the ``datasets`` library."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.data_sources import set_module
+from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    from megarl.config.sections import DataSource
+
+Row = tuple[str, Any]
+"""Where a row stands, for messages (``train.jsonl line 7``), and what it is; a record only where it is an object."""
+
+_READ_TOGETHER = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSet:
+    """Named set: the published form of a data set that a source names.
+
+    Attributes:
+        hub: its id.
+        prompt_key: field that holds the prompt; may go into objects and lists.
+        answer_key: field that holds the answer, likewise.
+        split: that is taken where the source says nothing.
+        subsets: that are read one after another where the source says nothing.
+        answer: makes the reference of the answer's text; raises ValueError for one that is not of the published form.
+    """
+
+    hub: str
+    prompt_key: str
+    answer_key: str
+    split: str = "train"
+    subsets: tuple[str | None, ...] = (None,)
+    answer: Callable[[str], str] | None = None
+
+
+def named_set(source: DataSource) -> NamedSet | None:
+    """The set that a source names; None for one that says by keys what its fields hold."""
+    module = set_module(source)
+    if module is None:
+        return None
+    found: NamedSet = importlib.import_module(module).SET
+    return found
+
+
+def source_name(source: DataSource) -> str:
+    """What messages call a source."""
+    return f"data set {source['name']}" if source.get("path") is None else f"data file {source['path']}"
+
+
+def rows_of(source: DataSource) -> Iterator[Row]:
+    """All rows of a source in their stored order.
+
+    Raises:
+        DataError: there is nothing, or it cannot be read; the message names the file and the line (or the row).
+    """
+    path = source.get("path")
+    if path is None or Path(path).is_dir():
+        for part, loaded in _loaded(source):
+            yield from ((f"{part} row {number}", row) for number, row in enumerate(loaded))
+    elif Path(path).suffix.lower() == ".parquet":
+        yield from _parquet_rows(_file(path))
+    else:
+        yield from _json_lines(_file(path))
+
+
+def content_digest(source: DataSource) -> str:
+    """Hexadecimal digest of the stored bytes that the rows of a source come from, read at the speed of the disk.
+
+    Raises:
+        DataError: as ``rows_of``.
+    """
+    path = source.get("path")
+    digest = hashlib.blake2b(digest_size=16)
+    if path is not None and not Path(path).is_dir():
+        files = [_file(path)]
+    else:
+        loaded = _loaded(source)
+        files = [Path(each["filename"]) for _, rows in loaded for each in rows.cache_files]
+        digest.update(json.dumps([[part, len(rows), str(rows.features)] for part, rows in loaded]).encode())
+        # rows chosen out of the files are known by the library's own digest alone
+        digest.update(json.dumps([rows._fingerprint for _, rows in loaded if rows._indices is not None or not rows.cache_files]).encode())
+    for file in files:
+        digest.update(_file_digest(file))
+    return digest.hexdigest()
+
+
+def _file_digest(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).digest()
+    except OSError as error:
+        raise DataError(f"data file {file} cannot be read: {error}. Fix: make it readable") from error
+
+
+def _file(path: str) -> Path:
+    if not Path(path).is_file():
+        raise DataError(f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines or parquet file")
+    return Path(path)
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    """(origin, JSON value) of every line that is not blank."""
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path} line {number}", _parse(line, f"{path} line {number}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: convert it to UTF-8") from error
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
+
+
+def _parse(line: str, origin: str) -> Any:
+    try:
+        return json.loads(line)
+    # json gives up with a RecursionError on what nests too deeply
+    except (ValueError, RecursionError) as error:
+        problem = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{origin} is not JSON: {problem}; it starts {line[:60]!r}. Fix: write one JSON object a line") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_READ_TOGETHER):
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"data file {path} cannot be read as parquet, after {number} rows: {type(error).__name__}: {error}. "
+            "Fix: write or fetch the file again"
+        ) from error
+
+
+def _loaded(source: DataSource) -> list[tuple[str, Any]]:
+    """The parts of a data set by name, of a local folder of data files, or of one written by ``save_to_disk``, each with its name."""
+    known = named_set(source)
+    place = source.get("path") or (known.hub if known is not None else source["name"])
+    split = source.get("split") or (known.split if known is not None else "train")
+    own = source.get("subset")
+    # a folder of a user's own has no subsets
+    subsets = known.subsets if known is not None and own is None and source.get("path") is None else (own,)
+    return [
+        (f"{place}[{split}]" if subset is None or own else f"{place}[{subset}, {split}]", _load(place, subset, split)) for subset in subsets
+    ]
+
+
+def _load(place: str, subset: str | None, split: str) -> Any:
+    import datasets
+
+    try:
+        if _was_saved_to_disk(Path(place)):
+            loaded = datasets.load_from_disk(place)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(place, subset, split=split)
+    except Exception as error:
+        # The library and its transports raise errors of many unrelated classes.
+        raise DataError(
+            f"data set {place} (subset {subset}, split {split}) cannot be loaded: {type(error).__name__}: {error}. "
+            "Fix: give a known name, or a local folder"
+        ) from error
+
+
+def _was_saved_to_disk(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], origin: str) -> Any:
+    """The value of a row at a key; a field that is called as the whole key comes first.
+
+    Raises:
+        DataError: there is none; says how far the way goes and what is there.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    walked = ""
+    for step in steps:
+        where = f"{walked!r} " if walked else "it "
+        if isinstance(step, int) and isinstance(value, list):
+            if not -len(value) <= step < len(value):
+                raise DataError(f"{origin} has no key {key!r}: {where}has {len(value)} members. Fix: correct the record or the key")
+        elif not isinstance(step, str) or not isinstance(value, Mapping):
+            wanted = "a list" if isinstance(step, int) else "an object"
+            raise DataError(
+                f"{origin} has no key {key!r}: {where}is {type(value).__name__}, not {wanted}. Fix: correct the record or the key"
+            )
+        elif step not in value:
+            has = f"{where}has {sorted(map(str, value))}"
+            raise DataError(f"{origin} has no key {key!r}; {has}. Fix: add it, or set prompt_key and answer_key")
+        value = value[step]
+        walked += f"[{step}]" if isinstance(step, int) else f".{step}" if walked else step
+    return value

@@ -1,0 +1,5 @@
+"""AIME 2026: 30 problems, whose answers are stored as numbers."""
+
+from megarl.data.rows import NamedSet
+
+SET = NamedSet("MathArena/aime_2026", "problem", "answer")

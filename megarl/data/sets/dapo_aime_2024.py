@@ -1,0 +1,5 @@
+"""AIME 2024 as DAPO publishes it: in verl's form, each problem 32 times."""
+
+from megarl.data.rows import NamedSet
+
+SET = NamedSet("BytedTsinghua-SIA/AIME-2024", "prompt[0].content", "reward_model.ground_truth")

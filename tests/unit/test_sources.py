@@ -1,0 +1,385 @@
+"""Sources of data: keys into objects and lists, conversations, parquet, sets known by name, several sources, and kept tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megarl.data import datasets as data_sets
+from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.data.records import Record, read_records
+from megarl.data.tokenization import PromptEncoder, get_tokenizer
+from megarl.distributed.token_batches import supervised_batch
+from megarl.errors import DataError
+from tests.unit.test_tokenization import save_tokenizer, words
+
+USER = {"role": "user", "content": "two"}
+BOT = {"role": "assistant", "content": "five"}
+SYSTEM = {"role": "system", "content": "be kind"}
+TURN_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot> {{ m['content'] }} </s> Q {% else %}<user> {{ m['content'] }} "
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
+)
+MARKED_TEMPLATE = TURN_TEMPLATE.replace(
+    "<bot> {{ m['content'] }} </s> Q ", "<bot> {% generation %}{{ m['content'] }} </s>{% endgeneration %} Q "
+)
+
+
+def write(path: Path, rows: list[Any], **keys: Any) -> dict[str, Any]:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return {"path": str(path), **keys}
+
+
+def records(source: dict[str, Any]) -> list[Record]:
+    return list(read_records(source))  # type: ignore[arg-type]
+
+
+def load(sources: Any, tokenizer: Any, with_answers: bool = False, longest: int = 99, **more: Any) -> Dataset:
+    config: Any = {"train": sources, "max_input_seq_length": longest, **more}
+    return load_dataset(sources, Reading(config, tokenizer, with_answers))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    return get_tokenizer({"name": save_tokenizer(tmp_path / "tokenizer")})
+
+
+def test_keys_go_into_objects_and_lists(tmp_path: Path) -> None:
+    row = {"prompt": [{"content": "a"}, {"content": "b"}], "reward_model": {"ground_truth": "1"}, "x.y": "whole", "x": {"y": "parts"}}
+    path = tmp_path / "a.jsonl"
+    for key, expected in [("prompt[0].content", "a"), ("prompt[-1].content", "b"), ("x.y", "whole")]:
+        found = records(write(path, [row], prompt_key=key, answer_key="reward_model.ground_truth"))
+        assert (found[0].prompt, found[0].answer) == (expected, "1")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("reward.truth", r"line 1 has no key 'reward.truth'; 'reward' has \['style'\]"),
+        ("reward[0]", r"'reward' is dict, not a list"),
+        ("list[2]", r"'list' has 2 members"),
+        ("list.x", r"'list' is list, not an object"),
+        ("list", r"by list\[0\]"),
+        ("nowhere.x", r"it has \['list', 'p', 'reward'\]"),
+    ],
+)
+def test_a_key_that_leads_nowhere_says_how_far(tmp_path: Path, key: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        records(write(tmp_path / "a.jsonl", [{"p": "a", "reward": {"style": "x"}, "list": ["1", "2"]}], prompt_key="p", answer_key=key))
+
+
+@pytest.mark.parametrize(("number", "text"), [(33, "33"), (-1, "-1"), (2.5, "2.5"), (4.0, "4"), (10**30, str(10**30)), (1e300, "1e+300")])
+def test_numbers_become_text(tmp_path: Path, number: float, text: str) -> None:
+    found = records(write(tmp_path / "a.jsonl", [{"p": number, "a": number}], prompt_key="p", answer_key="a"))
+    assert (found[0].prompt, found[0].answer) == (text, text)
+
+
+def test_the_last_turn_of_the_assistant_is_the_answer(tmp_path: Path) -> None:
+    turns = [SYSTEM, USER, BOT, {**USER, "name": None}, {**BOT, "content": "three"}]
+    found = records(write(tmp_path / "a.jsonl", [{"m": turns}], messages_key="m"))
+    assert found[0].answer == "three" and list(found[0].prompt) == [SYSTEM, USER, BOT, USER] and found[0].last == turns[-1]
+    judged = records(write(tmp_path / "b.jsonl", [{"m": turns[:2], "a": 5}, {"m": turns, "a": 6}], messages_key="m", answer_key="a"))
+    assert [(list(each.prompt), each.answer, each.last) for each in judged] == [
+        ([SYSTEM, USER], "5", None),
+        ([SYSTEM, USER, BOT, USER], "6", None),
+    ]
+
+
+TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+TOOL = {"role": "tool", "content": "two"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], r"'m' = \[\] is not a list of messages"),
+        ("text", r"'m' = 'text' is not a list"),
+        ([USER], r"ends with a turn of 'user'"),
+        ([SYSTEM], r"no turn of the user"),
+        ([BOT], r"m\[0\] has the role 'assistant' at the beginning"),
+        ([USER, USER, BOT], r"m\[1\] has the role 'user' after 'user'"),
+        ([USER, BOT, SYSTEM], r"m\[2\] has the role 'system' after"),
+        ([USER, {"role": "bot", "content": "x"}], r"m\[1\] has the role 'bot'"),
+        ([USER, {"role": "assistant", "content": None}], r"m\[1\] \(assistant\) has no content"),
+        ([USER, {"role": "assistant", "content": [{"type": "text"}]}], r"content of the type list"),
+        ([USER, "x"], r"m\[1\] = 'x' is no message"),
+        ([USER, {"role": "assistant", "content": "\ud800"}], r"half of a surrogate pair"),
+    ],
+)
+def test_broken_conversations_are_named(tmp_path: Path, turns: Any, message: str) -> None:
+    good = {"m": [USER, BOT]}
+    with pytest.raises(DataError, match=rf"a\.jsonl line 2: .*{message}" if not message.startswith("m") else rf"line 2: {message}"):
+        records(write(tmp_path / "a.jsonl", [good, {"m": turns}], messages_key="m"))
+
+
+def test_tools_and_their_answers(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    turns = [USER, TOOL_CALL, TOOL, TOOL, BOT]
+    rows = [{"m": turns, "t": tools}, {"m": turns, "t": json.dumps(tools)}, {"m": turns, "t": None}]
+    found = records(write(tmp_path / "a.jsonl", rows, messages_key="m", tools_key="t"))
+    assert [list(each.tools) for each in found] == [tools, tools, []]
+    name = save_tokenizer(tmp_path / "t")
+    template = "{% for tool in tools or [] %}Q {% endfor %}{% for m in messages %}<{{ m['role'] }}> {% endfor %}"
+    encoder = PromptEncoder(get_tokenizer({"name": name, "chat_template": template}))
+    assert [words(row) for row in encoder.encode_records(found)] == [*["Q <user> <unk> <unk> <unk>"] * 2, "<user> <unk> <unk> <unk>"]
+    for bad, message in [("[", "is not JSON"), ({"name": "add"}, "no list of objects"), (["add"], "no list of objects")]:
+        with pytest.raises(DataError, match=message):
+            records(write(tmp_path / "b.jsonl", [{"m": turns, "t": bad}], messages_key="m", tools_key="t"))
+
+
+def test_parquet_jsonl_and_saved_data_sets_have_the_same_records(tmp_path: Path) -> None:
+    rows = [{"p": [USER], "r": {"truth": number}} for number in range(2100)]
+    keys = {"prompt_key": "p", "answer_key": "r.truth"}
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "train.jsonl", rows)
+    expected = [(each.prompt, each.answer) for each in records(write(tmp_path / "a.jsonl", rows, **keys))]
+    for path in ("a.parquet", "saved", "folder"):
+        found = records({"path": str(tmp_path / path), **keys})
+        assert [(each.prompt, each.answer) for each in found] == expected, path
+        assert found[2099].origin.endswith("row 2099")
+
+
+def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"p": "a", "a": "b"}]), path)
+    whole = path.read_bytes()
+    for content in (b"", b"no parquet", whole[:-9], whole[:20] + whole[40:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="cannot be read as parquet"):
+            records({"path": str(path), "prompt_key": "p", "answer_key": "a"})
+
+
+VERL = {"data_source": "math_dapo", "prompt": [{"content": "What?", "role": "user"}], "ability": "MATH", "extra_info": {"index": "9a9b"}}
+PUBLISHED = {
+    "gsm8k": ({"question": "What?", "answer": "2 * 612 = <<2*612=1224>>1224\n#### 1,224"}, "1224"),
+    "DAPOMath17K": ({**VERL, "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}}, "34"),
+    "DAPOMathAIME2024": ({**VERL, "reward_model": {"ground_truth": "540", "style": "rule"}}, "540"),
+    "AIME2024": ({"id": 60, "problem": "What?", "solution": "...", "answer": "204", "url": "...", "year": "2024"}, "204"),
+    "AIME2025": ({"question": "What?", "answer": "70"}, "70"),
+    "AIME2026": ({"problem_idx": 1, "answer": 277, "problem": "What?"}, "277"),
+    "DeepScaler": ({"problem": "What?", "answer": "-\\frac{2}{3}", "solution": "..."}, "-\\frac{2}{3}"),
+    "OpenMathInstruct-2": ({"problem": "What?", "generated_solution": "...", "expected_answer": "12", "problem_source": "gsm8k"}, "12"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sets_need_no_keys(name: str, tmp_path: Path) -> None:
+    row, answer = PUBLISHED[name]
+    for found in (
+        records(write(tmp_path / "a.jsonl", [row], name=name)),
+        records({"name": name, "path": _parquet(tmp_path / "a.parquet", [row])}),
+    ):
+        assert [(each.prompt, each.answer) for each in found] == [("What?", answer)]
+
+
+def _parquet(path: Path, rows: list[Any]) -> str:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def test_sets_are_asked_for_where_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_set(name: str, subset: str | None, split: str) -> Any:
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list([PUBLISHED["AIME2025"][0]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_set)
+    assert [each.answer for each in records({"name": "AIME2025"})] == ["70", "70"]
+    records({"name": "AIME2025", "subset": "AIME2025-II"})
+    both = [("opencompass/AIME2025", f"AIME2025-{day}", "test") for day in ("I", "II")]
+    assert asked == [*both, both[1]]
+
+
+def test_a_solution_without_its_answer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 1: 'answer' is not of the form of gsm8k: there is no answer after ####"):
+        records(write(tmp_path / "a.jsonl", [{"question": "What?", "answer": "It is 4"}], name="gsm8k"))
+
+
+def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"p": "two " * (1 + place % 4), "a": str(place)} for place in range(8)]
+    source = write(tmp_path / "a.jsonl", rows, prompt_key="p", answer_key="a")
+    found = load(source, tokenizer, longest=3, filter_overlong_prompts=True)
+    assert [example.answer for example in found.examples] == ["0", "1", "2", "4", "5", "6"]
+    assert [example.index for example in found.examples] == list(range(6))
+    assert "2 of 8 records (25.00 %) are left out" in caplog.text and "the longest has 4 tokens" in caplog.text
+    kept = write(tmp_path / "b.jsonl", [row for place, row in enumerate(rows) if place % 4 < 3], prompt_key="p", answer_key="a")
+    assert found.fingerprint == load(kept, tokenizer).fingerprint
+    with pytest.raises(DataError, match=r"2 of 8 prompts exceed .* = 3\. Fix: raise it to 4, .*filter_overlong_prompts=true"):
+        load(source, tokenizer, longest=3)
+    with pytest.raises(DataError, match="all 8 prompts exceed"):
+        load(source, tokenizer, longest=0, filter_overlong_prompts=True)
+    assert len(load(source, tokenizer, True, 4, filter_overlong_prompts=True)) == 4
+
+
+def test_the_chat_template_reads_its_values(tmp_path: Path) -> None:
+    template = "{% if enable_thinking is defined and not enable_thinking %}Q {% endif %}{{ messages[0]['content'] }}"
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path), "chat_template": template})
+    encoded = [words(PromptEncoder(tokenizer, template_kwargs=values).encode("two")) for values in (None, {"enable_thinking": False})]
+    assert encoded == ["two", "Q two"]
+    with pytest.raises(DataError, match=r"chat_template_kwargs\.enable_thinkin: the chat template does not read it"):
+        PromptEncoder(tokenizer, template_kwargs={"enable_thinkin": False})
+
+
+def test_a_template_that_fails_names_the_record(tmp_path: Path) -> None:
+    template = "{% if messages[0]['content'] == 'Q' %}{{ raise_exception('no') }}{% endif %}{{ messages[0]['content'] }}"
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "1"}, {"p": "Q", "a": "1"}], prompt_key="p", answer_key="a")
+    with pytest.raises(DataError, match=r"a\.jsonl line 2: policy\.tokenizer\.chat_template cannot be applied"):
+        load(source, tokenizer)
+
+
+def test_several_sources_are_one_after_another(tmp_path: Path, tokenizer: Any) -> None:
+    first = write(tmp_path / "a.jsonl", [{"p": "two", "a": "1"}, {"p": "plus", "a": "2"}], prompt_key="p", answer_key="a", repeat=2)
+    second = write(tmp_path / "b.jsonl", [{"q": "three", "r": 3}], prompt_key="q", answer_key="r", env_name="sums")
+    found = load([first, second], tokenizer)
+    assert [(each.index, each.answer, each.env_name) for each in found.examples] == [
+        *[(0, "1", None), (1, "2", None), (2, "1", None), (3, "2", None)],
+        (4, "3", "sums"),
+    ]
+    assert [(each.start, each.end, each.env_name) for each in found.sources] == [(0, 4, None), (4, 5, "sums")]
+    assert found.examples[-1] == found.examples[4] and [each.answer for each in found.examples[3:]] == ["2", "3"]
+    assert found.examples.lengths(True).tolist() == [3] * 5
+    once = {key: value for key, value in first.items() if key != "repeat"}
+    fingerprints = [load(each, tokenizer).fingerprint for each in ([first, second], [second, first], [once, second], once, [once])]
+    assert len(set(fingerprints)) == 4 and fingerprints[3] == fingerprints[4]
+
+
+@pytest.mark.parametrize("template", [TURN_TEMPLATE, MARKED_TEMPLATE], ids=["by beginnings", "by marks"])
+def test_every_turn_of_the_assistant_is_learned(tmp_path: Path, template: str) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    turns = [SYSTEM, USER, BOT, {"role": "user", "content": "plus"}, {"role": "assistant", "content": "three two"}]
+    found = load(write(tmp_path / "a.jsonl", [{"m": turns}, {"m": turns[:3]}], messages_key="m"), tokenizer, with_answers=True)
+    batch = supervised_batch(list(found.examples), 0)
+    learned = [words(ids[mask > 0].tolist()) for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True)]
+    assert learned == ["five </s> three two </s>", "five </s>"]
+    whole = "<user> be kind <user> two <bot> five </s> Q <user> plus <bot> three two </s> Q"
+    assert words(batch["input_ids"][0].tolist()) == whole
+    assert found.examples[0].answer == "three two"
+
+
+def test_a_last_turn_without_an_end_gets_one(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": "two "}, {"role": "assistant", "content": "five "}, {"role": "user", "content": "Q "}, BOT]
+    found = load(write(tmp_path / "a.jsonl", [{"m": turns}], messages_key="m"), tokenizer, with_answers=True)
+    example = found.examples[0]
+    assert words([*example.prompt_ids, *example.answer_ids]) == "two five Q five </s>" and example.targets == ((1, 2), (3, 5))
+
+
+REASONED = "{% if loop.last %}be kind {% endif %}"
+
+
+def test_a_template_may_leave_reasoning_out_of_earlier_turns(tmp_path: Path) -> None:
+    """As Qwen3's: what stands before the content of the last turn is not there once more turns follow."""
+    template = TURN_TEMPLATE.replace("<bot> {{ m['content'] }}", f"<bot> {REASONED}{{{{ m['content'].split('</think>')[-1] }}}}")
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    turns = [USER, {**BOT, "content": "be </think> five"}, {"role": "user", "content": "plus"}, {"role": "assistant", "content": "three"}]
+    batch = supervised_batch(list(load(write(tmp_path / "a.jsonl", [{"m": turns}], messages_key="m"), tokenizer, True).examples), 0)
+    assert words(batch["input_ids"][0].tolist()) == "<user> two <bot> five </s> Q <user> plus <bot> be kind three </s> Q"
+    assert words(batch["input_ids"][batch["token_mask"] > 0].tolist()) == "five </s> be kind three </s>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # neither the end of a turn nor what is before it can be found
+        TURN_TEMPLATE.replace("<bot> {{ m['content'] }} </s>", f"<bot> {REASONED}{{{{ m['content'] }}}}"),
+        TURN_TEMPLATE.replace("{{ m['content'] }} </s>", f"{REASONED}Q </s>"),
+        TURN_TEMPLATE.replace("<user>", "{% if loop.length > 1 and loop.first %}be {% endif %}<user>"),
+    ],
+    ids=["no end", "other content", "other beginning"],
+)
+def test_a_template_that_writes_a_turn_in_two_ways_is_refused(tmp_path: Path, template: str) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    source = write(tmp_path / "a.jsonl", [{"m": [USER, BOT, USER, BOT]}], messages_key="m")
+    with pytest.raises(DataError, match=r"line 1: the chat template writes the first 2 messages in another way"):
+        load(source, tokenizer, with_answers=True)
+
+
+def test_a_conversation_keeps_its_own_system_message(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"m": [{"role": "system", "content": "be "}, USER, BOT]}, {"m": [USER, BOT]}]
+    found = load(write(tmp_path / "a.jsonl", rows, messages_key="m"), tokenizer, system_prompt="kind ")
+    assert [words(list(each.prompt_ids)) for each in found.examples] == ["be two", "kind two"]
+
+
+@pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Tables go to files as soon as there is a row; where these lie."""
+    monkeypatch.setattr(data_sets, "_MOST_IN_MEMORY", 0)
+    monkeypatch.setattr(data_sets, "_CHUNK", 3)
+    return tmp_path / "cache"
+
+
+def test_the_second_start_takes_what_the_first_has_left(
+    tmp_path: Path, tokenizer: Any, spilling: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"p": "two " * (place % 4 + 1), "a": "\u00e9 five" if place else ""} for place in range(10)]
+    source = write(tmp_path / "a.jsonl", rows, prompt_key="p", answer_key="a")
+    options: Any = {"cache_dir": str(spilling), "longest": 3, "filter_overlong_prompts": True}
+    first = load(source, tokenizer, **options)
+    assert len(list(spilling.iterdir())) == 1
+    caplog.clear()
+    monkeypatch.setattr(data_sets, "read_records", None)
+    second = load(source, tokenizer, **options)
+    assert list(second.examples) == list(first.examples) and second.fingerprint == first.fingerprint
+    assert [len(each.prompt_ids) for each in second.examples] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert "2 of 10 records" in caplog.text
+    for change in ({"longest": 4}, {"prompt_template": "Q {prompt}"}, {"system_prompt": "be"}):
+        with pytest.raises(TypeError):
+            load(source, tokenizer, **{**options, **change})
+    with pytest.raises(TypeError):
+        load({**source, "max_samples": 9}, tokenizer, **options)
+    os.utime(source["path"])
+    load(source, tokenizer, **options)
+    write(Path(source["path"]), [*rows[1:], rows[0]])
+    with pytest.raises(TypeError):
+        load(source, tokenizer, **options)
+
+
+def test_a_damaged_table_is_made_again(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
+    (directory,) = spilling.iterdir()
+    for damage in ("prompt.values", "meta.json"):
+        (directory / damage).write_bytes(b"x")
+        assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
+        assert [each.name for each in spilling.iterdir()] == [directory.name]
+
+
+def test_a_refusal_leaves_nothing(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [*[{"p": "two", "a": "five"}] * 7, {"p": "two"}], prompt_key="p", answer_key="a")
+    with pytest.raises(DataError, match="line 8"):
+        load(source, tokenizer, cache_dir=str(spilling))
+    assert list(spilling.iterdir()) == []
+
+
+def test_answers_are_judged_once_and_again_by_another_judge(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    source: Any = write(tmp_path / "a.jsonl", [{"p": "two", "a": str(place % 3)} for place in range(7)], prompt_key="p", answer_key="a")
+    asked: list[str] = []
+
+    def start(judge: str, bad: str) -> Dataset:
+        asked.clear()
+
+        def fault(answer: str) -> str | None:
+            asked.append(answer)
+            return "bad" if answer == bad else None
+
+        config: Any = {"max_input_seq_length": 9, "cache_dir": str(spilling)}
+        return load_dataset(source, Reading(config, tokenizer, False, fault, judge))
+
+    start("first", "x")
+    assert asked == ["0", "1", "2"]
+    start("first", "x")
+    assert asked == []
+    with pytest.raises(DataError, match=r"2 of 7 reference answers .*index 1: '1': bad"):
+        start("second", "1")
+    start("second", "x")
+    assert asked == ["0", "1", "2"]
