@@ -94,6 +94,10 @@ CASES = {
         "a command, a dry run and a tiny GRPO run until its first step, against an empty interpreter, import torch and TRL",
         "benchmarks.cases.startup",
     ),
+    "data.start": Case(
+        "the first and the second start with a million rows of data against reading and tokenizing them alone",
+        "benchmarks.cases.data_start",
+    ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
     "state.bytes": Case(
         "bytes that a save of the optimizer allocates against the state gathered in full, and that a step moves to the host",

@@ -135,7 +135,7 @@ class DataConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "where tokenized records lie that are too many for memory (over 64 MiB of tokens); null for `megarl/data` in the user's "
+                "where tokenized records lie that are too many for memory (over 8 MiB of tokens); null for `megarl/data` in the user's "
                 "cache. The next start takes them from there.",
                 default=None,
             ),

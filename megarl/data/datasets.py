@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _CHUNK = 1024
 _PROGRESS_EVERY = 100_000
 _SHOWN = 5
-_MOST_IN_MEMORY = 64 * 2**20
+_MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
 _FORM = 1

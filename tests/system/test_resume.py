@@ -6,6 +6,7 @@ killed several times where that tells as much. By default one kill is shown; ``-
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
@@ -182,6 +183,40 @@ def test_supervised_training_resumes(whole_sft: Path, material: Material, launch
     assert resumed == 2
     check_leftovers(tmp_path / "run", 2)
     check_same(tmp_path / "run", whole_sft)
+
+
+def packed_conversations(directory: Path, material: Material) -> Path:
+    """A configuration of supervised training on conversations of two turns and on problems, by weights, without the longest, packed."""
+    problems = [json.loads(line) for line in material.train.read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for one, other in zip(problems[::2], problems[1::2], strict=False):
+        turns = [(role, each[field]) for each in (one, other) for role, field in (("user", "prompt"), ("assistant", "answer"))]
+        rows.append({"turns": [{"role": role, "content": content} for role, content in turns]})
+    (directory / "turns.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    sources = [
+        {"path": str(directory / "turns.jsonl"), "messages_key": "turns", "weight": 0.4},
+        {"path": str(material.train), "prompt_key": "prompt", "answer_key": "answer", "weight": 0.6},
+    ]
+    packing = {"enabled": True, "train_mb_tokens": 96, "logprob_mb_tokens": 96}
+    policy = {"train_global_batch_size": 8, "max_total_sequence_length": 48, "sequence_packing": packing}
+    data = {"train": sources, "max_input_seq_length": 36, "filter_overlong_prompts": True}
+    path = directory / "packed.yaml"
+    plain = write_config(directory / "plain.yaml", "sft", material, save_period=2)
+    path.write_text(yaml.safe_dump({"defaults": str(plain), "policy": policy, "data": data}))
+    return path
+
+
+@slow
+def test_packed_conversations_of_mixed_and_filtered_sources_resume(material: Material, launches: Launches, tmp_path: Path) -> None:
+    config = packed_conversations(tmp_path, material)
+    undisturbed = launches.start(config, tmp_path / "whole")
+    assert undisturbed.finish() == 0, undisturbed.output()[-5000:]
+    left_out = re.search(r"(\d+) of 18 records .* are left out", undisturbed.output())
+    assert left_out and 0 < int(left_out[1]) < 18, undisturbed.output()[-5000:]
+    assert all(row["performance/padding_efficiency"] > 0.5 for row in read_rows(tmp_path / "whole") if row["step"])
+    assert run_with_kills(config, tmp_path / "run", [inside(3, tmp_path / "whole", seed=8)], launches) == [2]
+    check_leftovers(tmp_path / "run", 2)
+    check_same(tmp_path / "run", tmp_path / "whole")
 
 
 @slow

@@ -172,6 +172,48 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_p
             assert torch.equal(final_weights(run_dir)[name], tensor), (crash_after, name)
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_run_of_mixed_and_filtered_sources_is_resumed_exactly(
+    algorithm: str, tmp_path: Path, models: dict[str, str], data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of four prompts, sources of five and of three: each step ends in the middle of an epoch of some source."""
+    turns = [[("user", f"{one}+1="), ("assistant", str(one + 1)), ("user", "+1="), ("assistant", str(one + 2))] for one in range(4)]
+    rows_of_turns = [{"turns": [{"role": role, "content": content} for role, content in each]} for each in turns]
+    rows_of_turns[2]["turns"][0]["content"] = "1+" * 9 + "1="
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, rows_of_turns)))
+    (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps({"x": {"ask": f"{each}+{each}=", "sum": 2 * each}}) for each in range(5)))
+    sources = [
+        {"path": str(tmp_path / "turns.jsonl"), "messages_key": "turns", "weight": 0.3},
+        {"path": str(tmp_path / "sums.jsonl"), "prompt_key": "x.ask", "answer_key": "x.sum", "weight": 0.7},
+    ]
+
+    whole = make_config(algorithm, tmp_path / "whole", models[algorithm], data)
+    whole["data"] |= {"train": sources, "filter_overlong_prompts": True}
+    whole["data"]["validation"] = [{name: value for name, value in sources[1].items() if name != "weight"}]
+    run(whole, PolicyMaker())
+    assert "1 of 4 records (25.00 %) are left out" in caplog.text
+    info = json.loads((tmp_path / "whole" / "checkpoints" / "step_4" / "training_info.json").read_text())
+    assert info["sampler"]["sizes"] == [3, 5] and info["sampler"]["taken"] == [5, 11] and info["sampler"]["weights"] == ["3/10", "7/10"]
+    for crash_after in (1, 3):
+        config = {**whole, "run_dir": str(tmp_path / f"crash{crash_after}")}
+        with pytest.raises(Crash):
+            run(config, PolicyMaker(crash_after))
+        run(config, PolicyMaker())
+        assert comparable(tmp_path / f"crash{crash_after}") == comparable(tmp_path / "whole"), crash_after
+        for name, tensor in final_weights(tmp_path / "whole").items():
+            assert torch.equal(final_weights(tmp_path / f"crash{crash_after}")[name], tensor), (crash_after, name)
+
+
+def test_other_weights_are_other_data(tmp_path: Path, model: str, data: str) -> None:
+    source = {"path": data, "prompt_key": "prompt", "answer_key": "answer"}
+    config = make_config("sft", tmp_path, model, data)
+    config["data"]["train"] = [{**source, "weight": 1}, {**source, "weight": 2}]
+    run(config, PolicyMaker())
+    config["data"]["train"][1]["weight"] = 3
+    with pytest.raises(ConfigError, match=r"data\.train\.1\.weight = 3: .* was trained with 2"):
+        run(config, PolicyMaker())
+
+
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, model: str, data: str) -> None:
     config = make_config("sft", tmp_path, model, data)
     run(config, PolicyMaker())

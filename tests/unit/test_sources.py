@@ -337,6 +337,14 @@ def test_the_second_start_takes_what_the_first_has_left(
             load(source, tokenizer, **{**options, **change})
     with pytest.raises(TypeError):
         load({**source, "max_samples": 9}, tokenizer, **options)
+    template = "{{ first }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    other_template = get_tokenizer({"name": save_tokenizer(tmp_path / "again"), "chat_template": template})
+    other_tokens = get_tokenizer({"name": save_tokenizer(tmp_path / "other")})
+    other_tokens.add_tokens(["seven"])
+    for other, values in ((other_template, None), (other_template, {"first": "Q "}), (other_tokens, None)):
+        config: Any = {"train": source, "max_input_seq_length": 3, "filter_overlong_prompts": True, "cache_dir": str(spilling)}
+        with pytest.raises(TypeError):
+            load_dataset(source, Reading(config, other, False, template_kwargs=values))
     os.utime(source["path"])
     load(source, tokenizer, **options)
     write(Path(source["path"]), [*rows[1:], rows[0]])
