@@ -165,7 +165,10 @@ def _apply(config: DictConfig, override: str) -> None:
     _refuse_path_through_value(config, override, key)
     if sign == "+" and _is_there(config, key):
         raise OverridesError(f"override {override!r} adds a key that is there already. Fix: write {key}={text}")
-    OmegaConf.update(config, key, _value_of(text), merge=True, force_add=True)
+    value = _value_of(text)
+    # a list takes the place of a section, and a section that of a list: OmegaConf would merge them, which fails
+    merge = isinstance(value, dict) and not OmegaConf.is_list(OmegaConf.select(config, key))
+    OmegaConf.update(config, key, value, merge=merge, force_add=True)
 
 
 def _value_of(text: str) -> Any:
