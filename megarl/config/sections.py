@@ -115,6 +115,14 @@ class DataSource(TypedDict):
     max_samples: NotRequired[Annotated[int | None, Key("only the first so many records; null for all.", AT_LEAST_1)]]
 
 
+class PreferenceSource(DataSource):
+    """Source of pairs of answers, for programs: no algorithm that the configuration knows reads it. ``prompt_key`` may be absent where the
+    fields of the answers hold whole conversations."""
+
+    chosen_key: Annotated[str, Key("field with the better answer: text, a number, messages that follow the prompt, or a conversation.")]
+    rejected_key: Annotated[str, Key("field with the worse answer, likewise.")]
+
+
 class DataConfig(TypedDict):
     """The data of a run."""
 

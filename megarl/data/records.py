@@ -96,8 +96,8 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
     if source.get("messages_key") is not None:
         return _conversation_record(row, source, origin)
     prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
-    values = [_value(row, key, origin) for key in (prompt_key, answer_key)]
-    answer = _text(values[1], answer_key, origin)
+    values = [value_of(row, key, origin) for key in (prompt_key, answer_key)]
+    answer = text_of(values[1], answer_key, origin)
     if known is not None and known.answer is not None:
         try:
             answer = known.answer(answer)
@@ -105,12 +105,12 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
             raise DataError(
                 f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: correct the record"
             ) from error
-    prompt = _prompt(values[0], prompt_key, origin)
-    _refuse_half_characters(prompt if isinstance(prompt, str) else [message["content"] for message in prompt], prompt_key, origin)
-    return Record(prompt, answer, origin, tools=_tools(row, source, origin))
+    prompt = prompt_of(values[0], prompt_key, origin)
+    return Record(prompt, answer, origin, tools=tools_of(row, source, origin))
 
 
-def _value(row: Mapping[str, Any], key: str, origin: str) -> Any:
+def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
+    """The value of a row at a key, which may go into objects and lists. Errors as of ``value_at``."""
     return value_at(row, key, _steps(key), origin)
 
 
@@ -119,7 +119,7 @@ def _steps(key: str) -> tuple[str | int, ...]:
     return key_steps(key) or (key,)
 
 
-def _text(value: Any, key: str, origin: str) -> str:
+def text_of(value: Any, key: str, origin: str) -> str:
     """A text, or a number as text: a whole number without a fraction, any other as short as it reads back."""
     if isinstance(value, str):
         _refuse_half_characters([value], key, origin)
@@ -155,11 +155,14 @@ def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -
             ) from error
 
 
-def _prompt(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _text(value, key, origin)
+def prompt_of(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:
+    """A text, a number as text, or messages of any roles.
+
+    Raises:
+        DataError: it is none of them; names the key.
+    """
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return text_of(value, key, origin)
     is_chat = isinstance(value, list) and bool(value)
     if not is_chat or not all(isinstance(message, Mapping) and _is_message(message) for message in value):
         shown = repr(value)[:80]
@@ -167,6 +170,7 @@ def _prompt(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:
             f"{origin}: {key!r} = {shown} is neither a string nor a list of messages. "
             "Fix: write a string, or [{'role': 'user', 'content': '...'}]"
         )
+    _refuse_half_characters([message["content"] for message in value], key, origin)
     return tuple(value)
 
 
@@ -176,13 +180,13 @@ def _is_message(message: Mapping[str, Any]) -> bool:
 
 def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str) -> Record:
     key = source["messages_key"]
-    messages = conversation(_value(row, key, origin), key, origin)
-    tools = _tools(row, source, origin)
+    messages = conversation(value_of(row, key, origin), key, origin)
+    tools = tools_of(row, source, origin)
     has_last = messages[-1]["role"] == "assistant"
     prompt = messages[:-1] if has_last else messages
     has_system = messages[0]["role"] in _SYSTEM
     if source.get("answer_key") is not None:
-        answer = _text(_value(row, source["answer_key"], origin), source["answer_key"], origin)
+        answer = text_of(value_of(row, source["answer_key"], origin), source["answer_key"], origin)
         return Record(prompt, answer, origin, tools=tools, has_system=has_system)
     if not has_last:
         raise DataError(
@@ -226,12 +230,12 @@ def conversation(value: Any, key: str, origin: str) -> tuple[ChatMessage, ...]:
     return tuple(found)
 
 
-def _tools(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:
+def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:
     """The tools of a record; none where its field is null or empty."""
     key = source.get("tools_key")
     if key is None:
         return ()
-    value = _value(row, key, origin)
+    value = value_of(row, key, origin)
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -57,6 +57,20 @@ def one_record(directory: Path, text: str) -> list[str]:
     return [f"data.train.path={path}"]
 
 
+def broken_parquet(directory: Path) -> list[str]:
+    path = directory / "torn.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    return [f"data.train.path={path}"]
+
+
+def conversation(directory: Path, *roles: str) -> list[str]:
+    """A source of a good conversation and of one with these roles."""
+    path = directory / "turns.jsonl"
+    rows = [{"turns": [{"role": role, "content": "1+1="} for role in each]} for each in (("user", "assistant"), roles)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return [f"data.train={{path: {path}, messages_key: turns}}", "~data.train.prompt_key", "~data.train.answer_key"]
+
+
 def without_tokenizer(model: Path, directory: Path) -> list[str]:
     copy = directory / "bare"
     shutil.copytree(model, copy)
@@ -147,6 +161,41 @@ FAULTS = [
     Case("no data", fixed("data.train.path=/no/such.jsonl"), [r"/no/such\.jsonl does not exist", "Fix"]),
     Case("empty data", lambda model, directory: empty_file(directory), [r"empty\.jsonl holds 0 records", "at least 1", "Fix"]),
     Case("broken line", lambda model, directory: broken_lines(directory), [r"broken\.jsonl line 4 is not JSON", "no end", "Fix"]),
+    Case(
+        "torn parquet",
+        lambda model, directory: broken_parquet(directory),
+        [r"torn\.parquet cannot be read as parquet", "after 0 rows", "Fix"],
+    ),
+    Case(
+        "roles",
+        lambda model, directory: conversation(directory, "user", "user", "assistant"),
+        [r"turns\.jsonl line 2: turns\[1\] has the role 'user' after 'user'", "Fix"],
+    ),
+    Case(
+        "no answer",
+        lambda model, directory: conversation(directory, "user", "assistant", "user"),
+        [r"turns\.jsonl line 2: 'turns' ends with a turn of 'user'", "answer_key", "Fix"],
+    ),
+    Case(
+        "nested key",
+        lambda model, directory: [*one_record(directory, '{"prompt": "1", "answer": {"is": "2"}}'), "data.train.answer_key=answer.truth"],
+        [r"odd\.jsonl line 1 has no key 'answer\.truth'; 'answer' has \['is'\]", "Fix"],
+    ),
+    Case(
+        "an answer that is an object",
+        lambda model, directory: one_record(directory, '{"prompt": "1", "answer": {"is": "2"}}'),
+        [r"odd\.jsonl line 1: 'answer' = \{'is': '2'\} is a dict", r"answer\.is", "Fix"],
+    ),
+    Case(
+        "weight of zero",
+        fixed("data.train=[{path: a, prompt_key: p, answer_key: a, weight: 0}, {path: b, prompt_key: p, answer_key: a, weight: 1}]"),
+        [r"data\.train\.0\.weight = 0", "more than 0", "Fix"],
+    ),
+    Case(
+        "a value that the template does not read",
+        fixed("policy.tokenizer.chat_template_kwargs={enable_thinkin: false}"),
+        [r"chat_template_kwargs\.enable_thinkin", "does not read it", "Fix"],
+    ),
     Case("long prompt", lambda model, directory: long_prompt(directory), [r"1 of 1 prompts exceed", "24", r"long\.jsonl line 1"]),
     Case(
         "other vocabulary",
