@@ -75,7 +75,9 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
     fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
 
     template_kwargs = (policy.get("tokenizer") or {}).get("chat_template_kwargs")
-    reading = Reading(data, tokenizer, with_answers, fault_of_answer, _judge(config), template_kwargs)
+    sections = config.get("env") or {}
+    names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
+    reading = Reading(data, tokenizer, with_answers, fault_of_answer, _judge(config), template_kwargs, names)
 
     def load(sources: DataSource | list[DataSource]) -> Dataset:
         dataset = load_dataset(sources, reading)

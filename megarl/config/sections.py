@@ -100,7 +100,10 @@ class DataSource(TypedDict):
         ]
     ]
     tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
-    env_name: NotRequired[Annotated[str, Key("name of the environment that judges answers to these prompts; each example carries it.")]]
+    extra_keys: NotRequired[
+        Annotated[list[str], Key("further fields of a record; an environment finds their values in the ``fields`` of its records.")]
+    ]
+    env_name: NotRequired[Annotated[str, Key("name of the environment that judges answers to these prompts, a section of ``env``.")]]
     weight: NotRequired[
         Annotated[
             float,

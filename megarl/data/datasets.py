@@ -41,10 +41,10 @@ _MOST_IN_MEMORY = 8 * 2**20
 _FORM = 1
 """Number of the form of a kept table; another one is made anew."""
 
-_COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32"}
+_COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8"}
 _REMEMBERED_ANSWERS = 100_000
 
-FaultOfAnswer = Callable[[str], str | None]
+FaultOfAnswer = Callable[..., str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Example:
         answer: the reference answer as text.
         targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
         env_name: the environment that its source names.
+        fields: further fields of the record, by the keys that the source gives (``extra_keys``).
     """
 
     index: int
@@ -67,6 +68,7 @@ class Example:
     answer: str
     targets: tuple[tuple[int, int], ...] | None = None
     env_name: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +116,11 @@ class Examples(Sequence[Example]):
         part = bisect.bisect_right(self._ends, index)
         table, _, env_name = self._parts[part]
         row = (index - (self._ends[part - 1] if part else 0)) % len(table)
-        prompt, answer, text, targets = (table.columns[name][row] for name in _COLUMNS)
+        prompt, answer, text, targets, fields = (table.columns[name][row] for name in _COLUMNS)
         spans = targets.reshape(-1, 2).tolist()
         learned = tuple((start, end) for start, end in spans) or None
-        return Example(index, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode(), learned, env_name)
+        further = json.loads(fields.tobytes()) if len(fields) else {}
+        return Example(index, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode(), learned, env_name, further)
 
     def lengths(self, with_answers: bool) -> np.ndarray:
         """Tokens of each example, [examples] int64."""
@@ -155,9 +158,11 @@ class Reading:
         config: the ``data`` section: templates, ``max_input_seq_length`` and what becomes of longer records.
         tokenizer: from ``get_tokenizer``.
         with_answers: True when the answer is part of the model's input, and so counts towards ``max_input_seq_length``.
-        fault_of_answer: says why a reference answer is of no use, None for one that is.
+        fault_of_answer: says why a reference answer is of no use, None for one that is; called with the answer and, with
+            ``names_environments``, with the name of the environment that the record meets or None.
         judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked for again at the next start.
         template_kwargs: values that the chat template reads.
+        names_environments: the run's environments have names.
     """
 
     config: DataConfig
@@ -166,6 +171,19 @@ class Reading:
     fault_of_answer: FaultOfAnswer | None = None
     judge: Any = None
     template_kwargs: Mapping[str, Any] | None = None
+    names_environments: bool = False
+
+    def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | None] | None:
+        """Return what says the fault of an answer to a record with further fields, of a source that names an environment; None for none.
+
+        A record's own field ``env_name`` or ``task_name`` says which environment it meets where its source does not.
+        """
+        if self.fault_of_answer is None:
+            return None
+        find = functools.lru_cache(_REMEMBERED_ANSWERS)(self.fault_of_answer)
+        if not self.names_environments:
+            return lambda answer, fields: find(answer)
+        return lambda answer, fields: find(answer, env_name or fields.get("env_name") or fields.get("task_name"))
 
 
 def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -> Dataset:
@@ -198,26 +216,21 @@ def _load_source(source: DataSource, reading: Reading) -> Table:
     table = read_table(directory)
     if table is None:
         table = _Tokenization(source, reading, encoder, directory).run()
-    elif reading.fault_of_answer is not None and not _marker(table, reading).exists():
-        _refuse_useless_answers(_stored_answers(table), reading.fault_of_answer)
+    elif reading.fault_of_answer is not None and not _marker(table, source, reading).exists():
+        _refuse_useless_answers(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")))
     if table.directory is not None and reading.fault_of_answer is not None:
         # a cache that others have made may be closed to writing: then the answers are judged at every start
         with contextlib.suppress(OSError):
-            _marker(table, reading).touch()
+            _marker(table, source, reading).touch()
     for note in table.meta["notes"]:
         logger.warning("%s: %s", source_name(source), note)
     return table
 
 
-def _stored_answers(table: Table) -> Iterator[tuple[str, str]]:
-    for row in range(len(table)):
-        yield f"index {row}", table.columns["text"][row].tobytes().decode()
-
-
-def _marker(table: Table, reading: Reading) -> Path:
+def _marker(table: Table, source: DataSource, reading: Reading) -> Path:
     """The file whose presence says that the answers of a kept table have been found to be of use."""
     assert table.directory is not None
-    return table.directory / f"checked-{_digest(reading.judge)}"
+    return table.directory / f"checked-{_digest([reading.judge, source.get('env_name')])}"
 
 
 def _cache_directory(config: DataConfig) -> Path:
@@ -229,7 +242,7 @@ def _cache_directory(config: DataConfig) -> Path:
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder) -> str:
     """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the stored bytes of the source."""
-    fields = {key: source.get(key) for key in (*FIELD_KEYS, "max_samples")} | {"set": set_module(source)}
+    fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {"set": set_module(source)}
     limits = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
     return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, content_digest(source)])
 
@@ -273,7 +286,7 @@ class _Tokenization:
         self._filters = bool(reading.config.get("filter_overlong_prompts"))
         self._writer = TableWriter(_COLUMNS, directory, _MOST_IN_MEMORY)
         self._fingerprint = Fingerprint()
-        self._find = None if reading.fault_of_answer is None else functools.lru_cache(_REMEMBERED_ANSWERS)(reading.fault_of_answer)
+        self._find = reading.judge_of(source.get("env_name"))
         self._control = _control_tokens(self._tokenizer)
         self._seen = self._kept = self._longest = 0
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
@@ -300,7 +313,6 @@ class _Tokenization:
         for record, (prompt, answer, targets) in zip(records, self._encoded(records), strict=True):
             place, self._seen = self._seen, self._seen + 1
             where = f"index {place} ({record.origin})"
-            self._judge(record, where)
             length = len(prompt) + (len(answer) if self._reading.with_answers else 0)
             if not length or not prompt:
                 self._empty.add(f"{where}: 0 tokens")
@@ -308,9 +320,11 @@ class _Tokenization:
             if length > self._limit:
                 self._long.add(f"{where}: {length} tokens")
                 continue
+            self._judge(record, where)
             self._kept += 1
             self._fingerprint.add(record)
-            for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets), strict=True):
+            fields = json.dumps(record.fields).encode() if record.fields else b""
+            for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets, fields), strict=True):
                 rows[name].append(value)
             for name, ids in (("prompt", prompt), ("answer", answer)):
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))
@@ -329,7 +343,7 @@ class _Tokenization:
         yield from ((prompt, answer, []) for prompt, answer in zip(prompts, answers, strict=True))
 
     def _judge(self, record: Record, where: str) -> None:
-        fault = None if self._find is None else self._find(record.answer)
+        fault = None if self._find is None else self._find(record.answer, record.fields)
         if fault is not None:
             self._useless.add(f"{where}: {record.answer[:80]!r}: {fault}")
         hit = None if self._control is None else self._control.search("\n".join(texts_of(record.prompt)))
@@ -377,14 +391,13 @@ def _chunks(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
         yield chunk
 
 
-def _refuse_useless_answers(answers: Iterable[tuple[str, str]], fault_of_answer: FaultOfAnswer) -> None:
-    find, useless, count = functools.lru_cache(_REMEMBERED_ANSWERS)(fault_of_answer), _Offenders(), 0
-    for where, answer in answers:
-        count += 1
-        fault = find(answer)
+def _refuse_useless_answers(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | None] | None) -> None:
+    useless = _Offenders()
+    for example in examples:
+        fault = None if find is None else find(example.answer, example.fields)
         if fault is not None:
-            useless.add(f"{where}: {answer[:80]!r}: {fault}")
-    _refuse_useless(useless, count)
+            useless.add(f"index {example.index}: {example.answer[:80]!r}: {fault}")
+    _refuse_useless(useless, len(examples))
 
 
 def _refuse_useless(useless: _Offenders, seen: int) -> None:

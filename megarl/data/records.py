@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data_sources import key_steps
@@ -45,6 +45,7 @@ class Record:
         last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no turn.
         tools: that the chat template is told of.
         has_system: it is a conversation with a system message of its own.
+        fields: further fields, by the keys that the source gives; of the types of JSON.
     """
 
     prompt: str | tuple[ChatMessage, ...]
@@ -53,6 +54,7 @@ class Record:
     last: ChatMessage | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     has_system: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_records(source: DataSource) -> Iterator[Record]:
@@ -65,7 +67,7 @@ def read_records(source: DataSource) -> Iterator[Record]:
     record = None
     for origin, row in itertools.islice(rows_of(source), source.get("max_samples")):
         record = _record(row, source, known, origin)
-        yield record
+        yield replace(record, fields=_fields(row, source, origin)) if source.get("extra_keys") else record
     if record is None:
         raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
 
@@ -81,6 +83,8 @@ class Fingerprint:
         content: list[Any] = [record.prompt, record.answer]
         if record.last is not None or record.tools:
             content += [record.last, record.tools]
+        if record.fields:
+            content.append({"fields": record.fields})
         self._digest.update(json.dumps(content, sort_keys=True, default=dict).encode())
         self._digest.update(b"\n")
 
@@ -228,6 +232,19 @@ def conversation(value: Any, key: str, origin: str) -> tuple[ChatMessage, ...]:
     if before in _SYSTEM:
         raise DataError(f"{origin}: {key!r} has no turn of the user. Fix: add one")
     return tuple(found)
+
+
+def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str, Any]:
+    """The further fields of a record."""
+    found = {key: value_of(row, key, origin) for key in source.get("extra_keys", [])}
+    for key, value in found.items():
+        try:
+            json.dumps(value).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(
+                f"{origin}: {key!r} = {repr(value)[:80]} cannot be handed on: {error}. Fix: store it as text, numbers, lists and objects"
+            ) from error
+    return found
 
 
 def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:

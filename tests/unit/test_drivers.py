@@ -364,7 +364,7 @@ def test_faults_are_found_before_a_policy_is_made(tmp_path: Path, model: str, da
     maker = PolicyMaker()
     config = make_config("sft", tmp_path, model, data)
     config["data"]["max_input_seq_length"] = 2
-    with pytest.raises(DataError, match=r"7 of 7 prompts exceed"):
+    with pytest.raises(DataError, match=r"7 of 7 prompts with answers exceed"):
         run(config, maker)
     with pytest.raises(ConfigError, match="seed"):
         run({**make_config("sft", tmp_path, model, data), "seed": "eleven"}, maker)

@@ -230,6 +230,36 @@ def test_the_chat_template_reads_its_values(tmp_path: Path) -> None:
         PromptEncoder(tokenizer, template_kwargs={"enable_thinkin": False})
 
 
+def test_further_fields_go_to_the_environment(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    rows = [{"p": "two", "a": "five", "x": {"level": place, "tests": ["\u00e9", None]}} for place in range(5)]
+    plain = write(tmp_path / "a.jsonl", rows, prompt_key="p", answer_key="a")
+    source = {**plain, "extra_keys": ["x.level", "x.tests"]}
+    for _ in range(2):
+        found = load(source, tokenizer, cache_dir=str(spilling))
+        assert [each.fields for each in found.examples] == [{"x.level": place, "x.tests": ["\u00e9", None]} for place in range(5)]
+    assert found.fingerprint != load(plain, tokenizer).fingerprint
+    with pytest.raises(DataError, match=r"line 1 has no key 'x\.y'"):
+        load({**plain, "extra_keys": ["x.y"]}, tokenizer)
+    path = _parquet(tmp_path / "a.parquet", [{"p": "two", "a": "five", "x": b"bytes"}])
+    with pytest.raises(DataError, match=r"row 0: 'x' = b'bytes' cannot be handed on"):
+        load({**source, "path": path, "extra_keys": ["x"]}, tokenizer)
+
+
+def test_answers_are_judged_by_the_environment_that_the_record_meets(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    """Named by the source, or by the record itself; at the second start as well."""
+
+    def fault(answer: str, name: str | None) -> str | None:
+        return None if answer == name else f"{name} wants its name"
+
+    rows = [{"p": "two", "a": name, "task_name": name} for name in ("one", "two", "one", "two")]
+    source: Any = write(tmp_path / "a.jsonl", rows, prompt_key="p", answer_key="a", extra_keys=["task_name"])
+    config: Any = {"max_input_seq_length": 9, "cache_dir": str(spilling)}
+    for judge in ("first", "second"):
+        assert len(load_dataset(source, Reading(config, tokenizer, False, fault, judge, names_environments=True))) == 4
+        with pytest.raises(DataError, match=r"2 of 4 reference answers .* index 1.*: 'two': one wants its name"):
+            load_dataset({**source, "env_name": "one"}, Reading(config, tokenizer, False, fault, judge, names_environments=True))
+
+
 def test_a_template_that_fails_names_the_record(tmp_path: Path) -> None:
     template = "{% if messages[0]['content'] == 'Q' %}{{ raise_exception('no') }}{% endif %}{{ messages[0]['content'] }}"
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})

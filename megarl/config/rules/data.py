@@ -59,9 +59,12 @@ def fields_are_named(view: View) -> Iterator[Violation]:
         elif set_module(source) is not None and source.get("answer_key") is not None:
             fix = "remove it, or give prompt_key as well"
             yield Violation(f"{section}.answer_key", source["answer_key"], f"the answers of {source['name']} are known", fix)
+        bound = "it is neither a field nor a way through objects and lists"
+        for place, extra in enumerate(source.get("extra_keys") or []):
+            if isinstance(extra, str) and key_steps(extra) is None:
+                yield Violation(f"{section}.extra_keys.{place}", extra, bound, "write for example source or extra_info.index")
         for key in FIELD_KEYS:
             if isinstance(source.get(key), str) and key_steps(source[key]) is None:
-                bound = "it is neither a field nor a way through objects and lists"
                 yield Violation(
                     f"{section}.{key}", source[key], bound, "write for example answer, reward_model.ground_truth or prompt[0].content"
                 )
@@ -93,6 +96,17 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
             yield Violation(f"{section}.weight", source["weight"], "a validation takes all records of its sets", fix)
 
 
+def environments_are_there(view: View) -> Iterator[Violation]:
+    """The environment that a source names is a section of the run's environments."""
+    env = view.get("env")
+    names = [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"] if isinstance(env, Mapping) else []
+    for section, source in _sources(view):
+        name = source.get("env_name")
+        if name is not None and name not in names:
+            fix = f"write one of {', '.join(names)}" if names else "remove it"
+            yield Violation(f"{section}.env_name", name, f"the environments with names are {', '.join(names) or 'none'}", fix)
+
+
 def _out_of_bounds(section: str, source: Mapping[str, Any]) -> Iterator[Violation]:
     """Bounds of the numbers of a source in a list, where the general rule does not look."""
     weight = source.get("weight")
@@ -103,4 +117,4 @@ def _out_of_bounds(section: str, source: Mapping[str, Any]) -> Iterator[Violatio
             yield Violation(f"{section}.{key}", source[key], "it must be at least 1", "write a value that is at least 1")
 
 
-DATA_RULES: tuple[Rule, ...] = (one_source, fields_are_named, sources_can_be_mixed)
+DATA_RULES: tuple[Rule, ...] = (one_source, fields_are_named, sources_can_be_mixed, environments_are_there)
