@@ -102,11 +102,17 @@ def _key_in(annotation: Any) -> Key | None:
 
 
 def section_types(annotation: Any) -> Iterator[Any]:
-    """The TypedDicts inside an annotation, through NotRequired, unions and lists."""
+    """The TypedDicts inside an annotation, through NotRequired, unions and lists; not those that stand under names of the user's."""
     if is_typeddict(annotation):
         yield annotation
-    for part in get_args(annotation):
+    for part in get_args(annotation) if get_origin(annotation) is not dict else ():
         yield from section_types(part)
+
+
+def named_section_types(annotation: Any) -> Iterator[Any]:
+    """The TypedDicts that an annotation has under names of the user's, ``dict[str, ...]``."""
+    for part in get_args(annotation):
+        yield from section_types(part) if get_origin(annotation) is dict else named_section_types(part)
 
 
 @cache

@@ -172,7 +172,22 @@ BREAKS: Mapping[str, Break] = {
         ("unit/test_drivers.py", "unit/test_stopping.py"),
     ),
     "environments: white space counts": Break(
-        "megarl/rollout/rewards.py", "response.strip() == answer.strip()", "response == answer.strip()", ("unit/test_rewards.py",)
+        "megarl/rollout/rewards.py",
+        "task.response.strip() == task.answer.strip()",
+        "task.response == task.answer.strip()",
+        ("unit/test_rewards.py",),
+    ),
+    "environments: of several rewards the weights do not count": Break(
+        "megarl/rollout/environment.py",
+        "part.weight * value for part, value",
+        "value for part, value",
+        ("unit/test_several_rewards.py",),
+    ),
+    "environments: what cannot be scored is trained on": Break(
+        "megarl/rollout/environment.py",
+        'return bool(decision == "mask")',
+        "return False",
+        ("unit/test_several_rewards.py",),
     ),
     "engine: the first token counts as valid": Break(
         "megarl/models/engine/normalizers.py", 'data["token_mask"][:, 1:]', 'data["token_mask"]', ("dist/test_megatron_parity.py",)

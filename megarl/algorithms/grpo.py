@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
-from megarl.config.sections import ClippedPGLossConfig, EnvConfig
+from megarl.config.environments import EnvConfig
+from megarl.config.sections import ClippedPGLossConfig
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 from megarl.observe.timing import Sequences
 
@@ -100,7 +101,7 @@ class GRPO(Algorithm):
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
         from megarl.algorithms.train_results import step_metrics
-        from megarl.rollout.collector import add_metrics
+        from megarl.rollout.collector import add_metrics, part_metrics
         from megarl.rollout.samples import check_mismatch, mismatch_metrics, sampling_seeds
 
         examples = self.train_data.select(self.sampler.take(self.config["num_prompts_per_step"]))
@@ -123,7 +124,8 @@ class GRPO(Algorithm):
             self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions")))
         if self.refit is not None:
             self.refit.stale = True
-        own = {**step_metrics(result, self.loss_fn), **_sample_metrics(samples, advantages), **mismatch, "epoch": self.sampler.epoch}
+        of_samples = {**_sample_metrics(samples, advantages), **part_metrics([samples])}
+        own = {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
 
     @property
@@ -135,10 +137,10 @@ class GRPO(Algorithm):
         return not self.loss_fn.force_on_policy_ratio or self.config["max_token_mult_prob_error"] is not None
 
     def validate(self) -> dict[str, float]:
-        """Greedy responses to the first ``max_val_samples`` prompts: ``accuracy`` (mean reward), ``samples``, lengths."""
+        """Greedy responses to the first ``max_val_samples`` prompts: ``accuracy``, ``samples``, lengths."""
         import torch
 
-        from megarl.rollout.collector import add_metrics
+        from megarl.rollout.collector import accuracies_of, add_metrics, part_metrics
 
         if self.validation_data is None:
             return {}
@@ -152,10 +154,12 @@ class GRPO(Algorithm):
         if self.refit is not None:
             # the engines may have had its devices; whoever saves or exports next finds it there again
             self.policy.prepare_for_lp_inference()
-        names = ("reward", "masked", "generation_lengths", "truncated")
+        names = ("masked", "generation_lengths", "truncated")
         column = {name: torch.cat([rollouts.samples[name] for rollouts in collected]) for name in names}
+        accuracies = torch.cat([accuracies_of(rollouts.samples) for rollouts in collected])
         own = {
-            "accuracy": _mean(column["reward"][~column["masked"]]),
+            "accuracy": _mean(accuracies[~column["masked"] & ~accuracies.isnan()]),
+            **part_metrics([rollouts.samples for rollouts in collected]),
             "samples": len(examples),
             "generation_length": float(column["generation_lengths"].double().mean()),
             "truncated": float(column["truncated"].double().mean()),
@@ -209,9 +213,11 @@ def _mean(values: Tensor) -> float:
 
 
 def _sample_metrics(samples: BatchedDataDict[Any], advantages: Tensor) -> dict[str, float]:
-    """Figures of a step's samples; rewards without those that are masked."""
+    """Figures of a step's samples; rewards without those that are masked, and the accuracy where it is not the reward."""
     rewards = samples["reward"][~samples["masked"]]
+    accuracies = samples["accuracy"][~samples["masked"]] if "accuracy" in samples else None
     return {
+        **({} if accuracies is None else {"accuracy": _mean(accuracies[~accuracies.isnan()])}),
         "reward": _mean(rewards),
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),

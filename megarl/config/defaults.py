@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
+from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
 from megarl.config.sections import (
     CheckpointingConfig,
     ClippedPGLossConfig,
@@ -19,7 +20,6 @@ from megarl.config.sections import (
     Config,
     DataConfig,
     DeadlinesConfig,
-    EnvConfig,
     LoggerConfig,
     ProfilerConfig,
 )
@@ -61,6 +61,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     for key, section in {**_SECTIONS, **built_in_sections(), **sections_of(run.get("algorithm"))}.items():
         if isinstance(run.get(key), dict):
             run[key] = fill(run[key], defaults_of(section))
+    _complete_environments(run)
     _fill_sizes_of_validation(run)
     run["checkpointing"] = fill(_section(run, "checkpointing"), defaults_of(CheckpointingConfig))
     run["logger"] = fill(_section(run, "logger"), defaults_of(LoggerConfig))
@@ -141,6 +142,26 @@ def _padding_of(policy: Config) -> int:
         if chosen.get("enabled") is True and all(isinstance(size, int) and size > 0 for size in sizes):
             return sequence_share(sizes[0], sizes[1], sequence_parallel=True)
     return 1
+
+
+_OF_ALL_ENVIRONMENTS = ("strip", "processes", "timeout_s", "on_error", "on_timeout")
+"""Keys that an environment with a name has from the ``env`` section where it lacks them."""
+
+
+def _complete_environments(run: Config) -> None:
+    """Fill in the environments that have names; a number of workers is one of processes."""
+    env = run.get("env")
+    if not isinstance(env, dict):
+        return
+    if env.get("num_workers") is not None and env["processes"] is None:
+        env["processes"] = env["num_workers"]
+    for name, section in named_environments(env).items():
+        given = dict(section)
+        if given.get("num_workers") is not None:
+            given.setdefault("processes", given["num_workers"])
+        if name in BUILT_IN_REWARDS and not {"rewards", "environment"} & given.keys():
+            given.setdefault("reward", name)
+        env[name] = fill(given, {**defaults_of(EnvConfig), **{key: env[key] for key in _OF_ALL_ENVIRONMENTS}})
 
 
 def _fill_sizes_of_validation(run: Config) -> None:

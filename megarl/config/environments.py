@@ -2,31 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
+from megarl.key import ABOVE_0, AT_LEAST_1, Key, fields_of, keys_of
 
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
-BUILT_IN_REWARDS = ("exact_match", "math_verify")
+SINGLE_TURN = "single_turn"
 
 
-def environment_class(name: str) -> Callable[..., Any]:
+class RewardOptions(TypedDict):
+    """Options of the built-in rewards. One that the named reward does not read is refused."""
+
+    max_response_length: NotRequired[Annotated[int, Key("`overlong`, `length`: longest response in tokens.", AT_LEAST_1)]]
+    overlong_buffer_length: NotRequired[
+        Annotated[int, Key("`overlong`: tokens before that length over which the reward falls from 0 to -1.", AT_LEAST_1)]
+    ]
+
+
+class RewardConfig(RewardOptions):
+    """One of several rewards; its options stand beside these keys."""
+
+    reward: NotRequired[Annotated[str, Key("as ``env.reward``; when absent, the name under which this section stands.")]]
+    weight: NotRequired[Annotated[float, Key("factor in the sum of the rewards; 1 when absent.")]]
+    strip: NotRequired[Annotated[bool, Key("as ``env.strip``, which it is when absent.")]]
+    timeout_s: NotRequired[Annotated[float, Key("as ``env.timeout_s``, likewise.", ABOVE_0)]]
+
+
+class EnvConfig(RewardOptions):
+    """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that name, of these same keys.
+
+    What such a section lacks of ``processes``, ``timeout_s``, ``on_error``, ``on_timeout`` and ``strip`` it has from here. A record's
+    ``env_name`` (or ``task_name``) says which it meets; where there is one environment with a name, every record meets it. The reward of
+    an environment is by default the built-in one of its name.
+    """
+
+    environment: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "`single_turn`: a reward function compares a response with the reference answer; or the import path of a "
+                "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.environment`.",
+                default="single_turn",
+            ),
+        ]
+    ]
+    reward: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "the reward function: `exact_match`, `math` (or `math_verify`), `length`, `overlong`, or an import path, "
+                "`path/to/file.py:function`, see `megarl.rollout.rewards`; null where ``rewards`` names several, or the environment "
+                "has its own.",
+                default=None,
+            ),
+        ]
+    ]
+    rewards: NotRequired[
+        Annotated[
+            dict[str, RewardConfig] | None,
+            Key("several rewards by names of your own, of which a sample gets the sum, each times its weight.", default=None),
+        ]
+    ]
+    strip: NotRequired[Annotated[bool, Key("leave white space at the ends out of the comparison (``exact_match``).", default=True)]]
+    processes: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "processes that compute rewards that may fail or take long; null for as many as the driver has cores, at most 8.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name of ``processes``.", AT_LEAST_1)]]
+    timeout_s: NotRequired[Annotated[float, Key("seconds that a reward may take.", ABOVE_0, default=5.0)]]
+    on_error: NotRequired[
+        Annotated[
+            Literal["raise", "zero", "mask"],
+            Key(
+                "a response that cannot be scored, since the reward function raises, returns no finite number or dies: "
+                "`mask` leaves the sample out of training, `raise` ends the run, `zero` counts as 0. A run of which three batches in a row "
+                "cannot be scored at all ends.",
+                default="mask",
+            ),
+        ]
+    ]
+    on_timeout: NotRequired[
+        Annotated[
+            Literal["raise", "zero", "mask"],
+            Key("a reward that takes too long: likewise. To mask it is a way to escape judgement.", default="zero"),
+        ]
+    ]
+    options: NotRequired[Annotated[dict[str, Any], Key("anything that an environment of your own reads.", default={})]]
+
+
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "exact_match": ("strip",),
+        "math": (),
+        "math_verify": (),
+        "length": ("max_response_length",),
+        "overlong": ("max_response_length", "overlong_buffer_length"),
+    }
+)
+"""Name of each built-in reward to the options that it reads."""
+
+REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({"length": OPTIONS["length"], "overlong": OPTIONS["overlong"]})
+"""Options without which a built-in reward is of no use."""
+
+BUILT_IN_REWARDS = tuple(OPTIONS)
+
+
+def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     """The class at an import path that an environment is made by.
 
     Raises:
         ConfigError: there is none, or it lacks a method.
     """
-    kind = load_object(name, ENVIRONMENT)
+    kind = load_object(name, key)
     missing = [method for method in ("step", "fault_of_reference", "close") if not callable(getattr(kind, method, None))]
     if not callable(kind) or missing:
         bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"
-        raise ConfigError([Violation(ENVIRONMENT, name, bound, "name a class like megarl.rollout.environment:SingleTurn")])
+        raise ConfigError([Violation(key, name, bound, "name a class like megarl.rollout.environment:SingleTurn")])
     return kind
 
 
-def check_reward(name: object) -> None:
+def check_reward(name: object, key: str = REWARD) -> None:
     """Refuse a name that no reward function has.
 
     Raises:
@@ -34,7 +142,85 @@ def check_reward(name: object) -> None:
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
-        raise ConfigError([Violation(REWARD, name, bound, "write one of those names, or path/to/file.py:function")])
-    if is_import_path(name) and not callable(function := load_object(name, REWARD)):
+        raise ConfigError([Violation(key, name, bound, "write one of those names, or path/to/file.py:function")])
+    if is_import_path(name) and not callable(function := load_object(name, key)):
         bound = f"it is {type(function).__name__}, which cannot be called"
-        raise ConfigError([Violation(REWARD, name, bound, "name a function")])
+        raise ConfigError([Violation(key, name, bound, "name a function")])
+
+
+def named_environments(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The environments of an ``env`` section that have names: the sections in it that are no keys of its own."""
+    return {name: inner for name, inner in section.items() if isinstance(inner, Mapping) and name not in keys_of(EnvConfig)}
+
+
+def environments_of(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Dotted key of each environment of an ``env`` section to its own section: those with names, else the section itself."""
+    named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
+    return named or {"env": section}
+
+
+def rewards_of(section: Mapping[str, Any], key: str = "env") -> dict[str, Mapping[str, Any]]:
+    """Dotted key of each reward of one environment to its section, which names it under ``reward``."""
+    several = section.get("rewards")
+    if several is None:
+        return {key: section}
+    shared = {name: section[name] for name in ("strip", "timeout_s") if name in section}
+    return {f"{key}.rewards.{name}": {"reward": name, **shared, **inner} for name, inner in several.items()}
+
+
+def fault_of_name(key: str, name: str) -> Iterator[Violation]:
+    """Yield what is wrong with a name of the user's, which metrics will bear."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+        yield Violation(key, name, "a name has letters, digits, - and _ alone, and begins with a letter", "give it another name")
+
+
+def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterator[Violation]:
+    """Yield the numbers of a section under a name of the user's that are out of the bounds of its fields."""
+    for name, field in fields_of(kind).items():
+        value = section.get(name)
+        if value is not None and field.bounds is not None and not field.bounds.holds(value):
+            yield Violation(f"{key}.{name}", value, f"it must be {field.bounds}", f"write a value that is {field.bounds}")
+
+
+def faults_of_rewards(section: Mapping[str, Any], key: str = "env") -> Iterator[Violation]:
+    """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right types."""
+    several = section.get("rewards")
+    if several is not None:
+        if section.get("reward") is not None:
+            fix = "write one of the two"
+            yield Violation(f"{key}.reward", section["reward"], f"{key}.rewards names rewards too", fix)
+        if not several:
+            yield Violation(f"{key}.rewards", several, "it names no reward", "name at least one, or write reward")
+        elif all(inner.get("weight", 1.0) == 0 for inner in several.values()):
+            yield Violation(f"{key}.rewards", several, "all weights are 0, so that no response would get a reward", "give one a weight")
+        for name, inner in several.items():
+            yield from fault_of_name(f"{key}.rewards.{name}", name)
+            yield from faults_of_ranges(inner, RewardConfig, f"{key}.rewards.{name}")
+        for option in sorted(keys_of(RewardOptions).keys() & section.keys()):
+            yield Violation(f"{key}.{option}", section[option], f"{key}.rewards has the rewards, each with its options", "move it there")
+    for at, reward in rewards_of(section, key).items():
+        yield from _faults_of_reward(reward, at)
+
+
+def _faults_of_reward(reward: Mapping[str, Any], key: str) -> Iterator[Violation]:
+    name = reward.get("reward")
+    try:
+        check_reward(name, f"{key}.reward")
+    except ConfigError as error:
+        yield from error.violations
+        return
+    read = OPTIONS.get(str(name), ())
+    for option in keys_of(RewardOptions):
+        if option in reward and option not in read:
+            yield Violation(f"{key}.{option}", reward[option], f"the reward {name!r} does not read it", "remove it")
+    for option in REQUIRED_OPTIONS.get(str(name), ()):
+        if option not in reward:
+            yield Violation(f"{key}.{option}", None, f"the reward {name!r} needs it", "add it")
+    yield from _faults_of_options(reward, key)
+
+
+def _faults_of_options(reward: Mapping[str, Any], key: str) -> Iterator[Violation]:
+    longest, buffer = reward.get("max_response_length"), reward.get("overlong_buffer_length")
+    if longest is not None and buffer is not None and buffer > longest:
+        bound = f"it is longer than the longest response, max_response_length = {longest}"
+        yield Violation(f"{key}.overlong_buffer_length", buffer, bound, f"write {longest} or less")

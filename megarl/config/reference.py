@@ -22,7 +22,7 @@ from megarl.config.model_facts import read_model_facts
 from megarl.config.report import ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.validate import validate_config
-from megarl.key import fields_of, keys_of, section_types
+from megarl.key import fields_of, keys_of, named_section_types, section_types
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
 _BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"
@@ -131,6 +131,8 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
         # a list of sections beside one of them has the same keys
         for inner in dict.fromkeys(section_types(annotation)):
             yield from _sections(f"{path}.{key}" if path else key, inner)
+        for inner in named_section_types(annotation):
+            yield from _sections(f"{path}.{key}.NAME" if path else f"{key}.NAME", inner)
 
 
 def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:

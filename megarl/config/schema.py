@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megarl.config.algorithms import ORDER, run_type, sections_of
+from megarl.config.environments import EnvConfig, named_environments
 from megarl.errors import Violation
 from megarl.import_path import is_import_path
-from megarl.key import keys_of, section_types
+from megarl.key import keys_of, named_section_types, section_types
 from megarl.models.policy import PolicyConfig
 
 _VLLM, _MEGATRON = "policy.generation.vllm_cfg", "policy.megatron_cfg"
@@ -41,7 +42,6 @@ INSTEAD: Mapping[str, str] = {
     "NeMo-RL's names without the keys",
     "data.prompt_file": "write the text itself in data.prompt_template, with {prompt} where the problem goes",
     "data.system_prompt_file": "write the text itself in data.system_prompt",
-    "env.math": "write env.reward: math_verify",
     "logger.num_val_samples_to_print": "remove it",
     "logger.mlflow_enabled": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
     "logger.mlflow": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
@@ -81,12 +81,14 @@ ABSENT = Absent()
 
 @cache
 def known_paths(section: Any) -> tuple[str, ...]:
-    """Every dotted path that a TypedDict allows, sections included."""
+    """Every dotted path that a TypedDict allows, sections included; a name of the user's is NAME."""
     paths: list[str] = []
     for key, annotation in keys_of(section).items():
         paths.append(key)
         for inner in section_types(annotation):
             paths.extend(f"{key}.{path}" for path in known_paths(inner))
+        for inner in named_section_types(annotation):
+            paths.extend(f"{key}.NAME.{path}" for path in known_paths(inner))
     return tuple(dict.fromkeys(paths))
 
 
@@ -97,14 +99,21 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
     while pending:
         current = pending.pop()
         current.__pydantic_config__ = STRICT
-        pending.extend(inner for annotation in keys_of(current).values() for inner in section_types(annotation))
+        for annotation in keys_of(current).values():
+            pending += [*section_types(annotation), *named_section_types(annotation)]
     return TypeAdapter(section)
 
 
 def check_run(config: Mapping[str, Any]) -> list[Violation]:
     """All violations of the shape of a whole run's configuration."""
-    name = config.get("algorithm")
+    name, env = config.get("algorithm"), config.get("env")
+    named: Mapping[str, Any] = {}
+    if isinstance(env, Mapping):
+        named = named_environments(env)
+        config = {**config, "env": {key: value for key, value in env.items() if key not in named}}
     violations = check_section(config, run_type(name))
+    for environment, section in named.items():
+        violations += check_section(section, EnvConfig, prefix=f"env.{environment}")
     if isinstance(name, str) and is_import_path(name) and not sections_of(name):
         # which sections such a run has, only its algorithm could say, and that cannot be loaded
         return [violation for violation in violations if violation.key in ORDER or "." in violation.key]

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from megarl.config.environments import EnvConfig
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Key, Range
 from megarl.models.policy import PolicyConfig
 
@@ -152,60 +153,6 @@ class DataConfig(TypedDict):
             ),
         ]
     ]
-
-
-class EnvConfig(TypedDict):
-    """The environment that responses meet."""
-
-    environment: NotRequired[
-        Annotated[
-            str,
-            Key(
-                "`single_turn`: a reward function compares a response with the reference answer; or the import path of a "
-                "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.environment`.",
-                default="single_turn",
-            ),
-        ]
-    ]
-    reward: NotRequired[
-        Annotated[
-            str | None,
-            Key(
-                "the reward function: `exact_match`, `math_verify`, or an import path, `path/to/file.py:function`; null "
-                "where the environment has its own.",
-                default=None,
-            ),
-        ]
-    ]
-    strip: NotRequired[Annotated[bool, Key("leave white space at the ends out of the comparison (``exact_match``).", default=True)]]
-    processes: NotRequired[
-        Annotated[
-            int | None,
-            Key(
-                "processes that compute rewards other than ``exact_match``; null for as many as the driver has cores, at most 8.",
-                AT_LEAST_1,
-                default=None,
-            ),
-        ]
-    ]
-    timeout_s: NotRequired[Annotated[float, Key("seconds that a reward may take.", ABOVE_0, default=5.0)]]
-    on_error: NotRequired[
-        Annotated[
-            Literal["raise", "zero", "mask"],
-            Key(
-                "a reward function that raises, returns no finite number or kills its process: `raise` ends the run, "
-                "`zero` counts as 0, `mask` leaves the sample out of training.",
-                default="raise",
-            ),
-        ]
-    ]
-    on_timeout: NotRequired[
-        Annotated[
-            Literal["raise", "zero", "mask"],
-            Key("a reward that takes too long: likewise. To mask it is a way to escape judgement.", default="zero"),
-        ]
-    ]
-    options: NotRequired[Annotated[dict[str, Any], Key("anything that an environment of your own reads.", default={})]]
 
 
 class CheckpointingConfig(TypedDict):

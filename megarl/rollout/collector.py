@@ -16,6 +16,7 @@ from megarl.errors import BatchError
 from megarl.observe.timing import Sequences
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
 from megarl.rollout.samples import generate_samples
+from megarl.rollout.texts import decode_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.generation.interfaces import GenerationInterface
     from megarl.observe.timing import PhaseTimer
+
+
+PART = "reward/"
+"""Begins the names of columns and metrics of the parts of a reward."""
 
 
 class RefittedEngine(Protocol):
@@ -45,7 +50,8 @@ class Rollouts:
 
     Attributes:
         samples: B rows, see ``generate_samples``; with ``reward`` [B] float32, ``masked`` [B] bool (by the environment: ``sample_mask`` 0
-            too) and ``weight_version`` [B] int64 (steps of training behind the weights that sampled the row).
+            too) and ``weight_version`` [B] int64 (steps of training behind the weights that sampled the row). Where the environment says
+            so, ``accuracy`` [B] float32 and, for each part of its rewards, ``reward/NAME`` [B] float32; NaN where there is none.
         records: B records, one a row.
         metrics: figures of the environment.
     """
@@ -110,9 +116,11 @@ class Collector:
             samples = samples.slice(0, rows)
         of_rows = [record for record in records for _ in range(generations)]
         with self.timer.phase("reward"):
-            result = self.environment.step(_turn(samples, of_rows))
+            result = self.environment.step(_turn(samples, of_rows, self.tokenizer))
         rewards, masked = _checked(result, rows)
         samples["reward"] = rewards
+        for name, values in _further_columns(result, rows).items():
+            samples[name] = values
         if weight_version is not None:
             samples["weight_version"] = torch.full((rows,), weight_version, dtype=torch.int64)
         samples["masked"] = masked
@@ -154,9 +162,61 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
     return {**own, **total}
 
 
-def _turn(samples: BatchedDataDict[Any], records: Sequence[Example]) -> Turn:
+class _PromptTexts(Sequence[str]):
+    """Texts of the prompts of samples, decoded when the first of them is asked for."""
+
+    def __init__(self, samples: BatchedDataDict[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._samples, self._tokenizer = samples, tokenizer
+        self._texts: list[str] | None = None
+
+    def __len__(self) -> int:
+        return int(self._samples["prompt_lengths"].shape[0])
+
+    def __getitem__(self, row: Any) -> Any:
+        if self._texts is None:
+            ids, lengths = self._samples["prompt_ids"].numpy(), self._samples["prompt_lengths"].numpy()
+            self._texts = decode_rows(self._tokenizer, TokenRows(ids, np.zeros_like(lengths), lengths))
+        return self._texts[row]
+
+
+def _turn(samples: BatchedDataDict[Any], records: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Turn:
     ids = TokenRows(*(samples[key].numpy() for key in ("input_ids", "prompt_lengths", "input_lengths")))
-    return Turn(records, samples["response_text"], ids, [None] * len(records))
+    return Turn(records, samples["response_text"], ids, [None] * len(records), _PromptTexts(samples, tokenizer))
+
+
+def _further_columns(result: EnvironmentReturn, rows: int) -> dict[str, Tensor]:
+    """``accuracy`` and ``reward/NAME``, [rows] float32 each, as far as the environment gives them.
+
+    Raises:
+        BatchError: they do not fit the responses.
+    """
+    columns: dict[str, Tensor] = {}
+    for name, values in {**({"accuracy": result.accuracies} if len(result.accuracies) else {}), **_part_columns(result)}.items():
+        if len(values) != rows:
+            raise BatchError(f"the environment returned {len(values)} numbers of {name} for {rows} responses. Fix: return one a response")
+        columns[name] = torch.tensor([float("nan") if value is None else float(value) for value in values], dtype=torch.float32)
+    return columns
+
+
+def _part_columns(result: EnvironmentReturn) -> dict[str, Sequence[float | None]]:
+    return {f"{PART}{name}": values for name, values in result.parts.items()}
+
+
+def accuracies_of(samples: BatchedDataDict[Any]) -> Tensor:
+    """[B] float32, how right each response is: as the environment says, else the reward; NaN where it is not known."""
+    return samples["accuracy"] if "accuracy" in samples else samples["reward"]
+
+
+def part_metrics(batches: Sequence[BatchedDataDict[Any]]) -> dict[str, float]:
+    """The mean of each part of the rewards, ``reward/NAME``, over the samples of all batches that have it and are not masked."""
+    found: dict[str, list[Tensor]] = {}
+    for samples in batches:
+        for name in samples:
+            if name.startswith(PART):
+                values = samples[name]
+                found.setdefault(name, []).append(values[~samples["masked"] & ~values.isnan()])
+    means = {name: torch.cat(values).double() for name, values in found.items()}
+    return {name: float(values.mean()) for name, values in means.items() if len(values)}
 
 
 def _checked(result: EnvironmentReturn, rows: int) -> tuple[Tensor, Tensor]:

@@ -6,17 +6,18 @@ environment of a user's own is a class, named by ``env.environment: path/to/file
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megarl.config.environments import environment_class
-from megarl.errors import RewardError
+from megarl.config.environments import ENVIRONMENT, environment_class, named_environments, rewards_of
+from megarl.errors import BatchError, RewardError
 from megarl.import_path import is_import_path
-from megarl.rollout.reward_pool import RewardPool, Score
-from megarl.rollout.rewards import fault_of_reference, get_reward, is_immediate
+from megarl.rollout.reward_pool import RewardPool, Score, score_of
+from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward
 from megarl.time_limit import OutOfTimeError, time_limit
 
 if TYPE_CHECKING:
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SINGLE_TURN = "single_turn"
+_T = TypeVar("_T")
+
 _TOLD = 3
-"""Responses of a batch without a reward that are reported one by one."""
+"""Rewards of a batch that are missing and reported one by one."""
+
+_BATCHES = 3
+"""Batches in a row that may be left without any score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,14 @@ class Turn:
         responses: B texts of the policy, without special tokens.
         response_ids: B rows of the token ids that the policy sampled.
         metadata: what the environment returned for each conversation at the turn before; None at the first.
+        prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody decodes them.
     """
 
     records: Sequence[Example]
     responses: Sequence[str]
     response_ids: Sequence[Sequence[int]]
     metadata: Sequence[Any]
+    prompts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class EnvironmentReturn:
         observations: B texts that the policy sees next; None where the conversation ends.
         metadata: B objects for the next turn.
         metrics: figures of the whole batch, which are summed over batches.
+        accuracies: B numbers from 0 to 1, how right each response is, where that is not the reward; None where it is not known.
+        parts: name of each part of the rewards to B numbers, without weights; None for a conversation that has no such part.
     """
 
     rewards: Sequence[float | None]
@@ -65,6 +74,8 @@ class EnvironmentReturn:
     observations: Sequence[str | None] = ()
     metadata: Sequence[Any] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    accuracies: Sequence[float | None] = ()
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -83,13 +94,30 @@ class Environment(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One reward of an environment.
+
+    Attributes:
+        name: of the reward among the others.
+        weight: factor in the sum.
+        reward: what computes it.
+        place: its number in the pool; None where the driver computes it.
+    """
+
+    name: str
+    weight: float
+    reward: Reward
+    place: int | None
+
+
 class SingleTurn:
-    """Environment of one turn: a reward function compares the response with the record's reference answer, and the conversation ends.
+    """Environment of one turn: reward functions compare the response with the record's reference answer, and the conversation ends.
 
     A reward that may fail or take long is computed in processes of a pool, so that no response harms the run or the other samples.
 
     Args:
-        section: the ``env`` section.
+        section: the ``env`` section, or that of an environment with a name in it.
 
     Raises:
         ConfigError: there is no such reward function.
@@ -97,69 +125,298 @@ class SingleTurn:
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         self._on_fault = {"error": section["on_error"], "timeout": section["on_timeout"]}
-        self._reward = get_reward(section["reward"], section["strip"])
+        self._has_several = section.get("rewards") is not None
+        self._batches_without_scores = 0
+        pooled: list[RewardSpec] = []
+        self._parts: list[_Part] = []
+        for key, inner in rewards_of(section).items():
+            spec = RewardSpec.of_section(inner)
+            reward = get_reward(spec)
+            self._parts.append(
+                _Part(key.rpartition(".")[2], inner.get("weight", 1.0), reward, None if reward.is_immediate else len(pooled))
+            )
+            pooled += [] if reward.is_immediate else [spec]
         self._pool: RewardPool | None = None
-        if not is_immediate(self._reward):
+        if pooled:
             processes = section["processes"] or min(os.cpu_count() or 1, 8)
-            self._pool = RewardPool(section["reward"], processes, section["timeout_s"])
+            self._pool = RewardPool(pooled, processes)
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Rewards of the responses. ``reward_errors`` and ``reward_timeouts`` count responses without one.
+        """Rewards of the responses, the sums of their parts times their weights.
+
+        ``reward_errors`` and ``reward_timeouts`` count parts that could not be computed; where there are several rewards, also those of
+        each, ``reward_errors/NAME``.
 
         Raises:
-            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``.
+            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; or ``_BATCHES`` batches in a
+                row had none that could be scored.
         """
-        tasks = [(response, record.answer) for response, record in zip(turn.responses, turn.records, strict=True)]
-        scores = self._pool.score(tasks) if self._pool else [Score(self._reward(*task)) for task in tasks]
-        faults = [score.fault for score in scores]
-        told = 0
-        masked = []
-        for row, score in enumerate(scores):
-            masked.append(self._is_masked(score, turn, row, tell=told < _TOLD))
-            told += score.fault is not None
-        if told > _TOLD:
-            logger.warning("%d further responses of this batch have no reward either", told - _TOLD)
+        columns = self._scores(turn)
+        masked = self._masked(columns, turn)
+        values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
+        rewards = [_weighted(self._parts, row) for row in zip(*values, strict=True)]
         return EnvironmentReturn(
-            rewards=[0.0 if score.value is None else score.value for score in scores],
-            terminated=[True] * len(scores),
+            rewards=[0.0 if hidden else reward for reward, hidden in zip(rewards, masked, strict=True)],
+            terminated=[True] * len(masked),
             masked=masked,
-            metrics={"reward_errors": faults.count("error"), "reward_timeouts": faults.count("timeout")},
+            metrics=self._metrics(columns),
+            accuracies=self._accuracies(columns, rewards),
+            parts=self._values_of_parts(values, masked) if self._has_several else {},
         )
 
     def fault_of_reference(self, answer: str) -> str | None:
-        """Return why nothing can be compared with a reference answer, as the reward function says."""
-        find = fault_of_reference(self._reward)
-        return None if find is None else find(answer)
+        """Return why nothing can be compared with a reference answer, as the reward functions say."""
+        for part in self._parts:
+            fault = part.reward.fault_of_reference
+            if fault is not None and (said := fault(answer)) is not None:
+                return f"{part.name}: {said}" if self._has_several else said
+        return None
 
     def close(self) -> None:
         """End the processes of the pool."""
         if self._pool is not None:
             self._pool.close()
 
-    def _is_masked(self, score: Score, turn: Turn, row: int, *, tell: bool) -> bool:
-        """Whether a sample is not trained on; reports one that has no reward."""
-        if score.fault is None:
-            return False
-        what = f"record {turn.records[row].index}: no reward, {score.message}. The response ends in {turn.responses[row][-80:]!r}"
+    def _scores(self, turn: Turn) -> list[list[Score]]:
+        """The scores of each reward, a list of B."""
+        asked = any(part.reward.wants_record for part in self._parts)
+        full = [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
+        pooled: list[Score] = []
+        if self._pool is not None:
+            short = [replace(task, prompt="", record={}) for task in full] if asked else full
+            # the responses of one reward after those of another, so that the slow ones of both are spread
+            tasks = [
+                (part.place, task)
+                for part in self._parts
+                if part.place is not None
+                for task in (full if part.reward.wants_record else short)
+            ]
+            pooled = self._pool.score(tasks)
+        rows = len(full)
+        return [
+            [score_of(part.reward, task) for task in full] if part.place is None else pooled[part.place * rows : (part.place + 1) * rows]
+            for part in self._parts
+        ]
+
+    def _values_of_parts(self, values: Sequence[Sequence[float]], masked: Sequence[bool]) -> dict[str, list[float | None]]:
+        """The numbers of each reward; None for a sample that is masked."""
+        named = zip((part.name for part in self._parts), values, strict=True)
+        return {name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)] for name, column in named}
+
+    def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
+        """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
+        told, masked = 0, [False] * len(turn.responses)
+        for part, column in zip(self._parts, columns, strict=True):
+            for row, score in enumerate(column):
+                if score.fault is not None:
+                    masked[row] |= self._is_masked(score, part, turn, row, tell=told < _TOLD)
+                    told += 1
+        if told > _TOLD:
+            logger.warning("%d further rewards of this batch could not be computed either", told - _TOLD)
+        self._batches_without_scores = self._batches_without_scores + 1 if masked and all(masked) else 0
+        if self._batches_without_scores >= _BATCHES:
+            first = next(score.message for column in columns for score in column if score.fault is not None)
+            raise RewardError(
+                f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault is: {first}. Fix: mend the "
+                "reward function, or bring the scorer up, and start the run again"
+            )
+        return masked
+
+    def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
+        """Whether a sample is not trained on because of one reward that is missing."""
+        assert score.fault is not None
+        reward = f"reward {part.name}" if self._has_several else "reward"
+        what = f"record {turn.records[row].index}: no {reward}, {score.message}. The response ends in {turn.responses[row][-80:]!r}"
         decision = self._on_fault[score.fault]
         if decision == "raise":
             raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{score.fault} to zero or mask")
         if tell:
             logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
-        return decision == "mask"
+        return bool(decision == "mask")
+
+    def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:
+        """How many rewards are missing and why."""
+        counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
+        for part, column in zip(self._parts, columns, strict=True):
+            faults = [score.fault for score in column]
+            for name, fault in (("reward_errors", "error"), ("reward_timeouts", "timeout")):
+                counts[name] += faults.count(fault)  # type: ignore[arg-type]
+                if self._has_several:
+                    counts[f"{name}/{part.name}"] = faults.count(fault)  # type: ignore[arg-type]
+        return counts
+
+    def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
+        """How right each response is: as a reward says beside its number, else the number of the first that tells right from wrong, else
+        the sum. Empty where that is the reward anyway."""
+        if not self._has_several and all(score.accuracy is None for score in columns[0]):
+            return []
+        judge = next((column for part, column in zip(self._parts, columns, strict=True) if part.reward.tells_right_from_wrong), None)
+        found: list[float | None] = []
+        for row, reward in enumerate(rewards):
+            said = next((column[row].accuracy for column in columns if column[row].accuracy is not None), None)
+            if said is None:
+                said = reward if judge is None else judge[row].value or 0.0
+            found.append(said)
+        return found
 
 
-def find_faults(environment: Environment, timeout_s: float) -> Callable[[str], str | None]:
+def _weighted(parts: Sequence[_Part], values: Sequence[float]) -> float:
+    """The sum of values times weights; one reward of weight 1 as it is."""
+    return sum((part.weight * value for part, value in zip(parts[1:], values[1:], strict=True)), parts[0].weight * values[0])
+
+
+def _task(turn: Turn, row: int, *, with_record: bool) -> Task:
+    record = turn.records[row]
+    response, length = turn.responses[row], len(turn.response_ids[row])
+    if not with_record:
+        return Task(response, record.answer, length)
+    fields = {**getattr(record, "fields", {}), "index": record.index, "answer": record.answer}
+    prompt = turn.prompts[row] if turn.prompts else ""
+    return Task(response, record.answer, length, prompt, fields)
+
+
+class NamedEnvironments:
+    """Environments with names: each record meets the one that it names (``environment_name``).
+
+    Args:
+        environments: by name, at least one.
+    """
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._environments = dict(environments)
+
+    def step(self, turn: Turn) -> EnvironmentReturn:
+        """What each environment says to its own conversations, in the order of all.
+
+        Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``, and its rewards, ``NAME``.
+
+        Raises:
+            RewardError: a record names no environment that is there.
+            BatchError: an environment does not return one value for each of its responses.
+        """
+        rows_of: dict[str, list[int]] = {}
+        for row, record in enumerate(turn.records):
+            rows_of.setdefault(self._name_of(record), []).append(row)
+        merged = _Merged(len(turn.records))
+        for name, rows in rows_of.items():
+            merged.take(name, rows, self._environments[name].step(_of_rows(turn, rows)))
+        return merged.result()
+
+    def fault_of_reference(self, answer: str, name: str | None = None) -> str | None:
+        """Return why a reference answer of a record that names this environment is of no use."""
+        if name is None and len(self._environments) == 1:
+            name = next(iter(self._environments))
+        if name not in self._environments:
+            names = ", ".join(self._environments)
+            return f"its record names the environment {name!r}, and there are {names}" if name else f"its record names none of {names}"
+        return self._environments[name].fault_of_reference(answer)
+
+    def close(self) -> None:
+        """Close all."""
+        with contextlib.ExitStack() as stack:
+            for environment in self._environments.values():
+                stack.callback(environment.close)
+
+    def _name_of(self, record: Example) -> str:
+        name = environment_name(record)
+        if name is None and len(self._environments) == 1:
+            return next(iter(self._environments))
+        if name not in self._environments:
+            raise RewardError(
+                f"record {record.index} names the environment {name!r}, and there are {', '.join(self._environments)}. Fix: give it an "
+                "env_name among these, or the source of data that it comes from"
+            )
+        return name
+
+
+class _Merged:
+    """Answers of several environments to parts of a batch, put together."""
+
+    def __init__(self, rows: int) -> None:
+        self.rewards: list[float | None] = [None] * rows
+        self.terminated, self.masked = [True] * rows, [False] * rows
+        self.accuracies: list[float | None] = [None] * rows
+        self.says_accuracy = False
+        self.metrics: dict[str, float] = {}
+        self.parts: dict[str, list[float | None]] = {}
+
+    def take(self, name: str, rows: Sequence[int], said: EnvironmentReturn) -> None:
+        """Put what one environment said to the rows of a batch in their places."""
+        for what in (said.rewards, said.terminated, said.masked):
+            if len(what) != len(rows):
+                raise BatchError(f"the environment {name} returned {len(what)} values for {len(rows)} responses. Fix: return one each")
+        _put(self.rewards, rows, said.rewards)
+        _put(self.terminated, rows, said.terminated)
+        _put(self.masked, rows, said.masked)
+        self.says_accuracy |= bool(said.accuracies)
+        _put(self.accuracies, rows, said.accuracies or said.rewards)
+        for part, values in {name: said.rewards, **{f"{name}/{part}": values for part, values in said.parts.items()}}.items():
+            _put(self.parts.setdefault(part, [None] * len(self.rewards)), rows, values)
+        for metric, value in said.metrics.items():
+            self.metrics[metric] = self.metrics.get(metric, 0) + value
+
+    def result(self) -> EnvironmentReturn:
+        """All of it."""
+        return EnvironmentReturn(
+            self.rewards,
+            self.terminated,
+            self.masked,
+            metrics=self.metrics,
+            accuracies=self.accuracies if self.says_accuracy else [],
+            parts=self.parts,
+        )
+
+
+def _put(column: list[Any], rows: Sequence[int], values: Sequence[Any]) -> None:
+    for row, value in zip(rows, values, strict=True):
+        column[row] = value
+
+
+class _Chosen(Sequence[str]):
+    """Some of the texts of a sequence, none of which is asked for before it is needed."""
+
+    def __init__(self, texts: Sequence[str], rows: Sequence[int]) -> None:
+        self._texts, self._rows = texts, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._texts[self._rows[place]]
+
+
+def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
+    """The turn of some of its conversations."""
+
+    def chosen(column: Sequence[_T]) -> list[_T]:
+        return [column[row] for row in rows]
+
+    prompts = _Chosen(turn.prompts, rows) if turn.prompts else ()
+    return Turn(chosen(turn.records), chosen(turn.responses), chosen(turn.response_ids), chosen(turn.metadata), prompts)
+
+
+def environment_name(record: Any) -> str | None:
+    """The name of the environment that a record meets: its ``env_name``, else the field ``env_name`` or ``task_name`` of its data."""
+    name = getattr(record, "env_name", None)
+    fields = getattr(record, "fields", {})
+    return name or fields.get("env_name") or fields.get("task_name")
+
+
+def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | None]:
     """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
+
+    It is called with the answer and, where the run's environments have names, with that of the record's (``environment_name``).
 
     Args:
         environment: that is asked.
         timeout_s: seconds that it may take.
     """
 
-    def find(answer: str) -> str | None:
+    def find(answer: str, name: str | None = None) -> str | None:
         try:
             with time_limit(timeout_s):
+                if isinstance(environment, NamedEnvironments):
+                    return environment.fault_of_reference(answer, name)
                 return environment.fault_of_reference(answer)
         except OutOfTimeError:
             return f"fault_of_reference did not come back within {timeout_s:g} s"
@@ -170,13 +427,27 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[[str], s
 
 
 def make_environment(section: Mapping[str, Any]) -> Environment:
-    """The environment that an ``env`` section describes.
+    """The environment that an ``env`` section describes, or those with names in it as one.
 
     Raises:
         ConfigError: it cannot be imported or built.
     """
+    named = named_environments(section)
+    if not named:
+        return _made(section, ENVIRONMENT)
+    environments: dict[str, Environment] = {}
+    try:
+        for name, inner in named.items():
+            environments[name] = _made(inner, f"env.{name}.environment")
+    except BaseException:
+        NamedEnvironments(environments).close()
+        raise
+    return NamedEnvironments(environments)
+
+
+def _made(section: Mapping[str, Any], key: str) -> Environment:
     name = section["environment"]
     if not is_import_path(name):
         return SingleTurn(section)
-    environment: Environment = environment_class(name)(section)
+    environment: Environment = environment_class(name, key)(section)
     return environment

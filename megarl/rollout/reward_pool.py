@@ -1,4 +1,4 @@
-"""A pool of processes that compute rewards, with a hard limit a sample.
+"""A pool of processes that compute rewards, with a hard limit for each reward of a sample.
 
 A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to no harm. Each process is this
 module run as a program: it reads tasks from its standard input and writes results to what was its standard output, a JSON list a line.
@@ -30,7 +30,8 @@ from megarl.config.environments import REWARD
 from megarl.errors import ConfigError, RewardError, StateError, Violation
 from megarl.import_path import is_import_path
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
-from megarl.rollout.rewards import RewardFunction, get_reward
+from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematics
+from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward, verdict
 from megarl.time_limit import OutOfTimeError, time_limit
 
 START_SECONDS = 300.0
@@ -56,39 +57,40 @@ class Score:
         value: the reward; None where there is none.
         fault: why there is none: ``error`` (it raised, returned no finite number, or its process died) or ``timeout``.
         message: the fault in words.
+        accuracy: whether the response is right, 0 to 1, where the function says so beside the reward.
     """
 
     value: float | None
     fault: Literal["error", "timeout"] | None = None
     message: str = ""
+    accuracy: float | None = None
 
 
 class RewardPool:
-    """Processes that compute one reward function.
+    """Processes that compute some reward functions, each process all of them.
 
     Args:
-        name: of the function, see ``get_reward``.
+        specs: the functions, see ``get_reward``.
         processes: how many, at least 1.
-        timeout_s: seconds that one response may take.
 
     Raises:
         ConfigError: a user's function cannot be imported; found by the first process, which is waited for.
         ValueError: no process is asked for.
     """
 
-    def __init__(self, name: str, processes: int, timeout_s: float) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], processes: int) -> None:
         if processes < 1:
             raise ValueError(f"a pool of {processes} processes computes nothing. Fix: ask for at least 1")
-        self.name, self.timeout_s = name, timeout_s
+        self.specs = tuple(specs)
         self._sent = 0
         self._processes = [self._started() for _ in range(processes)]
         with self._closed_on_error():
             # a built-in function is there; its processes may start while the workers do
-            if is_import_path(name):
+            if any(is_import_path(spec.name) for spec in self.specs):
                 self._wait_until_ready(self._processes[0])
 
-    def score(self, tasks: Sequence[tuple[str, str]]) -> list[Score]:
-        """The score of each (response, reference answer), in their order.
+    def score(self, tasks: Sequence[tuple[int, Task]]) -> list[Score]:
+        """The score of each task by the reward of that number, in their order.
 
         Raises:
             RewardError: a process does not start, or ends before it has.
@@ -114,7 +116,7 @@ class RewardPool:
         self._processes = []
 
     def _advance(
-        self, place: int, tasks: Sequence[tuple[str, str]], waiting: deque[int], scores: dict[int, Score], given_twice: set[int]
+        self, place: int, tasks: Sequence[tuple[int, Task]], waiting: deque[int], scores: dict[int, Score], given_twice: set[int]
     ) -> None:
         """Take what one process has said, replace it if it is of no more use, and give it work.
 
@@ -135,7 +137,7 @@ class RewardPool:
                 given_twice.add(row)
                 waiting.appendleft(row)
         elif row is not None and time.monotonic() > process.deadline:
-            scores[row] = Score(None, "timeout", f"no answer within {self.timeout_s:g} s")
+            scores[row] = _late(self.specs[tasks[row][0]].timeout_s)
             process.has_ended = True
         if process.has_ended:
             process.kill()
@@ -143,7 +145,7 @@ class RewardPool:
             process.expect_start()
         if waiting and process.is_ready and process.row is None:
             row = waiting.popleft()
-            process.send(self._sent, row, tasks[row])
+            process.send(self._sent, row, *tasks[row])
             self._sent += 1
 
     def _wait_for_news(self) -> None:
@@ -167,7 +169,7 @@ class RewardPool:
             process.check_start()
 
     def _started(self) -> _Process:
-        return _Process.started(self.name, self.timeout_s)
+        return _Process.started(self.specs)
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -184,8 +186,7 @@ class _Process:
 
     Attributes:
         child: the process.
-        name: of the reward function.
-        timeout_s: seconds a response.
+        specs: of the reward functions.
         row: of the task that it works on; None while it has none.
         number: of that task, which its answer has to bear.
         score: the answer to that task; None until it is there.
@@ -196,8 +197,7 @@ class _Process:
     """
 
     child: subprocess.Popen[bytes]
-    name: str
-    timeout_s: float
+    specs: Sequence[RewardSpec]
     row: int | None = None
     number: int = -1
     score: Score | None = None
@@ -208,12 +208,13 @@ class _Process:
     _received: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def started(cls, name: str, timeout_s: float) -> _Process:
+    def started(cls, specs: Sequence[RewardSpec]) -> _Process:
         # Linux counts as the parent the thread that starts it
         dies_with = ["--die-with-parent"] if threading.current_thread() is threading.main_thread() else []
-        command = [sys.executable, "-m", "megarl.rollout.reward_pool", name, repr(timeout_s), *dies_with]
+        told = json.dumps([[spec.name, dict(spec.options), spec.timeout_s] for spec in specs])
+        command = [sys.executable, "-m", "megarl.rollout.reward_pool", told, *dies_with]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        process = cls(child, name, timeout_s)
+        process = cls(child, specs)
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
         return process
@@ -244,14 +245,17 @@ class _Process:
         if self.is_ready:
             return
         if self.has_ended:
-            raise RewardError(f"a process for {REWARD} = {self.name!r} ended before it was ready, with {self.exit_code()}")
+            raise RewardError(f"a process for {REWARD} = {self._names()} ended before it was ready, with {self.exit_code()}")
         if time.monotonic() > self.deadline:
-            raise RewardError(f"a process for {REWARD} = {self.name!r} did not start within {START_SECONDS:g} s")
+            raise RewardError(f"a process for {REWARD} = {self._names()} did not start within {START_SECONDS:g} s")
 
-    def send(self, number: int, row: int, task: tuple[str, str]) -> None:
-        """Give it a task; its time begins."""
-        self.number, self.row, self.deadline = number, row, time.monotonic() + self.timeout_s + GRACE_SECONDS
-        self.unsent = json.dumps([number, *task]).encode() + b"\n"
+    def send(self, number: int, row: int, which: int, task: Task) -> None:
+        """Give it a task for one of the rewards; its time begins."""
+        self.number, self.row = number, row
+        self.deadline = time.monotonic() + self.specs[which].timeout_s + GRACE_SECONDS
+        # a field of a record may be a date, or an array
+        line = [number, which, task.response, task.answer, task.length, task.prompt, task.record]
+        self.unsent = json.dumps(line, default=str).encode() + b"\n"
         self.send_more()
 
     def send_more(self) -> None:
@@ -285,14 +289,17 @@ class _Process:
     def _take(self, number: int, kind: Any, what: Any) -> None:
         """Take one line."""
         if kind == _UNUSABLE:
-            raise ConfigError([Violation(REWARD, self.name, what[0], what[1])])
+            raise ConfigError([Violation(REWARD, what[0], what[1], what[2])])
         if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
         elif self.row is None or number != self.number or self.score is not None:
             self.has_ended = True
         else:
             self.deadline = math.inf
-            self.score = Score(what) if kind == _VALUE else Score(None, kind, what)
+            self.score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, what)
+
+    def _names(self) -> str:
+        return ", ".join(repr(spec.name) for spec in self.specs)
 
     def exit_code(self) -> str:
         """Return how it ended, in words; waits for its end."""
@@ -310,24 +317,38 @@ class _Process:
                     stream.close()
 
 
-def _score(function: RewardFunction, response: str, answer: str, timeout_s: float) -> tuple[str, Any]:
-    """Kind and content of the line that answers a task."""
+def _late(timeout_s: float) -> Score:
+    return Score(None, "timeout", f"no answer within {timeout_s:g} s")
+
+
+def score_of(reward: Reward, task: Task, timeout_s: float = math.inf) -> Score:
+    """What a reward makes of a task, here and now.
+
+    Args:
+        reward: that judges.
+        task: that is judged.
+        timeout_s: seconds after which an alarm rings; infinite for none.
+    """
     try:
-        with time_limit(timeout_s):
-            value = float(function(response, answer))
+        with contextlib.nullcontext() if timeout_s == math.inf else time_limit(timeout_s):
+            value, accuracy = verdict(reward.judge(task))
     except (OutOfTimeError, JudgementTimeoutError):
-        return _TIMEOUT, f"no answer within {timeout_s:g} s"
+        return _late(timeout_s)
     except KeyboardInterrupt:
         raise
     # a user's function may raise anything, SystemExit too
     except BaseException as error:
-        return _ERROR, f"{type(error).__name__}: {error}"
+        return Score(None, "error", f"{type(error).__name__}: {error}")
     if not abs(value) <= _LARGEST:
-        return _ERROR, f"it returned {value}, and a finite number is wanted"
-    return _VALUE, value
+        return Score(None, "error", f"it returned {value}, and a finite number is wanted")
+    if accuracy is None:
+        return Score(value)
+    if not 0 <= accuracy <= 1:
+        return Score(None, "error", f"it returned acc = {accuracy}, and a number from 0 to 1 is wanted")
+    return Score(value, accuracy=accuracy)
 
 
-def main(name: str, timeout_s: float) -> None:
+def main(specs: Sequence[RewardSpec]) -> None:
     """Serve tasks until standard input ends. What the function and its own processes find there is empty."""
     own = os.getpid()
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -347,19 +368,26 @@ def main(name: str, timeout_s: float) -> None:
         while line:
             line = line[results.write(line) :]
 
-    try:
-        function = get_reward(name)
-        if function is math_verify and not _judges():
-            tell(-1, _UNUSABLE, ["the installed math-verify says that 1 is not 1", "install the version that megarl's package asks for"])
+    rewards = []
+    for spec in specs:
+        try:
+            rewards.append(get_reward(spec))
+        except ConfigError as error:
+            violation = error.violations[0]
+            tell(-1, _UNUSABLE, [spec.name, violation.bound, violation.fix])
             return
-    except ConfigError as error:
-        violation = error.violations[0]
-        tell(-1, _UNUSABLE, [violation.bound, violation.fix])
-        return
+        if rewards[-1].fault_of_reference is fault_of_mathematics and not _judges():
+            fix = "install the version that megarl's package asks for"
+            tell(-1, _UNUSABLE, [spec.name, "the installed math-verify says that 1 is not 1", fix])
+            return
     tell(-1, _READY, None)
     for line in tasks:
-        number, response, answer = json.loads(line)
-        tell(number, *_score(function, response, answer, timeout_s))
+        number, which, *task = json.loads(line)
+        score = score_of(rewards[which], Task(*task), specs[which].timeout_s)
+        if score.fault is None:
+            tell(number, _VALUE, [score.value, score.accuracy])
+        else:
+            tell(number, score.fault, score.message)
 
 
 def _judges() -> bool:
@@ -376,6 +404,6 @@ def _die_with_the_parent() -> None:
 
 
 if __name__ == "__main__":
-    if "--die-with-parent" in sys.argv[3:]:
+    if "--die-with-parent" in sys.argv[2:]:
         _die_with_the_parent()
-    main(sys.argv[1], float(sys.argv[2]))
+    main([RewardSpec(*spec) for spec in json.loads(sys.argv[1])])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
-from megarl.config.sections import EnvConfig
+from megarl.config.environments import EnvConfig
 from megarl.key import ABOVE_0, AT_LEAST_1, Key
 
 

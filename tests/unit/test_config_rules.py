@@ -381,6 +381,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("single_turn", {"grpo.max_rollout_turns": 2}, {}, {"grpo.max_rollout_turns"}),
     ("reward_is_known", {"env.reward": "exakt"}, {}, {"env.reward"}),
     ("environment_is_known", {"env.environment": "games"}, {}, {"env.environment"}),
+    ("environments_in_range", {"env": {"math": {"timeout_s": 0}, "a b": {"reward": "math"}}}, {}, {"env.math.timeout_s", "env.a b"}),
+    ("environments_have_names", {"env.math": {}}, {}, {"env.reward"}),
     ("wandb_is_named", {"logger.wandb_enabled": True}, {}, {"logger.wandb"}),
     (
         "values_in_range",

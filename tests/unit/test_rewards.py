@@ -21,7 +21,7 @@ from megarl.errors import BatchError, ConfigError, RewardError, StateError
 from megarl.rollout import collector, reward_pool
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
-from megarl.rollout.rewards import REWARDS, get_reward
+from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
 
 USERS = """
 import os, subprocess, sys, time
@@ -68,6 +68,21 @@ number = 3
 """
 
 
+def judged(name: str, response: str, answer: str, **options: Any) -> Any:
+    """What a built-in reward makes of a response."""
+    return get_reward(RewardSpec(name, options)).judge(Task(response, answer))
+
+
+def pool_of(name: str, processes: int, timeout_s: float) -> RewardPool:
+    """A pool of one reward."""
+    return RewardPool([RewardSpec(name, timeout_s=timeout_s)], processes)
+
+
+def scored(pool: RewardPool, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+    """What a pool of one reward makes of responses and reference answers."""
+    return pool.score([(0, Task(*pair)) for pair in pairs])
+
+
 @pytest.fixture
 def users(tmp_path: Path) -> str:
     """Import path of a user's reward."""
@@ -81,8 +96,8 @@ def users(tmp_path: Path) -> str:
     [("12", "12", 1, 1), (" 12\n", "12", 1, 0), ("12", " 12", 1, 0), ("1 2", "12", 0, 0), ("", "", 1, 1), ("12.", "12", 0, 0)],
 )
 def test_exact_match(response: str, answer: str, stripped: float, literal: float) -> None:
-    assert get_reward("exact_match")(response, answer) == stripped
-    assert get_reward("exact_match", strip=False)(response, answer) == literal
+    assert judged("exact_match", response, answer) == stripped
+    assert judged("exact_match", response, answer, strip=False) == literal
 
 
 MATHEMATICS = [
@@ -98,15 +113,15 @@ MATHEMATICS = [
 
 @pytest.mark.parametrize(("response", "answer", "expected"), MATHEMATICS)
 def test_math_verify(response: str, answer: str, expected: float) -> None:
-    assert get_reward("math_verify")(response, answer) == expected
+    assert judged("math_verify", response, answer) == expected == judged("math", response, answer)
 
 
 def test_mathematics_in_processes() -> None:
     """The same scores in order, however many processes; what takes too long is stopped there."""
     with_bomb = [*MATHEMATICS, (r"\boxed{9^{9^{9^{9}}}}", "5", None)]
-    pool = RewardPool("math_verify", 2, 8.0)
+    pool = pool_of("math_verify", 2, 8.0)
     try:
-        scores = pool.score([(response, answer) for response, answer, _ in with_bomb])
+        scores = scored(pool, [(response, answer) for response, answer, _ in with_bomb])
     finally:
         pool.close()
     assert [score.value for score in scores] == [expected for _, _, expected in with_bomb]
@@ -115,27 +130,29 @@ def test_mathematics_in_processes() -> None:
 
 def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     assert set(REWARDS) == set(BUILT_IN_REWARDS)
-    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': it must be exact_match, math_verify or an import path"):
-        get_reward("exakt")
+    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': it must be exact_match, math, .* or an import path"):
+        get_reward(RewardSpec("exakt"))
     with pytest.raises(ConfigError, match=r"has no rewart.*write one of its names \(.*reward"):
-        get_reward(users.replace(":reward", ":rewart"))
+        get_reward(RewardSpec(users.replace(":reward", ":rewart")))
     with pytest.raises(ConfigError, match=r"it is int, which cannot be called"):
-        get_reward(users.replace(":reward", ":number"))
+        get_reward(RewardSpec(users.replace(":reward", ":number")))
     with pytest.raises(ConfigError, match=r"there is no file"):
-        get_reward(f"{tmp_path}/absent.py:reward")
+        get_reward(RewardSpec(f"{tmp_path}/absent.py:reward"))
     with pytest.raises(ConfigError, match=r"fails: ModuleNotFoundError"):
-        get_reward("no.such.module:reward")
+        get_reward(RewardSpec("no.such.module:reward"))
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nraise ValueError('not today')\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
-        RewardPool(f"{broken}:reward", 1, 1.0)
-    assert callable(get_reward("os.path:basename"))
+        pool_of(f"{broken}:reward", 1, 1.0)
+    assert get_reward(RewardSpec("os.path:join")).judge(Task("a", "b")) == "a/b"
+    with pytest.raises(ConfigError, match=r"it takes \(p\), and \(response, answer\) or \(prompt, response, record\) is wanted"):
+        get_reward(RewardSpec("os.path:basename"))
     broken.write_text("open('no such table')\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: FileNotFoundError: .*no such table"):
-        get_reward(f"{broken}:reward")
+        get_reward(RewardSpec(f"{broken}:reward"))
     broken.write_text("raise SystemExit(0)\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: SystemExit: 0"):
-        get_reward(f"{broken}:reward")
+        get_reward(RewardSpec(f"{broken}:reward"))
 
 
 FAULTS: Mapping[str, tuple[str | None, str]] = {
@@ -154,10 +171,10 @@ FAULTS: Mapping[str, tuple[str | None, str]] = {
 def test_a_function_that_fails_harms_no_other_response(users: str, capfd: pytest.CaptureFixture[str]) -> None:
     good = ["a", "bb", "ccc\n", "dddd \ud800", '"', ""]
     responses = [each for pair in zip([*FAULTS], [*good, "x", "y", "z"], strict=True) for each in pair] + ["end"]
-    pool = RewardPool(users, 3, 1.5)
+    pool = pool_of(users, 3, 1.5)
     try:
         for _ in range(2):
-            scores = pool.score([(response, "answer") for response in responses])
+            scores = scored(pool, [(response, "answer") for response in responses])
             for response, score in zip(responses, scores, strict=True):
                 expected = Score(None, *FAULTS[response]) if response in FAULTS else Score(len(response) / 8)  # type: ignore[arg-type]
                 assert score == expected, response
@@ -191,7 +208,7 @@ def wait_until_heard(processes: Sequence[Any]) -> None:
 
 def test_a_driver_that_comes_late_takes_what_is_there(users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes have long been ready, and answers long been there, when the driver next looks."""
-    pools.append(RewardPool(users, 2, 5.0))
+    pools.append(pool_of(users, 2, 5.0))
     wait_until_heard(pools[0]._processes[1:])
     monkeypatch.setattr(reward_pool, "START_SECONDS", 0.0)
     late = 0.0
@@ -205,43 +222,43 @@ def test_a_driver_that_comes_late_takes_what_is_there(users: str, pools: list[Re
 
     monkeypatch.setattr(reward_pool, "time", SimpleNamespace(monotonic=lambda: clock() + late))
     monkeypatch.setattr(pools[0], "_wait_for_news", hold_up)
-    assert [score.value for score in pools[0].score([("a", ""), ("bb", "")])] == [1 / 8, 2 / 8]
+    assert [score.value for score in scored(pools[0], [("a", ""), ("bb", "")])] == [1 / 8, 2 / 8]
 
 
 def test_an_answer_is_taken_for_its_own_task_alone(users: str, pools: list[RewardPool]) -> None:
     """Also where a function forks, and the child comes back from it."""
-    pools.append(RewardPool(users, 1, 5.0))
+    pools.append(pool_of(users, 1, 5.0))
     responses = ["a", "forks", "bb", "reads", "ccc"]
     for _ in range(2):
-        assert [score.value for score in pools[0].score([(each, "") for each in responses])] == [1 / 8, 5 / 8, 2 / 8, 1.0, 3 / 8]
+        assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [1 / 8, 5 / 8, 2 / 8, 1.0, 3 / 8]
     pools[0]._processes[0]._received += b'[99, "value", 7.0]\n'
-    assert pools[0].score([("a", "")]) == [Score(1 / 8)]
+    assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
 
 
 def test_a_process_that_does_not_read_is_out_of_time(users: str, pools: list[RewardPool]) -> None:
     """More than a pipe holds is sent to it, and the driver does not wait for the pipe."""
-    pools.append(RewardPool(users, 1, 0.5))
-    assert pools[0].score([("a", "")]) == [Score(1 / 8)]
+    pools.append(pool_of(users, 1, 0.5))
+    assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
     os.kill(pools[0]._processes[0].child.pid, signal.SIGSTOP)
-    assert pools[0].score([("b" * 10**6, ""), ("cc", "")]) == [Score(None, "timeout", "no answer within 0.5 s"), Score(2 / 8)]
-    assert pools[0].score([("b" * 10**6, "")]) == [Score(10**6 / 8)]
+    assert scored(pools[0], [("b" * 10**6, ""), ("cc", "")]) == [Score(None, "timeout", "no answer within 0.5 s"), Score(2 / 8)]
+    assert scored(pools[0], [("b" * 10**6, "")]) == [Score(10**6 / 8)]
 
 
 def test_a_process_that_died_of_something_else_costs_no_response(users: str, pools: list[RewardPool], tmp_path: Path) -> None:
-    pools.append(RewardPool(users, 1, 5.0))
+    pools.append(pool_of(users, 1, 5.0))
     child = pools[0]._processes[0].child
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    assert pools[0].score([("a", ""), ("dies once", str(tmp_path / "died"))]) == [Score(1 / 8), Score(9 / 8)]
+    assert scored(pools[0], [("a", ""), ("dies once", str(tmp_path / "died"))]) == [Score(1 / 8), Score(9 / 8)]
 
 
 def test_a_pool_that_cannot_be_used_says_so(users: str, pools: list[RewardPool]) -> None:
     with pytest.raises(ValueError, match="a pool of 0 processes"):
-        RewardPool(users, 0, 1.0)
-    pools.append(RewardPool(users, 1, 1.0))
+        pool_of(users, 0, 1.0)
+    pools.append(pool_of(users, 1, 1.0))
     pools[0].close()
     with pytest.raises(StateError, match="the pool of rewards is closed"):
-        pools[0].score([("a", "")])
+        scored(pools[0], [("a", "")])
 
 
 def test_a_library_that_has_changed_is_not_a_model_that_is_wrong(
@@ -251,9 +268,9 @@ def test_a_library_that_has_changed_is_not_a_model_that_is_wrong(
     (tmp_path / "math_verify" / "errors.py").write_text("class TimeoutException(BaseException): ...")
     (tmp_path / "math_verify" / "__init__.py").write_text("def parse(text): ...\ndef verify(gold, target): ...")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    pools.append(RewardPool("math_verify", 1, 5.0))
+    pools.append(pool_of("math_verify", 1, 5.0))
     with pytest.raises(ConfigError, match="says that 1 is not 1"):
-        pools[0].score([(r"\boxed{1}", "1")])
+        scored(pools[0], [(r"\boxed{1}", "1")])
 
 
 @pytest.mark.parametrize("argument", ["response", "answer"])

@@ -74,7 +74,7 @@ ALGORITHM = """
 from typing import NotRequired
 from typing_extensions import TypedDict
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.sections import EnvConfig
+from megarl.config.environments import EnvConfig
 
 class Own(TypedDict):
     prompts: NotRequired[int]

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
 from megarl.config.arithmetic import sequence_share
-from megarl.config.environments import ENVIRONMENT, REWARD, check_reward, environment_class
+from megarl.config.environments import (
+    ENVIRONMENT,
+    SINGLE_TURN,
+    EnvConfig,
+    RewardOptions,
+    environment_class,
+    environments_of,
+    fault_of_name,
+    faults_of_ranges,
+    faults_of_rewards,
+    named_environments,
+)
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
+from megarl.key import keys_of
 
 POLICY_WORKERS = "lm_policy"
 """What the policy's worker group is called."""
@@ -96,25 +109,55 @@ def single_turn(view: View) -> Iterator[Violation]:
 
 
 def reward_is_known(view: View) -> Iterator[Violation]:
-    """An environment of one turn has a reward function: a built-in one, or one at an import path."""
-    view.require(view["env.environment"] == "single_turn" and not _faulty(view, REWARD))
-    try:
-        check_reward(view.get(REWARD))
-    except ConfigError as error:
-        yield from error.violations
+    """An environment of one turn has reward functions: built-in ones with the options that they read, or some at import paths."""
+    for key, section in _environments(view):
+        if section.get("environment", SINGLE_TURN) == SINGLE_TURN:
+            yield from faults_of_rewards(section, key)
 
 
 def environment_is_known(view: View) -> Iterator[Violation]:
     """An environment of another kind is one at an import path."""
-    name = view[ENVIRONMENT]
-    view.require(name != "single_turn")
-    if not is_import_path(name):
-        yield Violation(ENVIRONMENT, name, "it must be single_turn or an import path", "write one, such as path/to/file.py:Name")
-        return
-    try:
-        environment_class(name)
-    except ConfigError as error:
-        yield from error.violations
+    for section_key, section in _environments(view):
+        key, name = f"{section_key}.environment", section.get("environment", SINGLE_TURN)
+        if name == SINGLE_TURN:
+            continue
+        if not is_import_path(name):
+            yield Violation(key, name, "it must be single_turn or an import path", "write one, such as path/to/file.py:Name")
+            continue
+        try:
+            environment_class(name, key)
+        except ConfigError as error:
+            yield from error.violations
+
+
+def _environments(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Key and section of each environment of which every value is of its type."""
+    for key, section in environments_of(view["env"]).items():
+        if not view.has_faults(key):
+            yield key, section
+
+
+def environments_in_range(view: View) -> Iterator[Violation]:
+    """Environments with names have such that metrics can bear, and numbers within their bounds."""
+    for name, section in named_environments(view["env"]).items():
+        yield from fault_of_name(f"env.{name}", name)
+        if not view.has_faults(f"env.{name}"):
+            yield from faults_of_ranges(section, EnvConfig, f"env.{name}")
+
+
+def environments_have_names(view: View) -> Iterator[Violation]:
+    """Where environments have names, the section around them has no rewards of its own, which would do nothing."""
+    env = view["env"]
+    named = sorted(named_environments(env))
+    view.require(bool(named))
+    for key in ("reward", "rewards", *keys_of(RewardOptions)):
+        if env.get(key) is not None:
+            bound = f"the environments of the run are {', '.join(named)}, and no record meets this one"
+            yield Violation(f"env.{key}", env[key], bound, f"move it to env.{named[0]}")
+    if env.get("environment", SINGLE_TURN) != SINGLE_TURN:
+        yield Violation(
+            ENVIRONMENT, env["environment"], f"the environments of the run are {', '.join(named)}", f"move it to env.{named[0]}"
+        )
 
 
 def wandb_is_named(view: View) -> Iterator[Violation]:
@@ -167,6 +210,8 @@ RUN_RULES: tuple[Rule, ...] = (
     single_turn,
     reward_is_known,
     environment_is_known,
+    environments_in_range,
+    environments_have_names,
     wandb_is_named,
     profiled_steps,
     profiled_workers,

@@ -68,6 +68,10 @@ class View:
             current = current[part]
         return True
 
+    def has_faults(self, path: str) -> bool:
+        """Whether the value at ``path``, or one below it, has the wrong type."""
+        return any(faulty == path or faulty.startswith(f"{path}.") for faulty in self._faulty)
+
     @property
     def facts(self) -> ModelFacts:
         """Sizes of the model."""
