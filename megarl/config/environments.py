@@ -20,6 +20,30 @@ SINGLE_TURN = "single_turn"
 class RewardOptions(TypedDict):
     """Options of the built-in rewards. One that the named reward does not read is refused."""
 
+    math_verify_impl: NotRequired[
+        Annotated[
+            Literal["hf_math_verify", "dapo_math_verify"],
+            Key(
+                "`math`: `hf_math_verify` compares values (when absent), `dapo_math_verify` compares the text after the last ``Answer:``, "
+                "as DAPO does."
+            ),
+        ]
+    ]
+    gsm8k_method: NotRequired[
+        Annotated[
+            Literal["strict", "flexible"],
+            Key("`gsm8k`: `strict` takes the number after the last ``####`` (when absent), `flexible` the last number."),
+        ]
+    ]
+    pattern: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "`format`: regular expression that the whole response has to match, in which a dot is any character; when absent "
+                "there is one ``<think>...</think>`` at the beginning and an answer after it."
+            ),
+        ]
+    ]
     max_response_length: NotRequired[Annotated[int, Key("`overlong`, `length`: longest response in tokens.", AT_LEAST_1)]]
     overlong_buffer_length: NotRequired[
         Annotated[int, Key("`overlong`: tokens before that length over which the reward falls from 0 to -1.", AT_LEAST_1)]
@@ -57,9 +81,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             str | None,
             Key(
-                "the reward function: `exact_match`, `math` (or `math_verify`), `length`, `overlong`, or an import path, "
-                "`path/to/file.py:function`, see `megarl.rollout.rewards`; null where ``rewards`` names several, or the environment "
-                "has its own.",
+                "the reward function: `exact_match`, `math` (or `math_verify`), `gsm8k`, `multichoice`, `format`, `length`, "
+                "`overlong`, or an import path, `path/to/file.py:function`, see `megarl.rollout.rewards`; null where ``rewards`` names "
+                "several, or the environment has its own.",
                 default=None,
             ),
         ]
@@ -106,8 +130,11 @@ class EnvConfig(RewardOptions):
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "exact_match": ("strip",),
-        "math": (),
-        "math_verify": (),
+        "math": ("math_verify_impl",),
+        "math_verify": ("math_verify_impl",),
+        "gsm8k": ("gsm8k_method",),
+        "multichoice": (),
+        "format": ("pattern",),
         "length": ("max_response_length",),
         "overlong": ("max_response_length", "overlong_buffer_length"),
     }
@@ -224,3 +251,8 @@ def _faults_of_options(reward: Mapping[str, Any], key: str) -> Iterator[Violatio
     if longest is not None and buffer is not None and buffer > longest:
         bound = f"it is longer than the longest response, max_response_length = {longest}"
         yield Violation(f"{key}.overlong_buffer_length", buffer, bound, f"write {longest} or less")
+    if reward.get("pattern") is not None:
+        try:
+            re.compile(reward["pattern"])
+        except re.error as error:
+            yield Violation(f"{key}.pattern", reward["pattern"], f"it is no regular expression: {error}", "mend it")

@@ -18,6 +18,7 @@ reference answer when the data are read, and says why an answer is of no use, or
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from typing import Any
 from megarl.config.environments import OPTIONS, REWARD, check_reward
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
-from megarl.rollout import mathematics
+from megarl.rollout import answers, mathematics
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,25 @@ def _exact_match(strip: bool = True) -> Reward:
     return Reward(lambda task: float(task.response == task.answer), is_immediate=True)
 
 
-def _math() -> Reward:
+def _math(math_verify_impl: str = "hf_math_verify") -> Reward:
+    if math_verify_impl == "dapo_math_verify":
+        return Reward(lambda task: answers.dapo_match(task.response, task.answer), answers.fault_of_text)
     return Reward(lambda task: mathematics.math_verify(task.response, task.answer), mathematics.fault_of_reference)
+
+
+def _gsm8k(gsm8k_method: str = "strict") -> Reward:
+    return Reward(lambda task: answers.gsm8k(task.response, task.answer, gsm8k_method), answers.fault_of_gsm8k)
+
+
+def _multichoice() -> Reward:
+    return Reward(lambda task: answers.multichoice(task.response, task.answer), answers.fault_of_choice)
+
+
+def _format(pattern: str | None = None) -> Reward:
+    if pattern is None:
+        return Reward(lambda task: answers.thinks_first(task.response), tells_right_from_wrong=False)
+    wanted = re.compile(pattern, re.DOTALL)
+    return Reward(lambda task: float(wanted.fullmatch(task.response) is not None), tells_right_from_wrong=False)
 
 
 def _length(max_response_length: int) -> Reward:
@@ -123,7 +141,16 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
-    {"exact_match": _exact_match, "math": _math, "math_verify": _math, "length": _length, "overlong": _overlong}
+    {
+        "exact_match": _exact_match,
+        "math": _math,
+        "math_verify": _math,
+        "gsm8k": _gsm8k,
+        "multichoice": _multichoice,
+        "format": _format,
+        "length": _length,
+        "overlong": _overlong,
+    }
 )
 """Built-in rewards by the name that ``env.reward`` takes; each is made with its options (``RewardOptions``)."""
 

@@ -1,0 +1,134 @@
+"""Final answers that are found in a response and compared as text or as a decimal number: GSM8K, multiple choice, DAPO's rule, and a form.
+
+Values of mathematical expressions: ``megarl.rollout.mathematics``.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_NUMBER = r"(?:[-+]\$?|\$[-+]?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_MARKED_NUMBER = re.compile(rf"####[ \t]*\**({_NUMBER})(\S*)")
+_GOES_ON = re.compile(r"[.,]?[0-9]|[/^:]|[-*][0-9]")
+_ANY_NUMBER = re.compile(rf"(?<![0-9.]){_NUMBER}")
+
+_WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*"
+# A and I are words too
+_LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:because|since|as|is)\b)))"
+_NOT_ONE_OF_SEVERAL = r"(?![)\]}]*\s*(?:and|or|,|&|/)\s*[(\[]?[A-Z](?![A-Za-z]))"
+_CHOICE = re.compile(
+    rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option|choice)\s+)?{_LETTER}{_NOT_ONE_OF_SEVERAL}"
+)
+_ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")
+
+LONGEST_ENDING = 300
+"""Characters at the end of a response in which DAPO's rule looks for ``Answer:``."""
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ARTICLES_AND_SPACES = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""))
+_NAMES_OF_TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
+_UNITS = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds meters meals "
+    "edges students childrentickets multiples \\text{s} \\text{.}"
+)
+_MARKS = (
+    *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"),
+    *("\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_UNWRAPPED = tuple(
+    re.compile(rf"\\{name}\{{(.*{lazy})\}}") for name, lazy in (("text", "?"), ("textbf", "?"), ("overline", "?"), ("boxed", ""))
+)
+
+
+def gsm8k(response: str, answer: str, method: str = "strict") -> float:
+    """1.0 when the response ends in the number of the reference, as a decimal number; commas and a dollar sign do not count.
+
+    Args:
+        response: with ``#### 72``, of which the last counts. A number that goes on (``#### 3/4``) is none.
+        answer: a whole solution with ``####``, as the data set has it, or a number.
+        method: ``flexible`` takes the last number of the response, wherever it stands.
+    """
+    found = _ANY_NUMBER.findall(response) if method == "flexible" else _marked_numbers(response)
+    return float(bool(found) and found[-1] is not None and _number(found[-1]) == _reference_number(answer))
+
+
+def _marked_numbers(response: str) -> list[str | None]:
+    """What follows each ``####``; None for what begins like a number and is none."""
+    return [None if _GOES_ON.match(rest) else number for number, rest in _MARKED_NUMBER.findall(response)]
+
+
+def fault_of_gsm8k(answer: str) -> str | None:
+    """Why nothing can be compared with a reference of GSM8K; None where it can."""
+    return None if _reference_number(answer) is not None else "no number stands after ####, and it is no number itself"
+
+
+def _reference_number(answer: str) -> Decimal | None:
+    last = answer.rpartition("####")[2].strip()
+    return _number(last) if re.fullmatch(_NUMBER, last) else None
+
+
+def _number(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace("$", ""))
+
+
+def multichoice(response: str, answer: str) -> float:
+    """1.0 when the response chooses the letter of the reference.
+
+    The last of ``\\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option B`` counts, or a response that is a letter
+    and nothing else. The first word of a sentence (``Answer: A good one``) is no choice, nor are several letters (``B and C``).
+
+    Args:
+        response: the model's.
+        answer: a capital letter, alone or in brackets.
+    """
+    alone = _ONLY_A_LETTER.fullmatch(response)
+    chosen = [alone[1]] if alone else _CHOICE.findall(response)
+    return float(bool(chosen) and chosen[-1] == _reference_letter(answer))
+
+
+def fault_of_choice(answer: str) -> str | None:
+    """Why no choice can be compared with a reference; None where it can."""
+    return None if _reference_letter(answer) else "it is no single capital letter"
+
+
+def _reference_letter(answer: str) -> str | None:
+    letter = _ONLY_A_LETTER.fullmatch(answer)
+    return letter[1] if letter else None
+
+
+def dapo_match(response: str, answer: str) -> float:
+    """1.0 when the response's final answer is the reference as a text, both simplified; the rule that DAPO's authors score by.
+
+    The final answer is what follows the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to the end of its line. A box
+    alone is none, and 1/2 is not 0.5 to this rule.
+    """
+    stated = _ANSWER.findall(response[-LONGEST_ENDING:])
+    return float(bool(stated) and simplified(stated[-1]) == simplified(answer))
+
+
+def fault_of_text(answer: str) -> str | None:
+    """Why no text can be compared with a reference by DAPO's rule; None where it can."""
+    return None if simplified(answer) else "nothing is left of it once units, spaces and marks of LaTeX are taken away"
+
+
+def simplified(text: str) -> str:
+    """A final answer without what DAPO's rule takes for spelling: what stands before ``=``, articles, spaces, units, dollars, boxes."""
+    text = text.split("=")[-1]
+    for before, after in (*_ARTICLES_AND_SPACES, *_NAMES_OF_TEXT, *((each, "") for each in (*_UNITS.split(), *_MARKS))):
+        text = text.replace(before, after)
+    text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)
+    for wrapping in _UNWRAPPED:
+        text = wrapping.sub(r"\1", text)
+    # \frac12 and \sqrt2 are written with braces
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    digits = text.replace(",", "")
+    return (digits if digits.isdigit() else text).strip()
+
+
+def thinks_first(response: str) -> float:
+    """1.0 for one ``<think>...</think>`` that begins the response, with an answer after it."""
+    begin, end = response.find("<think>"), response.find("</think>")
+    once = response.count("<think>") == response.count("</think>") == 1
+    return float(once and not response[:begin].strip() and bool(response[end + len("</think>") :].strip()))

@@ -1,0 +1,227 @@
+"""Verifiers that find a final answer in a response: GSM8K, multiple choice, DAPO's rule, and forms, against tables by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config import check
+from megarl.config.validate import validate_config
+from megarl.errors import ConfigError
+from megarl.rollout import answers
+from megarl.rollout.environment import SingleTurn, Turn
+from megarl.rollout.reward_pool import RewardPool
+from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
+from tests.unit.config_samples import complete, raw_grpo
+
+SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
+
+# response, reference, strict, flexible
+GSM8K = [
+    (SOLUTION, SOLUTION, 1, 1),
+    ("#### 72", SOLUTION, 1, 1),
+    ("####72", "72", 1, 1),
+    ("#### 72.", "72", 1, 1),
+    ("#### 72.0", "72", 1, 1),
+    ("#### $72", "72", 1, 1),
+    ("#### **72**", "72", 1, 1),
+    ("#### 72 clips", "72", 1, 1),
+    ("#### 72\nThat took 3 steps.", "72", 1, 0),
+    ("#### 71\n#### 72", "72", 1, 1),
+    ("#### 72\n#### 71", "72", 0, 0),
+    ("#### 72\n#### 72/5", "72", 0, 0),
+    ("#### 72:30", "72", 0, 0),
+    ("#### 72-80", "72", 0, 0),
+    ("#### 72.5.1", "72.5", 0, 1),
+    ("#### 1,234", "1234", 1, 1),
+    ("#### 1234", "solved\n#### 1,234", 1, 1),
+    ("#### -5", "-5", 1, 1),
+    ("#### -$5", "-5", 1, 1),
+    ("#### 5", "-5", 0, 0),
+    ("#### +-5", "-5", 0, 1),
+    ("#### .5", "0.5", 1, 1),
+    ("The answer is 72", "72", 0, 1),
+    ("The answer is 72, I think", "72", 0, 1),
+    ("It is 3.75.", "3.75", 0, 1),
+    ("#### seventy", "72", 0, 0),
+    ("#### Step 1\n#### 72", "72", 1, 1),
+    ("### 72", "72", 0, 1),
+    ("", "72", 0, 0),
+    ("####", "72", 0, 0),
+    ("#### \u0667\u0662", "72", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("response", "answer", "strict", "flexible"), GSM8K)
+def test_gsm8k(response: str, answer: str, strict: float, flexible: float) -> None:
+    assert answers.gsm8k(response, answer) == strict
+    assert answers.gsm8k(response, answer, "flexible") == flexible
+    assert answers.fault_of_gsm8k(answer) is None
+
+
+# response, letter
+CHOICES = [
+    ("Answer: B", "B"),
+    ("Answer: (B)", "B"),
+    ("Answer:B.", "B"),
+    ("**Answer:** B", "B"),
+    ("The answer is B.", "B"),
+    ("the answer is: (B) 12", "B"),
+    ("The correct choice is option B", "B"),
+    (r"\boxed{B}", "B"),
+    (r"so $\boxed{\text{B}}$", "B"),
+    (r"\boxed{(B)}", "B"),
+    ("B", "B"),
+    (" (B) ", "B"),
+    ("**B**", "B"),
+    ("B.", "B"),
+    ("Answer: C\nNo, wait.\nAnswer: B", "B"),
+    ("The answer is A", "A"),
+    ("Answer: A because it is warm", "A"),
+    ("Answer: I", "I"),
+    ("Answer: A good one is hard to find", None),
+    ("Answer: I do not know", None),
+    ("Answer: Because of it", None),
+    ("Answer: B and C", None),
+    ("Answer: B, C", None),
+    ("Answer: b", None),
+    ("B is warm, C is cold", None),
+    ("I would say B", None),
+    ("", None),
+    ("BC", None),
+]
+
+
+@pytest.mark.parametrize(("response", "letter"), CHOICES)
+def test_multichoice(response: str, letter: str | None) -> None:
+    for reference in ("A", "B", "(C)", "I"):
+        assert answers.multichoice(response, reference) == float(reference.strip("()") == letter), reference
+
+
+# response, reference, score
+DAPO = [
+    ("Answer: 34", "34", 1),
+    ("answer : $34$", "34", 1),
+    ("so\nAnswer: \\boxed{34}", "34", 1),
+    ("Answer: 33\nAnswer: 34", "34", 1),
+    ("Answer: 34\nAnswer: 33", "34", 0),
+    ("Answer: x = 34", "34", 1),
+    ("Answer: 1,234", "1234", 1),
+    ("Answer: 34 dollars", "34", 1),
+    ("Answer: 34^\\circ", "34", 1),
+    ("Answer: $\\frac12$", "\\frac{1}{2}", 1),
+    ("Answer: $\\sqrt2$", "\\sqrt{2}", 1),
+    ("Answer: \\text{east}", "east", 1),
+    ("Answer: (1, 2)", "(1,2)", 1),
+    ("Answer: 0.5", "\\frac{1}{2}", 0),
+    ("Answer: 34.", "34", 0),
+    ("\\boxed{34}", "34", 0),
+    ("34", "34", 0),
+    ("Answer:", "34", 0),
+    ("", "34", 0),
+    ("Answer: 34" + " and so on" * 40, "34", 0),
+    ("Answer: 34\n" + "x" * 288, "34", 1),
+    ("Answer: 34\n" + "x" * 290, "34", 0),
+]
+
+
+@pytest.mark.parametrize(("response", "answer", "score"), DAPO)
+def test_the_rule_of_dapo(response: str, answer: str, score: float) -> None:
+    assert answers.dapo_match(response, answer) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a\nb</think>\nc", 1),
+        ("\n<think></think>c", 1),
+        ("<think>a</think>", 0),
+        ("<think>a</think> \n", 0),
+        ("c<think>a</think>c", 0),
+        ("<think>a<think>b</think>c", 0),
+        ("<think>a</think>b</think>c", 0),
+        ("</think>a<think>c", 0),
+        ("a</think>c", 0),
+        ("", 0),
+    ],
+)
+def test_a_response_that_thinks_first(response: str, score: float) -> None:
+    assert answers.thinks_first(response) == score
+    assert get_reward(RewardSpec("format")).judge(Task(response, "")) == score
+
+
+def test_references_that_say_nothing_are_found() -> None:
+    for reference in ("", "seventy-two", "#### ", "#### 1/2", "72 #### x"):
+        assert answers.fault_of_gsm8k(reference) is not None, reference
+    for reference in ("", "b", "AB", "A and B", "1"):
+        assert answers.fault_of_choice(reference) is not None, reference
+    assert answers.fault_of_text("dollars") is not None and answers.fault_of_text("x = 3") is None
+
+
+@pytest.fixture
+def environments() -> Iterator[list[SingleTurn]]:
+    """Those that are put in are closed in the end."""
+    made: list[SingleTurn] = []
+    yield made
+    for environment in made:
+        environment.close()
+
+
+def test_verifiers_by_name_and_option(environments: list[SingleTurn]) -> None:
+    """Each with its options, all in one pool, through the configuration."""
+    config = raw_grpo()
+    rewards = {
+        "math": {},
+        "dapo": {"reward": "math", "math_verify_impl": "dapo_math_verify", "weight": 10},
+        "gsm8k": {"weight": 100},
+        "last": {"reward": "gsm8k", "gsm8k_method": "flexible", "weight": 1000},
+        "form": {"reward": "format", "pattern": r"<a>.*</a>", "weight": 0.5},
+    }
+    config["env"] = {"rewards": rewards, "processes": 1}
+    filled = complete(config)
+    assert check(filled) == []
+    environments.append(SingleTurn(filled["env"]))
+    responses = [r"\boxed{12}", "Answer: 12", "#### 12", "<a>\n12\n</a>", "none"]
+    records: list[Any] = [SimpleNamespace(index=row, answer="12", env_name=None, fields={}) for row in range(5)]
+    result = environments[0].step(Turn(records, responses, [[1]] * 5, [None] * 5))
+    assert list(result.rewards) == [1001.0, 1011.0, 1101.0, 1001.5, 0.0]
+    assert environments[0].fault_of_reference("x^2") == "gsm8k: no number stands after ####, and it is no number itself"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"reward": "gsm8k", "math_verify_impl": "dapo_math_verify"}, "the reward 'gsm8k' does not read it"),
+        ({"reward": "math", "math_verify_impl": "sympy"}, r"env\.math_verify_impl = 'sympy'"),
+        ({"reward": "format", "pattern": "(a"}, r"env\.pattern = '\(a': it is no regular expression: missing \)"),
+        ({"reward": None, "gsm8k": {"gsm8k_method": "loose"}}, r"env\.gsm8k\.gsm8k_method = 'loose'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(env: dict[str, Any], message: str) -> None:
+    config = raw_grpo()
+    config["env"] |= env
+    with pytest.raises(ConfigError, match=message):
+        validate_config(config)
+
+
+def test_a_pattern_that_takes_for_ever_scores_0() -> None:
+    """The engine of regular expressions listens to no alarm, so the process is ended, and another one goes on."""
+    pool = RewardPool([RewardSpec("format", {"pattern": "(a+)+b"}, timeout_s=0.5)], 1)
+    try:
+        late, good = pool.score([(0, Task("a" * 60, "")), (0, Task("aab", ""))])
+    finally:
+        pool.close()
+    assert (late.fault, late.value, good.value) == ("timeout", None, 1.0)
+
+
+def test_the_names_of_nemo_rl_are_there(tmp_path: Path) -> None:
+    """``env.math`` with its number of workers and implementation."""
+    config = raw_grpo()
+    config["env"] = {"math": {"num_workers": 8, "math_verify_impl": "hf_math_verify"}}
+    filled = complete(config)
+    assert check(filled) == [] and filled["env"]["math"]["processes"] == 8
+    assert {"math", "gsm8k", "multichoice", "exact_match", "format"} <= set(REWARDS)
