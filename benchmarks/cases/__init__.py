@@ -51,6 +51,10 @@ CASES = {
         "all weights of mixtures of 12 and 125 experts a layer, about as many bytes, against one flat copy",
         "benchmarks.cases.refit_export",
     ),
+    "messages": Case(
+        "messages and bytes of driver and ranks of a refit at 8 to 1,024 ranks, counted; fails above its bounds",
+        "benchmarks.cases.messages",
+    ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "grpo.step": Case("a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"),
     "recipe.step": Case(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ def refit_policy_generation(
     if colocated_inference:
         policy.offload_before_refit()
         policy_generation.prepare_for_generation(tags=["weights"])
-        _hand_over(policy, policy_generation, policy.prepare_weights_for_ipc(_refit_buffer_size_gb=_refit_buffer_size_gb))
+        _hand_over(policy, policy_generation, _refit_buffer_size_gb)
         policy.offload_after_refit()
         policy_generation.prepare_for_generation(tags=["kv_cache"])
     else:
@@ -55,16 +55,18 @@ def refit_policy_generation(
         raise RefitError("a refit ended without an error, yet not all engines have the same whole weights; this is a defect of megarl")
 
 
-def _hand_over(policy: Policy, generation: RolloutEngine, groups: Sequence[list[str]]) -> None:
-    """Each group of weights to the engines, the next one being gathered while they load: the transfer buffer has two halves."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit") as gathering:
-        coming = gathering.submit(policy.get_weights_ipc_handles, groups[0])
-        for following in [*groups[1:], None]:
-            handles = coming.result()
-            if following is not None:
-                coming = gathering.submit(policy.get_weights_ipc_handles, following)
-            if not generation.update_weights_from_ipc_handles(handles):
-                raise RefitError("an engine did not take its weights; it does not answer until a whole refit")
+def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | None) -> None:
+    """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for any number of groups."""
+    session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
+    sending = policy.hand_over_weights(session, ticket, buffer_gib)
+    receiving = generation.update_weights_from_policy(ticket)
+    try:
+        policy.worker_group.get_all_worker_results(sending)
+    except MegarlError:
+        # the engines hear of it, and end by themselves; what they have does not count, even where all of it came
+        generation.loaded([])
+        raise
+    generation.loaded(generation.results(receiving))
 
 
 def connect(policy: Policy, generation: RolloutEngine) -> None:

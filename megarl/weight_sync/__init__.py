@@ -1,8 +1,7 @@
 """Hands trained weights to an engine that generates: one manifest and one IPC buffer a lifetime, groups of tensors with a version on each.
 
-``.manifest`` says what is sent (``.tensor_info`` one weight), ``.layout`` where it lies, and ``.packing`` takes it from the
-model. On one machine ``.shared_memory`` and ``.ipc_buffer`` hold it, ``.sender`` fills it on the ranks of the policy and
-``.receiver`` reads it on those of the engine. Between machines ``.rendezvous`` brings both together, ``.stages`` says which pipeline
-stage sends what, ``.transfer_group`` joins the ranks, ``.channel`` has the buffers, ``.delta_channel`` sends what changed alone,
-and ``.broadcast`` is a refit from either side.
+``.manifest`` says what is sent and takes it from the model, ``.layout`` where it lies. On one machine ``.ipc_buffer`` holds it,
+``.colocated`` fills it on the ranks of the policy and reads it on those of the engine, and by ``.handover`` they tell one another when.
+Between machines ``.rendezvous`` brings both together, ``.transfer_group`` joins the ranks, ``.liveness`` misses those that are gone, and
+``.broadcast`` is a refit from either side.
 """

@@ -1,6 +1,7 @@
 """Colocated refits: the policy's ranks gather weights and lay them into IPC buffers; the engine finds them by handle and checks them.
 
-The sender is one rank's part; the receiver knows which version of the weights is whole.
+The sender is one rank's part; the receiver knows which version of the weights is whole. A refit goes either by itself, through a mailbox
+(``handover``), or group by group, by a caller that carries the handles.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
+from megarl.weight_sync.handover import ENGINE_PATIENCE, POLICY_PATIENCE, Mailbox, MailboxReader
 from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity
 from megarl.weight_sync.layout import Group, checksum
-from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, expect_end, pack, too_large
+from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, drain, expect_end, pack, too_large
 
 # of a slot, where the configuration names no size; on a GPU less when less is free
 DEFAULT_SLOT_BYTES = GIB // 2
@@ -55,6 +57,7 @@ class WeightSender:
         self._manifest: Manifest | None = None
         self._publishes = False
         self._ipc_buffer: IpcBuffer | None = None
+        self._mailbox: Mailbox | None = None
         self._round = 0
         self._version = 0
         self._open: WeightIterator | None = None
@@ -156,48 +159,114 @@ class WeightSender:
             )
         slot = self._groups_sent % SLOTS
         try:
-            buffer = self._claim(slot, group) if self._publishes else None
+            buffer = self._claim(slot, group, self._round) if self._publishes else None
         except RefitError:
             # the other ranks gather this group all the same
             self._copy(group, None)
             self.give_up()
             raise
         try:
-            self._copy(group, buffer)
+            payload = self._lay(slot, group, buffer)
         except BaseException:
             self.give_up()
             raise
+        return {} if payload is None else {self._runtime.identity(): payload}
+
+    def _lay(self, slot: int, group: Group, buffer: torch.Tensor | None) -> dict[str, Any] | None:
+        """Gather a group into a slot and publish it; its payload, None on a rank without a buffer."""
+        self._copy(group, buffer)
         self._next = group.stop
         self._groups_sent += 1
         if self._next == len(self.manifest.tensors):
             self._end()
         if buffer is None or self._ipc_buffer is None:
-            return {}
+            return None
         self._runtime.synchronize()
         number = checksum(buffer[: group.nbytes]) if self._with_checksum else None
         self._ipc_buffer.publish(slot, self._round, group.first)
-        payload = {
+        return {
             "ipc_buffer": self._ipc_buffer.handle(),
             "manifest": self.manifest.digest,
             "version": self._version,
             "round": self._round,
             "slot": slot,
             "first": group.first,
-            "count": count,
+            "count": group.count,
             "checksum": number,
         }
-        return {self._runtime.identity(): payload}
+
+    # a refit that goes by itself
+
+    def mailbox(self) -> dict[str, Any]:
+        """``{device: handle}`` of this rank's mailbox, made once; empty on a rank that publishes nothing. The first call is collective."""
+        _ = self.manifest
+        if not self._publishes:
+            return {}
+        if self._mailbox is None:
+            self._mailbox = Mailbox(on_gpu=self._runtime.is_cuda)
+        return {self._runtime.identity(): self._mailbox.handle()}
+
+    def hand_over(self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE) -> None:
+        """Give the weights of the refit that was begun to the engine's ranks beside this one, group after group, until all have read them.
+
+        All ranks go through all weights, whatever happens on one of them. An engine rank that cannot read them is not waited for: it says
+        so itself.
+
+        Args:
+            session, ticket: numbers of the engines and of the refit.
+            most: bytes of a group, the same on all ranks; by default what a slot holds.
+            patience: longest wait for an engine rank to read a group, in seconds.
+
+        Raises:
+            RefitError: the weights are not what the manifest says, there is no memory, or an engine rank does not read.
+        """
+        self._require_open()
+        stream, box = self._open, self._mailbox
+        assert stream is not None
+        if box is not None:
+            box.open(session, ticket)
+            box = box if box.has_readers(session) else None
+        try:
+            first = 0
+            for index, names in enumerate(self.manifest.names_within(self.slot_bytes() if most is None else most)):
+                self._hand_over(box, index, self.manifest.group(first, len(names)), patience)
+                first += len(names)
+            if box is not None:
+                box.wait_until_read(self._groups_sent, patience)
+        except BaseException as error:
+            self.refuse(session, ticket, error)
+            self._open = None
+            if isinstance(error, Exception):
+                # the other ranks gather the rest all the same; of two failures the first one counts
+                with contextlib.suppress(Exception):
+                    drain(stream)
+            raise
+
+    def _hand_over(self, box: Mailbox | None, index: int, group: Group, patience: float) -> None:
+        slot, buffer = index % SLOTS, None
+        if box is not None:
+            box.wait_until_read(index + 1 - SLOTS, patience)
+            # who has read what stands in the mailbox, which knows of readers that refused, too
+            buffer = self._claim(slot, group, None)
+        payload = self._lay(slot, group, buffer)
+        if box is not None and payload is not None:
+            box.post(index, payload)
+
+    def refuse(self, session: int, ticket: int, error: BaseException) -> None:
+        """Tell the engine's ranks beside this one that a refit, also one that was not begun, gives them no more, and why."""
+        if self._mailbox is not None:
+            self._mailbox.give_up(session, ticket, f"{type(error).__name__}: {error}")
 
     def _require_open(self) -> None:
         if self._open is None:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
 
-    def _claim(self, slot: int, group: Group) -> torch.Tensor:
+    def _claim(self, slot: int, group: Group, round_: int | None) -> torch.Tensor:
         if self._ipc_buffer is None or group.nbytes > self._ipc_buffer.slot_bytes:
             size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
             self._ipc_buffer = IpcBuffer(size, self._runtime.device)
-        return self._ipc_buffer.claim(slot, self._round)
+        return self._ipc_buffer.claim(slot, round_)
 
     def _copy(self, group: Group, buffer: torch.Tensor | None) -> None:
         assert self._open is not None
@@ -216,9 +285,12 @@ class WeightSender:
             expect_end(stream)
 
     def close(self) -> None:
-        """Let go of the IPC buffer."""
+        """Let go of the IPC buffer and the mailbox."""
         self.give_up()
         self._let_go()
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
 
     def _let_go(self) -> None:
         if self._ipc_buffer is not None:
@@ -277,6 +349,38 @@ class WeightReceiver:
         if self._next == len(self.manifest.tensors):
             self._round = None
             self.version = int(payload["version"])
+
+    def receive(
+        self,
+        mailbox: MailboxReader,
+        ticket: int,
+        load: Callable[[list[tuple[str, torch.Tensor]]], None],
+        patience: float = ENGINE_PATIENCE,
+    ) -> None:
+        """Take all weights of a refit from the policy's rank that shares this device.
+
+        Args:
+            mailbox: of that rank.
+            ticket: number of the refit.
+            load: gets names and tensors that stand until it returns.
+            patience: longest wait for a group, in seconds.
+
+        Raises:
+            RefitError: the policy gave the refit up, ended, or sent other bytes; it does not wait for this rank then.
+        """
+        self.version = None
+        mailbox.enter(ticket)
+        try:
+            index = 0
+            while self.version is None:
+                with self.group(mailbox.payload(ticket, index, patience)) as weights:
+                    load(weights)
+                index += 1
+                mailbox.has_read(index)
+        except BaseException:
+            self.version = None
+            mailbox.refuse(ticket)
+            raise
 
     def _expected(self, payload: Mapping[str, Any]) -> tuple[IpcBufferReader, Group]:
         """The IPC buffer and the group, if it is the one that comes next."""

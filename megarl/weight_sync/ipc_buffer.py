@@ -184,8 +184,12 @@ class IpcBuffer:
         """Handle, of plain types, by which another process opens it; the same one every time."""
         return self._handle
 
-    def claim(self, slot: int, round_: int) -> torch.Tensor:
+    def claim(self, slot: int, round_: int | None) -> torch.Tensor:
         """uint8 [slot_bytes] to write group after group into; nobody reads it any more.
+
+        Args:
+            slot: which one.
+            round_: of the refit; None where the caller knows by other means that nobody reads it.
 
         Raises:
             RefitError: a living reader has not acknowledged what this round put there before.

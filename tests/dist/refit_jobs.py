@@ -23,11 +23,14 @@ from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
+from megarl.weight_sync.handover import MailboxReader, mailbox_for
 from megarl.weight_sync.layout import checksum
 from megarl.weight_sync.manifest import Manifest, groups_within
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import jobs
 from tests.dist.batches import make_batch
+
+SESSION = 2**61 + 5
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -52,21 +55,83 @@ def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, to
     return received
 
 
+class Beside:
+    """A rank of an engine beside each rank of the policy, a thread; on a CPU all of them read what the policy's rank 0 publishes."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.receiver = WeightReceiver(Manifest.from_description(worker.prepare_refit_info()), torch.device("cpu"))
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, worker.mailbox())
+        mailboxes = {device: handle for own in everybody for device, handle in own.items()}
+        assert len(mailboxes) == 1, "one rank a host publishes"
+        self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine"), SESSION)
+        self.received: dict[str, torch.Tensor] = {}
+        dist.barrier()
+
+    def refit(self, ticket: int, budget: int | None = None) -> list[str]:
+        """What policy and engine say of a refit; nothing where it went well."""
+        self.received.clear()
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(self.receiver.receive, self.mailbox, ticket, _kept_in(self.received))
+            with counted_objects() as objects:
+                said = _refusal(self.worker.hand_over_weights, SESSION, ticket, budget)
+            assert not objects, "names and shapes travel at the first look alone"
+            return [said, _refusal(receiving.result)]
+
+    def close(self) -> None:
+        self.mailbox.close()
+        self.receiver.close()
+
+
 def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
-    """A refit after 0, 1 and 2 training steps: each with the weights as the engine and as the export have them."""
+    """A refit after 0, 1 and 2 training steps, the second one by handles: each with the weights as the engine and as the export have
+    them."""
     worker = build(config)
-    receiver = WeightReceiver(Manifest.from_description(worker.prepare_refit_info()), torch.device("cpu"))
+    beside = Beside(worker)
+    receiver = beside.receiver
     seen = []
     for step in range(3):
-        received = transfer(worker, receiver, budget)
+        if step == 1:
+            received = transfer(worker, receiver, budget)
+        else:
+            assert beside.refit(100 + step, budget) == ["", ""]
+            received = dict(beside.received)
         exported = dict(_copies(worker))
         same = list(received) == list(exported) and all(torch.equal(received[name], exported[name]) for name in exported)
         seen.append({"same": same, "version": receiver.version, "weights": received})
         rows = config["train_global_batch_size"]
         worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
-    receiver.close()
+    beside.close()
     worker.backend.close()
     return {"refits": seen}
+
+
+def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
+    """What policy and engine say of refits that the last rank cannot begin, that it breaks off in, whose parameters are away, and of one
+    after them."""
+    worker = build(config)
+    beside, last = Beside(worker), dist.get_rank() == dist.get_world_size() - 1
+    said = []
+    for ticket, method in enumerate(("begin", "_lay"), 1):
+        whole = getattr(worker._sender, method)
+
+        def fail(*arguments: Any, whole: Any = whole, method: str = method) -> Any:
+            if method == "begin" or arguments[1].first > 0:
+                raise MemoryError("all of it is taken")
+            return whole(*arguments)
+
+        with mock.patch.object(worker._sender, method, fail) if last else contextlib.nullcontext():
+            said.append(beside.refit(ticket, budget))
+    worker.offload_after_refit()
+    said.append(beside.refit(3, budget))
+    worker.prepare_for_lp_inference()
+    said.append(beside.refit(4, budget))
+    exported = dict(_copies(worker))
+    assert all(torch.equal(exported[name], tensor) for name, tensor in beside.received.items()) and len(beside.received) == len(exported)
+    beside.close()
+    worker.backend.close()
+    return said
 
 
 def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, dict[str, torch.Tensor]]]:

@@ -153,6 +153,25 @@ def test_engines_hear_of_a_policy_that_has_nothing_to_send_and_take_the_next_ref
     assert (first[2], second[2]) == (["", ""], [""])
 
 
+@sampled(1)
+@pytest.mark.parametrize("layout", ["megatron-pp2", "dtensor-dp2", "fsdp1-dp3"])
+def test_a_rank_that_fails_within_a_refit_keeps_no_other_one_and_no_engine_waiting(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str
+) -> None:
+    backend, world, changes = LAYOUTS[layout]
+    *others, last = pool.run(world, refit_jobs.faulty, configured(backend, tiny_models["qwen3-tied-four"], changes), BUDGET)
+    (begun, broken, away, whole) = zip(*others, last, strict=True)
+    for own, engine in begun[:-1]:
+        assert own == "RefitError: another rank of the policy could not begin the refit: see its own error, and refit anew"
+        assert engine == f"RefitError: the policy gave the refit up: {own}; refit anew"
+    assert begun[-1][0] == broken[-1][0] == "MemoryError: all of it is taken"
+    # the rank that publishes went through all its weights, and the engines have them whole
+    assert [own for own, _ in broken[:-1]] == [""] * len(others) and [engine for _, engine in broken] == [""] * world
+    for own, engine in away:
+        assert own.startswith("StateError: ") and engine.startswith("RefitError: the policy gave the refit up: StateError: ")
+    assert list(whole) == [["", ""]] * world
+
+
 def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     port = free_port("127.0.0.1")
     backend, world, changes = LAYOUTS["megatron-tp2-sp"]

@@ -80,6 +80,35 @@ def refitted(**settings: Any) -> VllmGenerationWorker:
     return one
 
 
+def test_a_refit_by_itself_is_one_update_of_the_engine(gpus: None) -> None:
+    one = made()
+    one.connect([["weight", [2], "float32"]], None)
+    one.meet({"GPU-6": {}}, 5)
+    before = len(calls_of(one))
+    assert one.update_from_policy(77) == 4
+    asked = ["start_weight_update", "update_weights", "finish_weight_update"]
+    assert [call[2] for call in calls_of(one)[before:] if call[1:2] == ("megarl_call",)] == asked
+
+
+def test_ranks_of_an_engine_that_fails_refuse_the_refit_they_were_asked_for(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the calls fails, also where a rank had not begun."""
+    for failing in ("start_weight_update", "update_weights", "finish_weight_update"):
+        one = refitted()
+        told: list[tuple[str, dict[str, Any]]] = []
+
+        def call(method: str, *arguments: Any, failing: str = failing, told: Any = told, **named: Any) -> Any:
+            told.append(named["args"])
+            return [("out of memory", True, "")] if named["args"][0] == failing else [None]
+
+        monkeypatch.setattr(one._engine, "call", call)
+        with pytest.raises(RefitError, match="the engine did not take the weights: out of memory"):
+            one.update_from_policy(77)
+        assert told[-1] == ("megarl_refuse", {"ticket": 77})
+        assert ("update_weights", {"update_info": {"given_up": True}}) in told
+        with pytest.raises(RefitError, match="the engine has the weights of version None"):
+            one.generate(PROMPTS, greedy=False, version=4)
+
+
 def test_an_engine_of_one_rank_sees_the_gpu_of_its_place_alone(gpus: None) -> None:
     assert calls_of(made()) == [("start", "6")]
 

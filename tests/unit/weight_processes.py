@@ -7,7 +7,7 @@ import gc
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.errors import MegarlError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
+from megarl.weight_sync.handover import MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import ONE_STAGE, Manifest, Stages
 from megarl.weight_sync.transfer_group import TransferGroup
 
@@ -26,6 +27,7 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 # so that there are several groups of weights
 BUDGET = 30_000
+SESSION = 7
 # a wait that ends with the test, and not with an error, where something hangs
 LONG = 300.0
 
@@ -135,7 +137,22 @@ class Policy:
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method=f"file://{directory}/{os.getpid()}", rank=0, world_size=1)
         self._step = 0
-        self._sender = WeightSender(lambda: iter(weights(self._step).items()), DeviceRuntime(CPU, "gloo"), with_checksum=True)
+        self._pause: int | None = None
+        self._sender = WeightSender(self._stream, DeviceRuntime(CPU, "gloo"), with_checksum=True)
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return _paused(self._connection, iter(weights(self._step).items()), self._pause)
+
+    def mailboxes(self) -> Any:
+        return self._sender.mailbox()
+
+    def hand_over(self, step: int, pause: int | None = None) -> str:
+        """Refit through the mailbox; pause before tensor ``pause``."""
+        self._step, self._pause = step, pause
+        self._sender.begin(step)
+        self._sender.hand_over(SESSION, step, most=BUDGET)
+        self._pause = None
+        return "handed over"
 
     def groups(self, step: int) -> list[list[str]]:
         """Begin a refit through shared memory."""
@@ -178,6 +195,7 @@ class Engine:
         self._connection = connection
         self._receiver = WeightReceiver(MANIFEST, CPU)
         self._listener: WeightListener | None = None
+        self._mailbox: MailboxReader | None = None
         self._state: dict[str, torch.Tensor] = {}
 
     def read(self, payload: Any, pause: bool = False) -> Any:
@@ -186,6 +204,16 @@ class Engine:
                 self._connection.send("paused")
                 self._connection.recv()
             self._state.update({name: tensor.clone() for name, tensor in tensors})
+        return self.served()
+
+    def meet(self, mailboxes: Any) -> str:
+        self._mailbox = MailboxReader(mailbox_for(mailboxes, "engine"), SESSION)
+        return "met"
+
+    def take(self, ticket: int, pause: str | None = None) -> Any:
+        """Take a refit through the mailbox; pause where weight ``pause`` is loaded."""
+        assert self._mailbox is not None
+        self._receiver.receive(self._mailbox, ticket, self._loading(pause))
         return self.served()
 
     def served(self) -> Any:
@@ -201,12 +229,14 @@ class Engine:
     def receive(self, pause: str | None = None) -> Any:
         """Take a refit of the group; pause where weight ``pause`` is loaded."""
         assert self._listener is not None
+        self._listener.receive(self._loading(pause))
+        return self.served()
 
+    def _loading(self, pause: str | None) -> Callable[[list[tuple[str, torch.Tensor]]], None]:
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             if pause in dict(tensors):
                 self._connection.send("paused")
                 self._connection.recv()
             self._state.update({name: tensor.clone() for name, tensor in tensors})
 
-        self._listener.receive(load)
-        return self.served()
+        return load

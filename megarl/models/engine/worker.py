@@ -336,12 +336,13 @@ class EngineWorker(ABC):
 
     # refit: the present weights, to an engine that generates on the same devices
 
-    def prepare_refit_info(self) -> dict[str, Any]:
-        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks."""
+    def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
+        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on all but the first."""
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
             self._require("prepare_refit_info")
-        return self._sender.manifest.description()
+        manifest = self._sender.manifest
+        return {} if first_rank_only and dist.get_rank() else manifest.description()
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """Older name of ``prepare_refit_info``."""
@@ -369,6 +370,40 @@ class EngineWorker(ABC):
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send_part(first, count)
+
+    def mailbox(self) -> dict[str, Any]:
+        """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a rank that publishes none."""
+        self.prepare_refit_info()
+        return self._sender.mailbox()
+
+    def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
+        """Give the present weights to the ranks of engines beside this worker, each group when the one before the last was read.
+
+        Args:
+            session: number of the engines, from ``RolloutEngine.meet``.
+            ticket: number of this refit, the same for policy and engines and no other refit's.
+            most: bytes of a group, where it is to be less than the transfer buffers hold.
+
+        Raises:
+            StateError: the weights are not those of the policy, or in host memory.
+            RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank does not read.
+        """
+        failure: Exception | None = None
+        room = -1
+        try:
+            room = self.begin_refit()
+        except Exception as error:
+            failure = error
+        # one group is laid out alike on all ranks, whose devices may have more or less room; none begins where one cannot
+        least = torch.tensor([room], device=self.runtime.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        room = int(least)
+        if room < 0:
+            failure = failure or RefitError("another rank of the policy could not begin the refit: see its own error, and refit anew")
+            self._sender.give_up()
+            self._sender.refuse(session, ticket, failure)
+            raise failure
+        self._sender.hand_over(session, ticket, most=room if most is None else min(room, most))
 
     # refit of an engine elsewhere
 

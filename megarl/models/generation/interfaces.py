@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -346,7 +347,7 @@ class RolloutEngine(GenerationInterface):
 
     @abstractmethod
     def results(self, futures: list[Any]) -> list[Any]:
-        """Wait for futures of ``init_collective`` or ``update_weights_from_collective``.
+        """Wait for futures of ``init_collective``, ``update_weights_from_collective`` or ``update_weights_from_policy``.
 
         Raises:
             MegarlError: one of them failed.
@@ -354,7 +355,29 @@ class RolloutEngine(GenerationInterface):
 
     @abstractmethod
     def loaded(self, versions: list[Any]) -> None:
-        """Take note of the results of ``update_weights_from_collective``."""
+        """Take note of the results of ``update_weights_from_collective`` or ``update_weights_from_policy``."""
+
+    def meet(self, mailboxes: Mapping[str, Any]) -> int:
+        """Learn where the ranks of a policy on the same devices hand weights over; nothing is said to engines that know it.
+
+        Args:
+            mailboxes: ``Policy.mailboxes``.
+
+        Returns:
+            A number by which the policy's ranks tell the ranks of these engines from others (``Policy.hand_over_weights``).
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false")
+
+    def update_weights_from_policy(self, ticket: int) -> list[Any]:
+        """Take all weights of a refit from the policy's ranks on the same devices, to be called beside ``Policy.hand_over_weights``.
+
+        Args:
+            ticket: number of the refit.
+
+        Returns:
+            Futures, whose results go to ``loaded``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false")
 
     def shutdown(self) -> bool:
         """End the engines; whether all ended cleanly."""

@@ -342,7 +342,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the policy is both
     def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
         """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's ``prepare_refit_info``."""
-        return self._results("prepare_refit_info")[0]
+        return self._results("prepare_refit_info", first_rank_only=True)[0]
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
         """Begin a refit of an engine on the same devices.
@@ -359,10 +359,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
-            budget = min(budget, int(_refit_buffer_size_gb * 2**30))
-            name, nbytes = self._manifest.largest
-            if budget < nbytes:
-                raise RefitError(f"_refit_buffer_size_gb = {_refit_buffer_size_gb}: {name} alone takes {nbytes} bytes; give more, or None")
+            budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
         return self._manifest.names_within(budget)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
@@ -375,6 +372,35 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         for handles in self._results("get_part_ipc_handles", first=group.first, count=group.count):
             merged.update(handles)
         return merged
+
+    @functools.cached_property
+    def mailboxes(self) -> dict[str, Any]:
+        """What ranks of engines on the same devices look into for weights, by device; asked of the workers once. For ``meet``."""
+        return {device: handle for own in self._results("mailbox") for device, handle in own.items()}
+
+    def hand_over_weights(self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None) -> list[ray.ObjectRef[Any]]:
+        """Give the present weights to engines on the same devices: each worker hands its groups to the engine's rank beside it.
+
+        Args:
+            session: what the engines' ``meet`` returned.
+            ticket: number of this refit, for the engines' ``update_weights_from_policy`` too.
+            _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
+
+        Returns:
+            Futures, to be awaited with those of the engines.
+
+        Raises:
+            RefitError: a weight is larger than a group may be.
+        """
+        most = None if _refit_buffer_size_gb is None else self._bytes_of_group(_refit_buffer_size_gb)
+        return self.worker_group.run_all_workers_single_data("hand_over_weights", session=session, ticket=ticket, most=most)
+
+    def _bytes_of_group(self, buffer_gib: float) -> int:
+        budget = int(buffer_gib * 2**30)
+        name, nbytes = self._manifest.largest
+        if budget < nbytes:
+            raise RefitError(f"_refit_buffer_size_gb = {buffer_gib}: {name} alone takes {nbytes} bytes; give more, or None")
+        return budget
 
     @functools.cached_property
     def _manifest(self) -> Manifest:

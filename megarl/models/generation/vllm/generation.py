@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ class VllmGeneration(RolloutEngine):
         self._engines, self._ranks = len(places), ranks
         self._versions: list[int | None] = [None] * self._engines
         self._weights: list[list[Any]] = []
+        self._met: tuple[Mapping[str, Any], int] | None = None
         self._seed, self._calls = seed, 0
         self._receiving: list[ray.ObjectRef[Any]] = []
         self._colocated = bool(config["colocated"]["enabled"])
@@ -124,6 +126,7 @@ class VllmGeneration(RolloutEngine):
             MegarlError: an engine could not be made; none is left behind.
         """
         self._forget()
+        self._met = None
         self.disconnect()
         self.shutdown()
         self.worker_group = self._start()
@@ -151,7 +154,7 @@ class VllmGeneration(RolloutEngine):
 
     def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
         """Wait for futures of this object's methods."""
-        return self.worker_group.get_all_worker_results(futures)
+        return self._results(futures)
 
     # refit
 
@@ -164,9 +167,22 @@ class VllmGeneration(RolloutEngine):
         tensors = Manifest.from_description(state_dict_info).tensors
         self._weights = [[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
         self._forget()
+        self._met = None
         self.expected_version = None
         if self._colocated:
             self._all("connect", weights=self._weights, address=None)
+
+    def meet(self, mailboxes: Mapping[str, Any]) -> int:
+        """Have each engine rank find the policy's rank on its device; see ``RolloutEngine.meet``.
+
+        Raises:
+            RefitError: an engine rank shares its device with no rank of the policy.
+        """
+        if self._met is None or self._met[0] != mailboxes:
+            session = secrets.randbits(62)
+            self._all("meet", mailboxes=mailboxes, session=session)
+            self._met = mailboxes, session
+        return self._met[1]
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Join the policy's group; see ``GenerationInterface.init_collective``.
@@ -200,6 +216,13 @@ class VllmGeneration(RolloutEngine):
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
 
+    def update_weights_from_policy(self, ticket: int) -> list[ray.ObjectRef[Any]]:
+        """Take all weights of a refit from the policy's ranks on the same devices; await the futures after the policy's."""
+        self._forget()
+        self.expected_version = None
+        self._receiving = self.worker_group.run_all_workers_single_data("update_from_policy", ticket=ticket)
+        return self._receiving
+
     def update_weights_from_collective(self, version: int | None = None) -> list[ray.ObjectRef[Any]]:
         """Take all weights from the policy's group; await the futures with the policy's.
 
@@ -212,7 +235,7 @@ class VllmGeneration(RolloutEngine):
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """Return what the futures of ``update_weights_from_collective`` gave; asked for before the next answer where nobody calls this."""
+        """Return what the futures of ``update_weights_from_*`` gave; asked for before the next answer where nobody calls this."""
         self._receiving = []
         self._versions = list(versions)
         if self.expected_version is None:

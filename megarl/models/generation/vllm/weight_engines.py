@@ -20,6 +20,7 @@ from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
+from megarl.weight_sync.handover import MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.transfer_group import TransferGroup
 
@@ -39,9 +40,11 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """Transfer: what arrives: handles by device for shared memory, nothing for a broadcast; or that no more will come."""
+    """Transfer: what arrives: for shared memory the number of a refit that comes by itself, or handles by device of one group of it; for a
+    broadcast nothing; or that no more will come."""
 
     handles: dict[str, Any] | None = None
+    ticket: int | None = None
     given_up: bool = False
 
 
@@ -203,15 +206,30 @@ class SharedMemoryEngine(_Reloading):
     """Engine on the policy's devices: weights lie in the policy's buffer."""
 
     _receiver: WeightReceiver | None = None
+    _mailbox: MailboxReader | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
         """Learn the manifest."""
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
 
+    def meet(self, mailboxes: dict[str, Any], session: int) -> None:
+        """Find the mailbox of the policy's rank on this device; see ``RolloutEngine.meet``."""
+        self._leave()
+        self._mailbox = MailboxReader(mailbox_for(mailboxes, runtime_on(self.device).identity()), session)
+
+    def refuse(self, ticket: int) -> None:
+        """Have the policy not wait for this rank within a refit."""
+        if self._mailbox is not None:
+            self._mailbox.refuse(ticket)
+
     def receive_weights(self, update_info: Transfer) -> None:
-        """Load one group."""
+        """Load all groups of a refit, or one whose handles came."""
         assert self._receiver is not None, "vLLM initialises an engine before it uses it"
+        if update_info.ticket is not None:
+            assert self._mailbox is not None, "the driver has engine and policy meet before a refit"
+            self._receiver.receive(self._mailbox, update_info.ticket, self.load)
+            return
         with self._receiver.group(payload_for(update_info.handles or {}, runtime_on(self.device).identity())) as weights:
             self.load(weights)
 
@@ -219,9 +237,15 @@ class SharedMemoryEngine(_Reloading):
         return self._receiver.version if self._receiver is not None else None
 
     def shutdown(self) -> None:
+        self._leave()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    def _leave(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
 
 
 class BroadcastEngine(_Reloading):

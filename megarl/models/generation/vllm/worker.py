@@ -147,6 +147,7 @@ class VllmGenerationWorker:
         self._names: list[str] = []
         self._version: int | None = None
         self._updating = False
+        self._ticket: int | None = None
         ranks = ranks_of(config["vllm_cfg"])
         if place is not None and place[1]:
             # before torch asks for devices, and of one rank too: a cluster may tell Ray to leave the variable alone, and then each engine
@@ -184,6 +185,21 @@ class VllmGenerationWorker:
         self._version = None
         self._call("init_weight_transfer_engine", init_info={"weights": weights, "address": address})
 
+    def meet(self, mailboxes: dict[str, Any], session: int) -> None:
+        """Have each of vLLM's ranks find the mailbox of the policy's rank on its device."""
+        self._call("megarl_meet", mailboxes=mailboxes, session=session)
+
+    def update_from_policy(self, ticket: int) -> int | None:
+        """Load all weights of a refit, which the policy's ranks hand to vLLM's ranks; returns their version.
+
+        Raises:
+            RefitError: they did not come whole.
+        """
+        self._begin(ticket)
+        self._update({"ticket": ticket})
+        self._finish()
+        return self._version
+
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
         """Load one group of weights. Returns the version when it was the last."""
         payload = next(iter(handles.values()))
@@ -211,9 +227,9 @@ class VllmGenerationWorker:
             raise RefitError(f"the policy sent version {came} of its weights where version {version} was asked for: refit anew")
         return self._version
 
-    def _begin(self) -> None:
+    def _begin(self, ticket: int | None = None) -> None:
         self._give_up()
-        self._updating = True
+        self._updating, self._ticket = True, ticket
         self._call("start_weight_update")
 
     def _update(self, update: dict[str, Any]) -> None:
@@ -253,6 +269,10 @@ class VllmGenerationWorker:
             # a rank that is in none says so; it is none that matters
             with contextlib.suppress(Exception):
                 self._engine.call("collective_rpc", "megarl_call", args=("update_weights", {"update_info": {"given_up": True}}))
+            if self._ticket is not None:
+                # also of a rank that had not begun, and would not be told of by its own error
+                with contextlib.suppress(Exception):
+                    self._engine.call("collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket}))
 
     # generation
 

@@ -46,6 +46,14 @@ class WorkerCalls:
         gc.collect()
         return failure
 
+    def megarl_meet(self, mailboxes: dict[str, Any], session: int) -> None:
+        """Megarl meeting of this rank and the policy's rank on its device; see ``RolloutEngine.meet``."""
+        self.weight_transfer_engine.meet(mailboxes, session)
+
+    def megarl_refuse(self, ticket: int) -> None:
+        """Megarl refusal of a refit: the policy's rank does not wait for this one."""
+        self.weight_transfer_engine.refuse(ticket)
+
     def megarl_weights_version(self) -> int | None:
         """Megarl weights version of the weights that this rank has whole; None where it has none."""
         version: int | None = self.weight_transfer_engine.version()

@@ -1,0 +1,285 @@
+"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver says and hears, and what each rank does of itself.
+
+The driver's own code runs, over groups of workers that answer as real ones and start no process; weights are those of real models, of which
+only the shapes exist. Against a refit whose handles the driver carries, group by group. Counts are the same on every machine, and the case
+fails where a refit takes more messages than ``CALLS``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from benchmarks.point import Metric, Point
+
+if TYPE_CHECKING:
+    from megarl.models.generation.vllm.generation import VllmGeneration
+    from megarl.models.policy.lm_policy import Policy
+    from megarl.weight_sync.manifest import Manifest
+
+CALLS = 2
+"""Calls by which the weights go: one of the policy's ranks, one of the engines."""
+RANKS, QUICK_RANKS = (8, 64, 256, 1024), (8, 1024)
+DEFAULT_SLOT_BYTES = 2**29
+VERSION = 3
+# what torch says of a buffer of device memory, in its real lengths
+_DEVICE = {
+    "nbytes": 2**30,
+    "storage_handle": bytes(66),
+    "storage_size_bytes": 2**30,
+    "storage_offset_bytes": 0,
+    "tensor_offset": 0,
+    "ref_counter_handle": b"/torch_123456_1234567890_123",
+    "ref_counter_offset": 9999,
+    "event_handle": bytes(64),
+    "event_sync_required": True,
+}
+_MEMORY = {"host": f"{'0' * 36}/pid:[4026531836]", "process": 1234567, "descriptor": 123, "nbytes": 4096, "token": "0" * 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A model on its ranks.
+
+    Attributes:
+        tensor, pipeline: parallel sizes of the policy.
+        engine: ranks of an engine.
+        sizes: of the model, as ``LlamaConfig`` takes them.
+    """
+
+    tensor: int
+    pipeline: int
+    engine: int
+    sizes: Mapping[str, int]
+
+
+LAYOUTS = {
+    "7B": Layout(
+        2,
+        1,
+        1,
+        {
+            "vocab_size": 152_064,
+            "hidden_size": 3_584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "70B": Layout(
+        8,
+        1,
+        8,
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 8_192,
+            "intermediate_size": 28_672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+    ),
+}
+
+
+def manifest_of(sizes: Mapping[str, int]) -> Manifest:
+    """The weights of a model in bfloat16, of which no memory is taken."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megarl.weight_sync.manifest import Manifest
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(torch.bfloat16)
+    return Manifest.of(iter(model.state_dict().items()))
+
+
+def _nothing(worker: int, **options: Any) -> None:
+    return None
+
+
+@dataclass
+class Workers:
+    """A group of workers that answer and do nothing, as the driver sees them; what goes to them and comes back is counted.
+
+    Attributes:
+        count: of the workers.
+        answers: of each method, called with a worker's number and the arguments.
+        calls: how often each method was called of all workers.
+        sent: bytes that left the driver; an object that goes to all of them is stored once.
+        heard: bytes of all answers.
+    """
+
+    count: int
+    answers: Mapping[str, Any]
+    calls: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    heard: int = 0
+
+    def run_all_workers_single_data(self, method: str, **options: Any) -> list[Any]:
+        """Call all workers."""
+        self.calls[method] += 1
+        for value in options.values():
+            plain = value is None or isinstance(value, bool | int | float | str)
+            self.sent += len(pickle.dumps(value)) * (self.count if plain else 1)
+        answer = self.answers.get(method, _nothing)
+        return [functools.partial(answer, worker, **options) for worker in range(self.count)]
+
+    def get_all_worker_results(self, futures: list[Any]) -> list[Any]:
+        """Let the workers answer."""
+        answers = [future() for future in futures]
+        self.heard += sum(len(pickle.dumps(one)) for one in answers)
+        return answers
+
+    def shutdown(self, **options: Any) -> bool:
+        """Nothing runs."""
+        return True
+
+    def reset(self) -> None:
+        """Count from nothing."""
+        self.calls.clear()
+        self.sent = self.heard = 0
+
+
+def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
+    """What is said of a group of weights in device memory."""
+    buffer = {"memory": _MEMORY, "slot_bytes": 2**29, "device": _DEVICE}
+    places = {"version": VERSION, "round": VERSION, "slot": 1, "first": first, "count": count, "checksum": None}
+    return {"ipc_buffer": buffer, "manifest": manifest.digest, **places}
+
+
+def room(manifest: Manifest) -> int:
+    """Bytes of a group, where no size is configured."""
+    return max(DEFAULT_SLOT_BYTES, manifest.largest[1])
+
+
+def device(rank: int) -> str:
+    """Identity of a GPU."""
+    return f"GPU-{rank:036d}"
+
+
+def driver_of(manifest: Manifest, ranks: int, engines: int, engine_ranks: int) -> tuple[Policy, VllmGeneration]:
+    """A policy and engines as the driver has them, on workers that are played."""
+    from megarl.models.generation.vllm.generation import VllmGeneration
+    from megarl.models.policy.lm_policy import Policy
+
+    policy, generation = object.__new__(Policy), object.__new__(VllmGeneration)
+    policy.worker_group = Workers(  # type: ignore[assignment]
+        ranks,
+        {
+            "prepare_refit_info": lambda rank, first_rank_only=False: manifest.description() if not (first_rank_only and rank) else {},
+            "mailbox": lambda rank: {device(rank): {"memory": _MEMORY, "on_gpu": True}},
+            "begin_refit": lambda rank: room(manifest),
+            "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count)},
+        },
+    )
+    generation.worker_group = Workers(  # type: ignore[assignment]
+        engines,
+        {name: lambda engine, **options: VERSION for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")},
+    )
+    generation._engines, generation._ranks, generation._colocated = engines, engine_ranks, True
+    generation.expected_version, generation._met, generation._connected = None, None, True
+    generation.prepare_refit_info(policy.prepare_refit_info() or {})
+    return policy, generation
+
+
+LIFE = ("offload_before_refit", "offload_after_refit", "prepare_for_generation")
+"""Calls that move memory and not weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one refit took of the driver.
+
+    Attributes:
+        calls: of all ranks of policy or engines, by which weights go.
+        others: calls that make room for them.
+        messages: to single workers, of ``calls``.
+        nbytes: sent and heard.
+    """
+
+    calls: int
+    others: int
+    messages: int
+    nbytes: int
+
+
+def counted(policy: Policy, generation: VllmGeneration, way: str) -> Counted:
+    """A refit in one of three ways: ``hand over``, ``handles`` or ``broadcast``."""
+    from megarl.algorithms.refit import refit_policy_generation
+
+    groups: list[Any] = [policy.worker_group, generation.worker_group]
+    # asked of the workers once
+    _ = policy._manifest
+    for group in groups:
+        group.reset()
+    if way == "handles":
+        policy.offload_before_refit()
+        generation.prepare_for_generation(tags=["weights"])
+        for names in policy.prepare_weights_for_ipc():
+            generation.update_weights_from_ipc_handles(policy.get_weights_ipc_handles(names))
+        policy.offload_after_refit()
+        generation.prepare_for_generation(tags=["kv_cache"])
+    else:
+        # a number that is drawn takes more or fewer bytes
+        with mock.patch("secrets.randbits", return_value=2**61):
+            refit_policy_generation(policy, generation, colocated_inference=way == "hand over")
+    if generation.version != VERSION:
+        raise RuntimeError(f"a refit by {way} left the engines at version {generation.version}, not {VERSION}")
+    calls = [{name: number for name, number in group.calls.items() if name not in LIFE} for group in groups]
+    return Counted(
+        sum(sum(found.values()) for found in calls),
+        sum(sum(group.calls.values()) for group in groups) - sum(sum(found.values()) for found in calls),
+        sum(group.count * sum(found.values()) for group, found in zip(groups, calls, strict=True)),
+        sum(group.sent + group.heard for group in groups),
+    )
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """Model x ranks."""
+    for name, layout in LAYOUTS.items():
+        manifest = manifest_of(layout.sizes)
+        for ranks in QUICK_RANKS if quick else RANKS:
+            yield _point(name, layout, manifest, ranks)
+
+
+def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
+    policy, generation = driver_of(manifest, ranks, ranks // layout.engine, layout.engine)
+    first = counted(policy, generation, "hand over")
+    found = {way: counted(policy, generation, way) for way in ("hand over", "broadcast", "handles")}
+    ours, apart, carried = found["hand over"], found["broadcast"], found["handles"]
+    if max(ours.calls, apart.calls) > CALLS:
+        raise RuntimeError(f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} are allowed")
+    groups = manifest.names_within(room(manifest))
+    posted = sum(len(_text(manifest, group)) for group in groups)
+    gathered = manifest.total_bytes * (1 - 1 / (layout.tensor * layout.pipeline))
+    metrics = {
+        "calls": Metric.of("calls of all ranks or all engines by which weights go", [ours.calls]),
+        "calls_apart": Metric.of("such calls of a refit of engines apart", [apart.calls]),
+        "calls_by_handles": Metric.of("such calls where the driver carries handles", [carried.calls]),
+        "calls_of_memory": Metric.of("calls that make room for weights", [ours.others]),
+        "messages": Metric.of("messages to single workers by which weights go", [ours.messages]),
+        "messages_by_handles": Metric.of("such messages where the driver carries handles", [carried.messages]),
+        "driver_bytes": Metric.of("bytes to and from the driver", [ours.nbytes]),
+        "driver_bytes_first": Metric.of("bytes to and from the driver at the first refit", [first.nbytes]),
+        "driver_bytes_by_handles": Metric.of("bytes to and from the driver that carries handles", [carried.nbytes]),
+        "groups": Metric.of("groups that a rank posts", [len(groups)]),
+        "posted_bytes": Metric.of("bytes that a rank writes into its mailbox", [posted]),
+        "gathered_bytes": Metric.of("bytes of weights that a rank gets from other ranks", [gathered]),
+        "handed_bytes": Metric.of("bytes of weights that a rank hands over on its device", [manifest.total_bytes]),
+    }
+    return Point({"model": name, "ranks": ranks, "engines": ranks // layout.engine}, metrics)
+
+
+def _text(manifest: Manifest, names: list[str]) -> str:
+    from megarl.weight_sync.handover import without_bytes
+
+    group = manifest.group_named(names)
+    return json.dumps(without_bytes(payload(manifest, group.first, group.count)))

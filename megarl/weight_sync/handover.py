@@ -1,0 +1,255 @@
+"""Handover: colocated refits in which each rank of the policy gives its groups of weights to the engine's ranks beside it by itself.
+
+At a refit the driver says one thing to the policy's ranks and one to the engines'. Everything else goes through a ``Mailbox``: a few pages
+of shared memory that a publishing rank of the policy keeps for its lifetime, one a GPU, on a CPU one a host. In it stand the number of the
+refit (its ticket), where the group of either slot lies, why a refit was given up, and what each reader has read. The policy writes a slot
+again when all living readers have read what was in it.
+
+Both sides go on whatever happens to the other. A reader that failed, or whose process ended, is waited for no longer; one that only stands
+still, until the patience of the policy ends. A policy that failed says why, and goes through the rest of its weights all the same, because
+gathering them is collective; one whose process ended is missed by its lock. So after a refit that failed the next one finds no one waiting.
+No GPU has run this yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megarl.errors import RefitError
+from megarl.weight_sync.ipc_buffer import PAGE, READERS, SLOTS, SharedBlock, host_identity
+
+# that the policy waits for an engine rank to read a group, in seconds
+POLICY_PATIENCE = 300.0
+# that an engine rank waits for the policy's next group: longer, because the policy waits for the slowest engine rank of all meanwhile
+ENGINE_PATIENCE = 2 * POLICY_PATIENCE
+# seconds between two looks at the mailbox, the first and the longest: a group takes milliseconds
+_PAUSES = 0.0001, 0.002
+# looks between two questions whether the other side lives
+_LOOKS_A_LIFE = 50
+
+# int64 words of a line of the first page: the policy's (session, ticket, groups posted, whether it was given up), then those of the
+# readers: (process, session, ticket, groups read)
+_WORDS = 4
+_REFUSED = -1
+# in front of what a page holds: int64 length and CRC-32
+_HEAD = 16
+# of the policy's process; those of the readers come after it
+_LIFE = 0
+
+
+class Mailbox:
+    """The policy's side: one publishing rank.
+
+    Args:
+        on_gpu: the weights are in memory of this process's GPU; else any process of the host can read them.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._block = SharedBlock.create((2 + SLOTS) * PAGE)
+        self._block.lock(_LIFE)
+        self._words, self._pages = _pages_of(self._block)
+        self._on_gpu = on_gpu
+
+    def handle(self) -> dict[str, Any]:
+        """Handle, of plain types, by which another process opens it."""
+        return {"memory": self._block.handle(), "on_gpu": self._on_gpu}
+
+    def open(self, session: int, ticket: int) -> None:
+        """Begin a refit: what was posted before counts no more."""
+        self._words[0, 2:] = 0
+        self._words[0, 0] = session
+        self._words[0, 1] = ticket
+
+    def post(self, index: int, payload: Mapping[str, Any]) -> None:
+        """Tell where group ``index`` of the refit lies."""
+        _write(self._pages[index % SLOTS], json.dumps(without_bytes(payload)))
+        self._words[0, 2] = index + 1
+
+    def give_up(self, session: int, ticket: int, reason: str) -> None:
+        """Tell the readers of a refit that no more of it comes, and why."""
+        if self._words[0, :2].tolist() != [session, ticket]:
+            self.open(session, ticket)
+        _write(self._pages[SLOTS], reason)
+        self._words[0, 3] = 1
+
+    def has_readers(self, session: int) -> bool:
+        """Whether any living rank of the engines of ``session`` reads here."""
+        return bool(self._readers(session))
+
+    def wait_until_read(self, count: int, patience: float) -> None:
+        """Until every living reader that has not refused the refit has read ``count`` groups of it.
+
+        Raises:
+            RefitError: one of them has not after ``patience`` seconds.
+        """
+        if count <= 0:
+            return
+        session, ticket = self._words[0, :2].tolist()
+
+        def late() -> list[int]:
+            return [process for process, _, theirs, read in self._readers(session) if theirs != ticket or _REFUSED < read < count]
+
+        if not _look(lambda: not late(), patience):
+            processes = ", ".join(map(str, late()))
+            raise RefitError(
+                f"group {count - 1} of the weights was not read by process {processes} of an engine within {patience:g} s, so that its "
+                "buffer cannot be used again: see what keeps the engine, and refit anew"
+            )
+
+    def _readers(self, session: int) -> list[list[int]]:
+        """Lines of the living readers that belong to ``session``."""
+        table = self._words[1 : 1 + READERS].tolist()
+        return [line for number, line in enumerate(table, 1) if line[0] and line[1] == session and self._block.is_locked(number)]
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._block.close()
+
+
+class MailboxReader:
+    """The side of an engine's rank.
+
+    Args:
+        handle: of the policy's mailbox.
+        session: number of the engines that take part in a refit together.
+
+    Raises:
+        RefitError: the mailbox is gone, or has no place for one more reader.
+    """
+
+    def __init__(self, handle: Mapping[str, Any], session: int) -> None:
+        self._block = SharedBlock.attach(handle["memory"])
+        self._words, self._pages = _pages_of(self._block)
+        self._session = session
+        self._policy = handle["memory"]["process"]
+        for number in range(1, 1 + READERS):
+            if self._block.lock(number):
+                self._line = self._words[number]
+                self._line.copy_(torch.tensor([os.getpid(), session, 0, 0]))
+                return
+        self._block.close()
+        raise RefitError(f"more than {READERS} processes read the weights of one policy rank: spread the engine over more ranks or hosts")
+
+    def enter(self, ticket: int) -> None:
+        """Take part in a refit from its first group on."""
+        self._line[3] = 0
+        self._line[2] = ticket
+
+    def payload(self, ticket: int, index: int, patience: float) -> dict[str, Any]:
+        """Where group ``index`` of a refit lies, when the policy has posted it.
+
+        Raises:
+            RefitError: the policy has given the refit up, has ended, or posts nothing for ``patience`` seconds.
+        """
+        found: list[dict[str, Any]] = []
+        here = [self._session, ticket]
+
+        def is_there() -> bool:
+            session, now, posted, given_up = self._words[0].tolist()
+            if [session, now] != here:
+                return False
+            if given_up:
+                raise RefitError(f"the policy gave the refit up: {_read(self._pages[SLOTS]) or 'see its own error'}; refit anew")
+            # what is torn, by a machine that reorders writes, is read again
+            text = _read(self._pages[index % SLOTS]) if posted > index else None
+            if text is not None:
+                found.append(_with_bytes(json.loads(text)))
+            return bool(found)
+
+        if not _look(is_there, patience, self._require_policy):
+            raise RefitError(
+                f"the policy's process {self._policy} has not posted group {index} of its weights in {patience:g} s: refit anew"
+            )
+        return found[0]
+
+    def _require_policy(self) -> None:
+        if not self._block.is_locked(_LIFE):
+            raise RefitError(f"the policy's process {self._policy} ended within a refit: start a new policy, and refit anew")
+
+    def has_read(self, count: int) -> None:
+        """This rank needs the first ``count`` groups no longer."""
+        self._line[3] = count
+
+    def refuse(self, ticket: int) -> None:
+        """This rank reads no more of a refit; the policy does not wait for it."""
+        self._line[3] = _REFUSED
+        self._line[2] = ticket
+
+    def close(self) -> None:
+        """Let go of it; the policy waits for this reader no longer."""
+        if not self._block.closed:
+            self._line[0] = 0
+            self._block.close()
+
+
+def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
+    """The mailbox that a rank of an engine reads: that of its own device, or on a CPU that of its host.
+
+    Args:
+        mailboxes: handles by the identity of the policy rank's device.
+        device: identity of the engine rank's device.
+
+    Raises:
+        RefitError: there is none.
+    """
+    if device in mailboxes:
+        return mailboxes[device]
+    here = host_identity()
+    for handle in mailboxes.values():
+        if not handle["on_gpu"] and handle["memory"]["host"] == here:
+            return handle
+    devices = ", ".join(sorted(mailboxes)) or "none"
+    raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
+
+
+def _pages_of(block: SharedBlock) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The table, int64 [lines, ``_WORDS``], and the pages of text: one a slot, and one of why a refit was given up."""
+    first, *others = block.bytes.split(PAGE)
+    return first.view(torch.int64).view(-1, _WORDS), others[: SLOTS + 1]
+
+
+def _write(page: torch.Tensor, text: str) -> None:
+    content = text.encode()[: PAGE - _HEAD]
+    page[_HEAD : _HEAD + len(content)] = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)[: len(content)]
+    page[:_HEAD].view(torch.int64).copy_(torch.tensor([len(content), zlib.crc32(content)]))
+
+
+def _read(page: torch.Tensor) -> str | None:
+    """The text of a page; None where it is not whole yet."""
+    length, number = page[:_HEAD].view(torch.int64).tolist()
+    content = bytes(page[_HEAD : _HEAD + length].tolist())
+    return content.decode(errors="replace") if zlib.crc32(content) == number else None
+
+
+def without_bytes(value: Any) -> Any:
+    """Plain values with bytes in hexadecimal, as JSON takes them."""
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
+    return {key: without_bytes(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def _with_bytes(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return bytes.fromhex(value["hex"]) if value.keys() == {"hex"} else {key: _with_bytes(one) for key, one in value.items()}
+
+
+def _look(is_so: Callable[[], bool], patience: float, check: Callable[[], None] | None = None) -> bool:
+    """Look until something is so, ``patience`` seconds at most; ``check`` may end it by an error, which counts where it still is not so."""
+    ends, pause, looks = time.monotonic() + patience, _PAUSES[0], 0
+    while not is_so():
+        if time.monotonic() > ends:
+            return False
+        looks += 1
+        if check is not None and looks % _LOOKS_A_LIFE == 0 and not is_so():
+            check()
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
+    return True
