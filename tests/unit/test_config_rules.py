@@ -400,6 +400,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("unbuilt_share", {"o.optimizer_offload_fraction": 0.5}, {}, {"o.optimizer_offload_fraction"}),
     ("unbuilt_models", ON_DTENSOR, MIXTURE, {"policy.model_name"}),
     ("precision_aware_optimizer_on_cpu", {"o.use_precision_aware_optimizer": True}, {}, {"o.use_precision_aware_optimizer"}),
+    (
+        "float32_logits_in_chunks",
+        {"policy.logprob_chunk_size": 64, "m.float32_logits": True},
+        {},
+        {"policy.logprob_chunk_size"},
+    ),
 ]
 SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("validation_batch_divides", {"sft.val_global_batch_size": 16}, {"sft.val_global_batch_size"}),

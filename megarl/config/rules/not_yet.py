@@ -57,9 +57,17 @@ def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
         yield Violation(key, True, f"without Transformer Engine, which needs a GPU, it is {NOT_YET}", "set it to false")
 
 
+def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
+    """Chunks are multiplied in the dtype of the weights."""
+    key = "policy.logprob_chunk_size"
+    if view[key] and view.get(f"{MEGATRON}.float32_logits", False):
+        yield Violation(key, view[key], f"with {MEGATRON}.float32_logits it is {NOT_YET}", "write null, or set float32_logits to false")
+
+
 NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
     unbuilt_models,
     unbuilt_share,
     precision_aware_optimizer_on_cpu,
+    float32_logits_in_chunks,
 )
