@@ -195,7 +195,9 @@ class IpcBuffer:
             RefitError: a living reader has not acknowledged what this round put there before.
         """
         written_round, group = self._words[slot, :2].tolist()
-        late = [reader for reader in self._readers() if written_round == round_ and not _has_read(reader, round_, group)]
+        late = []
+        if round_ is not None and written_round == round_:
+            late = [reader for reader in self._readers() if not _has_read(reader, round_, group)]
         if late:
             processes = ", ".join(str(reader[0]) for reader in late)
             raise RefitError(
