@@ -71,7 +71,8 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
 
 def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> ShardedBatch:
     """The rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
-    asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in ("input_ids", "input_lengths")})
+    keys = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+    asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in keys})
     return shard_batch(asked, config, case.dp, phase="logprob")
 
 

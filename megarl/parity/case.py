@@ -30,6 +30,7 @@ EXCHANGES = ("all_gather", "p2p")
 PLANS = ("built-in", "written", "names", "mlp")
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
+PATHS = ("fast", "plain")
 # Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
 # epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
 MILD_EPSILON = 1e-2
@@ -107,6 +108,8 @@ class Case:
         overlap: reductions overlap with the backward pass (Megatron).
         bucket: parameters a reduction, with overlap (Megatron); 0 for Megatron's choice.
         offload: parameters in host memory between uses (torch backends).
+        paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
+        chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
     """
 
     backend: str = "megatron"
@@ -176,6 +179,8 @@ class Case:
     overlap: bool = False
     bucket: int = 0
     offload: bool = False
+    paths: str = "fast"
+    chunk: int = 0
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -234,6 +239,11 @@ class Case:
         return -(-self.length // multiple) * multiple + self.room
 
     @property
+    def is_fast(self) -> bool:
+        """Whether the fast paths are taken."""
+        return self.paths == "fast"
+
+    @property
     def half(self) -> bool:
         """The model computes in 16 bit."""
         return self.precision != "float32"
@@ -273,6 +283,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "plan": PLANS,
     "schedule": SCHEDULES,
     "decay": DECAYS,
+    "paths": PATHS,
 }
 SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "router", "ep", "etp")
 """Fields of a mixture of experts."""
@@ -286,6 +297,7 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "dynamic": ("packer",),
     "packed": ("round",),
     "sgd": ("eps",),
+    "plain": ("chunk",),
 }
 """What a backend, a family, a way of batching or an optimizer has no use for."""
 
@@ -293,7 +305,7 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
 def idle_fields(case: Case) -> dict[str, str]:
     """Fields that stand away from their defaults although the case has no use for them, and what has none."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
-    owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer}
+    owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer, "paths": case.paths}
     return {
         name: f"{key}={owner}" for key, owner in owners.items() for name in _FOREIGN.get(owner, ()) if getattr(case, name) != defaults[name]
     }

@@ -80,6 +80,11 @@ def compare(
     found = _restored(LOGPROBS, dealt, [share.logprobs for share in by_data_rank], wanted, bounds)
     after = [share.logprobs_after for share in by_data_rank]
     found += _restored(LOGPROBS_AFTER, dealt, after, expected.logprobs[: case.logprob_rows], bounds)
+    rows = slice(case.logprob_rows)
+    masked = (batch["token_mask"][rows] == 0) | (batch["sample_mask"][rows, None] == 0)
+    for number, (what, complete) in enumerate(((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if case.is_fast else ()):
+        parts = [share.under_mask[number] for share in by_data_rank]
+        found += _restored(what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask")
     for number, when in enumerate(("before", "after")) if case.reference else ():
         again = [share.reference_logprobs[number] for share in by_data_rank]
         found += _restored(f"reference log-probabilities {when} training", dealt, again, wanted, bounds)
@@ -105,12 +110,15 @@ def _repeated(rank: int, share: Share) -> Difference:
     return Difference(what, "logprobs", 0.0 if share.repeated else math.inf, BOUND, told, "the same, to the bit")
 
 
-def _restored(what: str, dealt: ShardedBatch, parts: Sequence[torch.Tensor], expected: torch.Tensor, bounds: Bounds) -> list[Difference]:
+def _restored(
+    what: str, dealt: ShardedBatch, parts: Sequence[torch.Tensor], expected: torch.Tensor, bounds: Bounds, note: str = ""
+) -> list[Difference]:
     """Return what the data-parallel ranks gave for their rows, in the order of the batch: the worst token, and all of them."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
         return [Difference(what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}")]
     like = LOGPROBS_AFTER if what == LOGPROBS_AFTER else LOGPROBS
+    what += note
     found = dealt.restore(parts)
     worst = _logprobs(what, found, expected, bounds.of(like))
     if found.shape != expected.shape:

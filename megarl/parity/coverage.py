@@ -9,7 +9,7 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import BACKENDS, DENSE, RECIPE_EPSILON, SPARSE, Case
+from megarl.parity.case import BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {"nll": "loss: NLL", "pg": "loss: clipped policy gradient", "dpo": "loss: DPO"}
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
@@ -53,6 +53,8 @@ FEATURES = (
     "distributed optimizer",
     "overlapped reductions",
     "activation recompute",
+    *(f"paths: {name}" for name in PATHS),
+    "output layer in chunks",
     "reference policy",
     "evaluation",
     "two global batches a call",
@@ -67,6 +69,7 @@ def features(case: Case) -> list[str]:
         f"family: {case.family}",
         f"batching: {case.batching}",
         f"precision: {case.precision}",
+        f"paths: {case.paths}",
         _LOSS_NAMES[case.loss_kind],
         f"optimizer: {'Adam' if case.optimizer == 'adam' else 'SGD'}",
     }
@@ -110,6 +113,7 @@ def features(case: Case) -> list[str]:
         "distributed optimizer": case.distopt,
         "overlapped reductions": case.overlap,
         "activation recompute": case.recompute,
+        "output layer in chunks": case.chunk > 0,
         "reference policy": case.reference,
         "evaluation": case.evaluate,
         "two global batches a call": case.together,

@@ -16,6 +16,7 @@ from megarl.parity.case import (
     EXCHANGES,
     HEAD_NORMS,
     LOSS_OPTIONS,
+    PATHS,
     PLANS,
     RECIPE_EPSILON,
     ROPES,
@@ -100,7 +101,7 @@ class Drawer:
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
         fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
         fields |= _layout(generator, backend, self._max_world) | self.fixed
-        for drawn in (_model, _stages, _training, _optimizer, _batch):
+        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | self.fixed
         return Case(**fields)
 
@@ -271,3 +272,10 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     if batching == "packed":
         chosen["packer"] = generator.choice(PACKERS)
     return chosen
+
+
+def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Drawn last, so that the other fields are those that a seed gave before there was a choice."""
+    paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))
+    chunked = paths == "fast" and generator.random() < 0.4
+    return {"paths": paths, "chunk": generator.randint(1, 2 * fields["length"]) if chunked else 0}

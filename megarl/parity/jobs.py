@@ -16,6 +16,7 @@ from megarl.parity.batches import calls_of, first_step, logprob_shards
 from megarl.parity.case import Case
 from megarl.parity.faults.mutations import applied
 from megarl.parity.losses import make_loss, rows_together
+from megarl.parity.paths import taken
 
 WORKERS = {
     "megatron": "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
@@ -32,6 +33,7 @@ class Share:
         data_rank: its data-parallel rank.
         logprobs: [rows here, S] before training.
         logprobs_after: the same after training.
+        under_mask: those that ``skip_masked`` gave, before and after training; empty on plain paths.
         repeated: whether log-probabilities were the same to the bit when they were asked for again, the reference policy's in between.
         reference_logprobs: those of the reference policy, before and after training; empty without one.
         evaluation: what ``train(eval_mode=True)`` answered; None where it was not asked.
@@ -42,6 +44,7 @@ class Share:
     data_rank: int
     logprobs: torch.Tensor
     logprobs_after: torch.Tensor
+    under_mask: Sequence[torch.Tensor]
     repeated: bool
     reference_logprobs: Sequence[torch.Tensor]
     evaluation: Mapping[str, Any] | None
@@ -58,7 +61,7 @@ def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Ten
         batch: the whole batch.
         mutation: name of a known fault to put in.
     """
-    with applied(mutation, case), _worker(case, config) as worker:
+    with taken(case), applied(mutation, case), _worker(case, config) as worker:
         return _measure(worker, case, config, batch)
 
 
@@ -87,11 +90,14 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
         return answer
 
     references: list[torch.Tensor] = []
+    under_mask: list[torch.Tensor] = []
 
     def score() -> tuple[torch.Tensor, bool]:
         """Log-probabilities, and whether they are the same again after the reference policy's."""
         worker.prepare_for_lp_inference()
         first: torch.Tensor = worker.get_logprobs(data=asked)["logprobs"]
+        if case.is_fast:
+            under_mask.append(worker.get_logprobs(data=asked, skip_masked=True)["logprobs"])
         if not case.reference:
             return first, True
         references.append(worker.get_reference_policy_logprobs(data=asked)["reference_logprobs"])
@@ -104,4 +110,5 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
     worker.prepare_for_lp_inference()
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
     logprobs_after, repeated_after = score()
-    return Share(data_rank, logprobs, logprobs_after, repeated and repeated_after, references, evaluation, calls, weights)
+    repeated = repeated and repeated_after
+    return Share(data_rank, logprobs, logprobs_after, under_mask, repeated, references, evaluation, calls, weights)

@@ -24,6 +24,7 @@ _LEAST = {
     "rows": 0,
     "keep": 0,
     "bucket": 0,
+    "chunk": 0,
     "length": 2,
 }
 

@@ -23,6 +23,7 @@ def loss_weight(case: Case) -> float:
 def make_loss(case: Case) -> Any:
     """The ``LossFunction`` that the workers compute; the reference has its own, ``megarl.parity.reference_losses``."""
     loss_fn, weight = _loss(case), loss_weight(case)
+    loss_fn.skips_masked = case.is_fast
     return loss_fn if weight == 1.0 else _Weighted(loss_fn, weight)
 
 

@@ -152,6 +152,7 @@ def policy_config(case: Case, model: Path) -> Config:
         "train_global_batch_size": case.global_batch,
         "train_micro_batch_size": case.mbs,
         "logprob_batch_size": case.lpbs,
+        "logprob_chunk_size": case.chunk or None,
         "precision": case.precision,
         "max_total_sequence_length": case.length,
         "make_sequence_length_divisible_by": case.share * case.pad,

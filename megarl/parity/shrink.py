@@ -15,7 +15,21 @@ _KEPT = ("backend", "seed")
 # what costs most goes first: ranks, then whole features, then sizes
 _ORDER = [
     *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
-    *("offload", "overlap", "bucket", "distopt", "recompute", "wide", "precision", "reference", "evaluate", "together", "warmup"),
+    *(
+        "paths",
+        "chunk",
+        "offload",
+        "overlap",
+        "bucket",
+        "distopt",
+        "recompute",
+        "wide",
+        "precision",
+        "reference",
+        "evaluate",
+        "together",
+        "warmup",
+    ),
     *("schedule", "decay", "steps", "eps", "lr", "clip", "optimizer"),
     *("nucleus", "keep", "temperature", "masked", "packer", "round", "pad", "room", "batching"),
     *("loss", "rope", "window", "tied"),

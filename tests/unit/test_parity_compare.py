@@ -24,6 +24,7 @@ WEIGHTS = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0]])}
 BATCH = token_batch(CASE)
 LOGPROBS = -torch.rand(CASE.total_rows, CASE.length, generator=torch.Generator().manual_seed(0)) - 0.5
 LOGPROBS[:, 0] = 0.0
+MASK = BATCH["token_mask"] * BATCH["sample_mask"][:, None]
 
 
 def measured(**changes: Any) -> Share:
@@ -36,6 +37,7 @@ def measured(**changes: Any) -> Share:
         for _ in range(2)
     ]
     return Share(**{"data_rank": 0, "logprobs": LOGPROBS.clone(), "logprobs_after": LOGPROBS.clone(), "repeated": True,
+                    "under_mask": [LOGPROBS * MASK, LOGPROBS * MASK],
                     "reference_logprobs": [], "evaluation": None, "calls": calls,
                     "weights": {name: tensor.clone() for name, tensor in WEIGHTS.items()}, **changes})  # fmt: skip
 
@@ -153,3 +155,14 @@ def test_reference_logprobs_have_to_be_those_from_before() -> None:
 )
 def test_relative_error_of_every_kind_of_number(found: float, target: float, scale: float, error: float) -> None:
     assert relative_error(found, target, scale) == error
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_is_under_a_mask_has_to_be_computed_and_nothing_else(number: int) -> None:
+    shown = MASK * (LOGPROBS != 0)
+    assert 0 < shown.sum() < (LOGPROBS != 0).sum()
+    for changed in (LOGPROBS, LOGPROBS * MASK * 1.001, LOGPROBS * 0):
+        parts = [LOGPROBS * MASK, LOGPROBS * MASK]
+        parts[number] = changed
+        assert {found.kind for found in wrong(measured(under_mask=parts))} == {"logprobs"}
+    assert wrong(measured(under_mask=[]), replace(CASE, paths="plain")) == []

@@ -1,0 +1,127 @@
+"""The two ways that a case's worker can compute: by the fast paths of the engine and the backends, or by the plain ones that they replace.
+
+Both have to give the reference's numbers. What runs on GPUs alone is played here: a variable-length attention kernel by torch's own
+attention sequence by sequence, functions that torch.compile fuses without the compiler, the Triton kernels in Triton's interpreter where
+Triton is installed. What else only ``fast`` has: positions under a mask are skipped, the output layer may compute in chunks, rotations have
+a backward pass of their own, Adam updates in one pass, and on DTensor a rank alone computes on whole parameters and reduces once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl import env
+from megarl.parity.case import Case
+from megarl.parity.faults.patching import after_building, found
+from megarl.patched import patched
+
+
+@contextlib.contextmanager
+def taken(case: Case) -> Iterator[None]:
+    """Inside, workers are built and compute as ``case.paths`` says."""
+    with contextlib.ExitStack() as stack:
+        for path in _FAST if case.is_fast else _PLAIN:
+            path(stack, case)
+        yield
+
+
+def _replace(place: str, name: str, value: Any) -> Callable[[contextlib.ExitStack, Case], None]:
+    return lambda stack, case: stack.enter_context(patched((found(place), name, value)))
+
+
+def _on_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
+    """The log-probabilities' kernel in Triton's interpreter, where there is Triton."""
+    if importlib.util.find_spec("triton") is not None:
+        _log_probabilities_by(stack, {"MEGARL_LOGPROB_KERNEL": "1", "TRITON_INTERPRET": "1"})
+
+
+def _off_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
+    _log_probabilities_by(stack, {"MEGARL_LOGPROB_KERNEL": "0"})
+
+
+def _log_probabilities_by(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
+    stack.enter_context(env.variables(variables))
+    chosen = found("megarl.models.engine.logprobs")._kernels
+    chosen.cache_clear()
+    stack.callback(chosen.cache_clear)
+
+
+def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
+    """Megatron's fused functions of gates and biases, as they are before a compiler gets them."""
+    if case.backend == "megatron":
+        stack.enter_context(patched((found("megarl.models.megatron.settings"), "_compiles", lambda: True)))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def attention_of_runs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """[T, H, D]: what ``varlen_attn`` of torch gives, one run after another; masks are aligned with a run's last query and last key."""
+    mixed = []
+    for begin, end, first, last in zip(*(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True):
+        asked, keys, values = (part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last]))
+        behind = torch.arange(last - first)[None] - torch.arange(last - first - (end - begin), last - first)[:, None]
+        seen = (behind <= 0) & ((behind >= -window_size[0]) if window_size[0] >= 0 else True)
+        mixed.append(scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(mixed)
+
+
+_CUTS = (slice(None, -1), slice(1, None))
+
+
+def rotated(tensor: torch.Tensor, by: Any) -> torch.Tensor:
+    """What ``megarl.models.megatron.rotary.rotate`` gives, with the backward pass of autograd."""
+    width = by.cosines.shape[-1]
+    turned, others = tensor.split([width, tensor.shape[-1] - width], dim=-1)
+    return torch.cat((turned * by.cosines + turned.roll(width // 2, dims=-1) * by.signed_sines, others), dim=-1)
+
+
+def _in_many_operations(update: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    update(*arguments, **{**options, "fused": False})
+
+
+def _adam_in_many_operations(stack: contextlib.ExitStack, case: Case) -> None:
+    if case.backend == "megatron":
+        module = found("megarl.models.megatron.adam")
+        for name in ("adam", "adamw"):
+            stack.enter_context(patched((module, name, functools.partial(_in_many_operations, getattr(module, name)))))
+
+
+def _plain_worker(worker: Any, case: Case) -> None:
+    """Parts of the torch backends that a built worker has."""
+    backend = worker.backend
+    if case.backend == "dtensor":
+        backend._stays_whole = backend._reduces_once = False
+    if case.backend != "megatron" and backend.optimizer is not None:
+        for group in backend.optimizer.param_groups:
+            group["fused"] = False
+
+
+_FAST: tuple[Callable[[contextlib.ExitStack, Case], None], ...] = (
+    _on_megarl_kernel,
+    _compiled,
+    _replace("megarl.models.engine.attention", "serves", lambda query: True),
+    _replace("megarl.models.engine.attention", "varlen_kernel", lambda: attention_of_runs),
+)
+_PLAIN: tuple[Callable[[contextlib.ExitStack, Case], None], ...] = (
+    _off_megarl_kernel,
+    _replace("megarl.models.megatron.cached_attention", "rotate", rotated),
+    _adam_in_many_operations,
+    after_building(_plain_worker),
+)
