@@ -161,8 +161,8 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         changes: ``tp``, ``pp``, ``sp``, ``cp``, ``comm`` (of CP), ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``,
             ``batching`` (fixed, dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``,
             ``recompute`` (True, or a list of parts), ``temperature``, ``lr``, ``weight_decay``, ``optimizer``; a ``generation`` dict is
-            merged; of mixtures of experts ``ep``, ``etp``, ``dispatcher``, ``freeze_router``, ``router_dtype``, ``balancing``, ``aux``,
-            ``z``.
+            merged; of mixtures of experts ``ep``, ``etp``, ``dispatcher``, ``grouped``, ``freeze_router``, ``router_dtype``, ``balancing``,
+            ``aux``, ``z``.
     """
     take = changes.pop
     precision = take("precision", "float32")
@@ -204,6 +204,7 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
             "expert_model_parallel_size": take("ep", 1),
             "expert_tensor_parallel_size": take("etp", 1),
             "moe_token_dispatcher_type": take("dispatcher", "alltoall"),
+            "moe_grouped_gemm": take("grouped", None),
             "freeze_moe_router": take("freeze_router", False),
             "moe_router_dtype": take("router_dtype", None),
             "moe_router_load_balancing_type": take("balancing", "none"),

@@ -1,4 +1,5 @@
 """Operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; the counts must not depend on the sequences.
+Those of a mixture of 8 and of 32 experts, in grouped products and one after another, beside them; grouped, not on the experts either.
 
 On a GPU each operation is a kernel that the host has to launch, and each sync a wait in which the host launches none. Both are counted on a
 CPU, where the same code runs:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 TOKENS = 512
 SEQUENCES = (2, 16, 64)
+EXPERTS = (8, 32)
 MOST_OPERATIONS = 700
 """Of a global batch of one micro-batch of four layers, forward and backward, until the optimizer's step."""
 VIEWS = frozenset(
@@ -145,11 +147,40 @@ def measure(quick: bool) -> Iterator[Point]:
         with tempfile.TemporaryDirectory() as directory:
             model = tiny.save_model(Path(directory) / "model", TOKENS)
             counts = {sequences: counts_of(pool, model, sequences) for sequences in SEQUENCES}
+            mixtures = {experts: mixture_counts(pool, Path(directory) / f"experts-{experts}", experts) for experts in EXPERTS}
     finally:
         pool.close()
     for sequences, found in counts.items():
         yield Point({"sequences": sequences, "tokens": TOKENS}, {name: Metric.of("calls", [value]) for name, value in found.items()})
     require_few(counts)
+    for experts, kinds in mixtures.items():
+        for kind, found in kinds.items():
+            counted = {name: Metric.of("calls", [value]) for name, value in found.items()}
+            yield Point({"sequences": 16, "tokens": TOKENS, "experts": experts, "kind": kind}, counted)
+    require_as_many(mixtures)
+
+
+def require_as_many(mixtures: Mapping[int, Mapping[str, Mapping[str, int]]]) -> None:
+    """Fail where the operations of grouped experts depend on the number of experts.
+
+    Args:
+        mixtures: for each number of experts, what ``mixture_counts`` gives.
+    """
+    grouped = {experts: kinds["grouped"] for experts, kinds in mixtures.items()}
+    assert len({tuple(found.items()) for found in grouped.values()}) == 1, f"counts depend on the number of experts: {grouped}"
+
+
+def mixture_counts(pool: WorkerPool, directory: Path, experts: int) -> dict[str, dict[str, int]]:
+    """What ``counts_of`` gives of a mixture, of whose experts a token goes through 4: ``grouped`` and ``loop``."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": tiny.LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS, "sliding_window": None}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=experts, num_experts_per_tok=4, tie_word_embeddings=False)
+    MixtralForCausalLM(config).save_pretrained(directory)
+    kinds = {"loop": False, "grouped": True}
+    return {kind: counts_of(pool, directory, 16, moe_grouped_gemm=grouped) for kind, grouped in kinds.items()}
 
 
 def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
@@ -164,14 +195,15 @@ def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
     assert found["train_syncs"] == found["logprob_syncs"] == 0, f"a micro-batch waits for the device: {counts}"
 
 
-def counts_of(pool: WorkerPool, model: Path, sequences: int) -> dict[str, int]:
-    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together.
+def counts_of(pool: WorkerPool, model: Path, sequences: int, **megatron: Any) -> dict[str, int]:
+    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together; ``megatron`` are keys of
+    ``megatron_cfg``.
 
     Returns:
         For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch, ``_syncs`` that each further
         micro-batch adds, and ``_syncs_a_call``, those of a call with one.
     """
-    found = pool.run(1, _counted, _config(model, sequences), sequences)[0]
+    found = pool.run(1, _counted, _config(model, sequences, megatron), sequences)[0]
     metrics = {}
     for name in ("train", "logprob"):
         one, three = found[name, 1], found[name, 3]
@@ -181,10 +213,10 @@ def counts_of(pool: WorkerPool, model: Path, sequences: int) -> dict[str, int]:
     return metrics
 
 
-def _config(model: Path, sequences: int) -> dict[str, Any]:
+def _config(model: Path, sequences: int, megatron: Mapping[str, Any]) -> dict[str, Any]:
     packing = {"enabled": True, "train_mb_tokens": TOKENS, "logprob_mb_tokens": TOKENS}
     changes = {"train_global_batch_size": sequences, "max_total_sequence_length": TOKENS}
-    return tiny.policy_config(model, micro_batch=1, **changes, sequence_packing=packing)
+    return tiny.policy_config(model, micro_batch=1, **changes, sequence_packing=packing, megatron_cfg=dict(megatron))
 
 
 class _Stop(Exception):

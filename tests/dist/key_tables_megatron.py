@@ -73,6 +73,7 @@ EXPERTS: dict[str, Demonstration] = {
         2, "built.parameters", beside={**TWO_TENSOR_RANKS, f"{M}.sequence_parallel": True}, world=2, model="mixtral"
     ),
     f"{M}.moe_token_dispatcher_type": Changes("allgather", "communicated.collectives", beside=TWO_EXPERT_RANKS, world=2, model="mixtral"),
+    f"{M}.moe_grouped_gemm": Changes(True, "trained.modules", model="mixtral"),
     f"{M}.freeze_moe_router": Changes(True, "trained.routers", model="mixtral"),
     f"{M}.moe_router_dtype": Changes("fp64", "scored.logprobs", beside={"precision": "bfloat16"}, model="mixtral"),
     f"{M}.moe_router_load_balancing_type": Changes("aux_loss", "trained.norms", with_it={f"{M}.moe_aux_loss_coeff": 0.5}, model="mixtral"),

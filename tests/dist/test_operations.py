@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import tiny
-from benchmarks.cases.operations import TOKENS, counting, counts_of, require_few
+from benchmarks.cases.operations import TOKENS, counting, counts_of, mixture_counts, require_as_many, require_few
 from tests.dist.pool import WorkerPool
 from tests.tiers import newest_megatron
 
@@ -16,6 +16,14 @@ from tests.tiers import newest_megatron
 def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     model = tiny.save_model(tmp_path / "model", TOKENS)
     require_few({sequences: counts_of(pool, model, sequences) for sequences in (2, 16)})
+
+
+@newest_megatron
+def test_grouped_experts_have_as_many_operations_whatever_their_number(pool: WorkerPool, tmp_path: Path) -> None:
+    mixtures = {experts: mixture_counts(pool, tmp_path / str(experts), experts) for experts in (4, 8)}
+    require_as_many(mixtures)
+    loop = [kinds["loop"]["train_operations"] for kinds in mixtures.values()]
+    assert loop[0] < loop[1]
 
 
 def test_what_is_counted() -> None:

@@ -230,6 +230,7 @@ WITHOUT_EXPERTS: dict[str, tuple[object, ...]] = {
     EXPERT: (1,),
     EXPERT_TENSOR: (1,),
     f"{MEGATRON}.moe_token_dispatcher_type": ("alltoall",),
+    f"{MEGATRON}.moe_grouped_gemm": (None, False),
     f"{MEGATRON}.freeze_moe_router": (False,),
     f"{MEGATRON}.moe_router_dtype": (None,),
     BALANCING: ("none",),

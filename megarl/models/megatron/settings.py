@@ -31,6 +31,12 @@ def _compiles() -> bool:
     return runtime().is_cuda
 
 
+def _groups_experts(megatron: Mapping[str, Any]) -> bool:
+    """Whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is the same to the bit."""
+    chosen = megatron.get("moe_grouped_gemm")
+    return runtime().is_cuda if chosen is None else bool(chosen)
+
+
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
@@ -90,7 +96,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture) ->
         **interleaved,
         **(_experts(megatron, architecture.mixture.routing, fused) if architecture.mixture is not None else {}),
     )
-    for name, value in settings.attributes.items():
+    for name, value in (settings.attributes | {"grouped_experts": _groups_experts(megatron)}).items():
         setattr(config, name, value)
     if architecture.latent_attention is not None and not fused:
         # Asked for norms of queries, Megatron adds up the gradients of whatever is called q_layernorm over the tensor-parallel ranks. Here
@@ -117,8 +123,8 @@ def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict
         "moe_router_dtype": megatron.get("moe_router_dtype") or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # without Transformer Engine there is no grouped product whose weights are those of single experts
-        "moe_grouped_gemm": fused,
+        # Megatron-Core's own is Transformer Engine's; ours is chosen by ``grouped_experts``
+        "moe_grouped_gemm": fused and _groups_experts(megatron),
     }
 
 

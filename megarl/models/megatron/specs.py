@@ -7,6 +7,7 @@ offers only with Transformer Engine.
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
 from megarl.models.megatron.cached_attention import DecodedRows, RowSelfAttention
+from megarl.models.megatron.grouped_experts import GroupedExperts
 from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
 from megarl.models.megatron.transformer_engine import KEY, find
@@ -153,6 +155,22 @@ def with_our_router(experts: Any) -> Any:
     return experts
 
 
+def _grouped(experts: Any) -> Any:
+    """Megatron's spec of a layer's experts, in either of its forms, whose products are grouped."""
+    submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
+    inner = submodules.experts
+    if isinstance(inner, ModuleSpec):
+        inner.module = GroupedExperts
+    else:
+        submodules.experts = functools.partial(GroupedExperts, *inner.args, **inner.keywords)
+    return experts
+
+
+def _portable_experts(config: TransformerConfig) -> Any:
+    experts = with_our_router(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts))
+    return _grouped(experts) if config.grouped_experts else experts
+
+
 def _attention(config: TransformerConfig) -> ModuleSpec:
     head_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
@@ -187,7 +205,7 @@ def _latent_attention() -> ModuleSpec:
 
 
 def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
-    """One layer, ``sparse`` with experts. Without Transformer Engine experts run one after another."""
+    """One layer, ``sparse`` with experts."""
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's
     fused = fused_norms(latent=config.multi_latent_attention, sparse=sparse)
@@ -199,7 +217,7 @@ def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
             self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=PortableRMSNorm,
-            mlp=with_our_router(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)) if sparse else dense,
+            mlp=_portable_experts(config) if sparse else dense,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
         ),

@@ -95,7 +95,14 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[bool, Key("optimizer state below float32; needs Transformer Engine.", default=False)]
     ]
     optimizer_cpu_offload: NotRequired[
-        Annotated[bool, Key("keep and update optimizer state in host memory, by Megatron-Core's own hybrid optimizer.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "keep and update optimizer state in host memory, by Megatron-Core's own hybrid optimizer. Refused: that wants Transformer "
+                "Engine, and takes a step with random gradients before it reads a checkpoint, which changes the weights.",
+                default=False,
+            ),
+        ]
     ]
     optimizer_offload_fraction: NotRequired[Annotated[float, Key("share of the state that is there.", SHARE, default=0.0)]]
     clip_grad: NotRequired[Annotated[float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)]]
@@ -250,6 +257,16 @@ class MegatronConfig(TypedDict):
                 "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts, "
                 "``allgather`` gives every rank all of them.",
                 default="alltoall",
+            ),
+        ]
+    ]
+    moe_grouped_gemm: NotRequired[
+        Annotated[
+            bool | None,
+            Key(
+                "run the experts of a rank in one grouped matrix product, not one after another; null where a CUDA device computes. "
+                "Checkpoints are the same.",
+                default=None,
             ),
         ]
     ]

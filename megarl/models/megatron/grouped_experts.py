@@ -1,0 +1,204 @@
+"""Experts of a rank in grouped matrix products without Transformer Engine: each product of Megatron's loop over experts at once.
+
+A loop launches some twenty-five operations an expert, forward and backward; the grouped product (``torch.nn.functional.grouped_mm``) takes
+the same few whatever the number of experts. Parameters, their names and their checkpoints are those of Megatron's loop (``SequentialMLP``),
+whose subclass this is. On a CPU torch's grouped product makes the products of the loop, and everything is the same to the bit but
+gradients of biases and the gradient's norm, which are summed up in another order. On a GPU it has not been run yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from megarl.distributed.device import sent_to
+
+# in torch since 2.10; before, where it was there at all, for one type and without gradients
+grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
+# strides that the kernels of the grouped product want, in bytes
+_ALIGNMENT = 16
+
+
+class _FromLast(torch.nn.ModuleList):
+    """A list of modules that are registered from the last to the first.
+
+    Megatron's buffers of weights and gradients have parameters in the reverse of their order. So the weights of these modules lie there
+    in the order of the experts, at equal distances, where one tensor can show all of them.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__(modules)
+        self._modules = dict(reversed(self._modules.items()))
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return (self[index] for index in range(len(self)))
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts of a rank, whose products are grouped.
+
+    Where that cannot be, they run one after another: no token came, the rank has one expert, or one of their widths is no multiple of
+    16 bytes.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        experts: Any = self._modules["local_experts"]
+        self.local_experts: Any = _FromLast(list(experts))
+        first: Any = self.local_experts[0]
+        widths = [width for linear in (first.linear_fc1, first.linear_fc2) for width in linear.weight.shape]
+        aligned = all(width * first.linear_fc1.weight.element_size() % _ALIGNMENT == 0 for width in widths)
+        self._can_group = grouped_mm is not None and aligned and len(self.local_experts) > 1 and not self.config.moe_apply_probs_on_input
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the experts make of the tokens that came to this rank.
+
+        Args:
+            permuted_local_hidden_states: [t, H], those of the first expert first.
+            tokens_per_expert: [E of this rank] integers whose sum is t.
+            permuted_probs: [t], what each token's result is multiplied by.
+
+        Returns:
+            [t, H], biases included; None, because nothing is left to be added.
+        """
+        if not self._can_group or not permuted_local_hidden_states.shape[0]:
+            experts: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+                permuted_local_hidden_states, tokens_per_expert, permuted_probs
+            )
+            return experts
+        limits = sent_to(tokens_per_expert.cumsum(0, dtype=torch.int32), permuted_local_hidden_states.device)
+        return self._grouped(permuted_local_hidden_states, limits, permuted_probs)
+
+    def _grouped(self, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = _WholeMLP(self, limits)
+        output, _ = MLP.forward(whole, tokens, probs)
+        if whole.last.bias is not None:
+            # as Megatron's expert: the bias is weighted as the rest of the result is
+            output = output + whole.last.bias * probs.unsqueeze(-1)
+        return output.to(tokens.dtype), None
+
+
+class _WholeMLP(torch.nn.Module):
+    """All experts as the one MLP whose forward pass Megatron has: what lies between the products is Megatron's own."""
+
+    def __init__(self, experts: GroupedExperts, limits: torch.Tensor) -> None:
+        super().__init__()
+        self.config = experts.config
+        self.activation_func = experts.local_experts[0].activation_func
+        self.linear_fc1 = _GroupedLinear([expert.linear_fc1 for expert in experts.local_experts], limits, adds_bias=True)
+        self.linear_fc2 = self.last = _GroupedLinear([expert.linear_fc2 for expert in experts.local_experts], limits, adds_bias=False)
+
+
+class _GroupedLinear(torch.nn.Module):
+    """The linear layers of all experts.
+
+    Attributes:
+        bias: [t, N] what is to be added to the last result; None where the layers have no biases, or they are added already.
+    """
+
+    def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
+        super().__init__()
+        self._weights = [linear.weight for linear in linears]
+        self._biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._limits, self._adds_bias = limits, adds_bias
+        self.bias: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
+        product: torch.Tensor = _Product.apply(tokens, self._limits, *self._weights)  # type: ignore[no-untyped-call]
+        if self._biases:
+            of_tokens: torch.Tensor = _OfTokens.apply(self._limits, tokens.shape[0], *self._biases)  # type: ignore[no-untyped-call]
+            if self._adds_bias:
+                return product + of_tokens, None
+            self.bias = of_tokens
+        return product, None
+
+
+class _Product(torch.autograd.Function):
+    """[t, K] times the weights [N, K] of each token's expert, to [t, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, limits: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        assert grouped_mm is not None
+        tokens = _rows(tokens)
+        ctx.save_for_backward(tokens, limits, *weights)
+        return grouped_mm(tokens, stacked(weights).transpose(1, 2), offs=limits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        assert grouped_mm is not None
+        tokens, limits, *weights = ctx.saved_tensors
+        gradient = _rows(gradient)
+        of_tokens = grouped_mm(gradient, stacked(weights), offs=limits) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return of_tokens, None, *(None for _ in weights)
+        return of_tokens, None, *_handed_over(weights, grouped_mm(gradient.t(), tokens, offs=limits))
+
+
+class _OfTokens(torch.autograd.Function):
+    """The biases [N] of each token's expert, as [t, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, limits: torch.Tensor, tokens: int, *biases: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(limits, *biases)
+        expert = torch.searchsorted(limits, torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True)
+        return stacked(biases)[expert]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        limits, *biases = ctx.saved_tensors
+        if not any(ctx.needs_input_grad[2:]):
+            return None, None, *(None for _ in biases)
+        assert grouped_mm is not None
+        # sums of the rows of each expert: as few ones a row as the kernel takes
+        ones = gradient.new_ones(gradient.shape[0], _ALIGNMENT // gradient.element_size())
+        return None, None, *_handed_over(biases, grouped_mm(ones.t(), _rows(gradient), offs=limits)[:, 0])
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, each row behind the last one, with the strides of that also where a dimension has one entry."""
+    return tensor.contiguous().view(-1).view(tensor.shape)
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they lie in one piece of it at equal
+    distances, as weights do in the buffers of Megatron's distributed optimizer, otherwise a copy."""
+    shown = shared_view(tensors)
+    return torch.stack([tensor.detach() for tensor in tensors]) if shown is None else shown
+
+
+def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor over the memory of several, a dimension more in front; None where they do not lie one after another at equal
+    distances."""
+    first, second = tensors[0].detach(), tensors[1].detach()
+    step = second.data_ptr() - first.data_ptr()
+    size, home = first.element_size(), first.untyped_storage().data_ptr()
+    even = step >= first.nbytes and step % _ALIGNMENT == 0 and first.data_ptr() % _ALIGNMENT == 0
+    if not even or any(
+        tensor.data_ptr() != first.data_ptr() + index * step or tensor.untyped_storage().data_ptr() != home or not tensor.is_contiguous()
+        for index, tensor in enumerate(tensors)
+    ):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
+
+
+def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradient of each parameter, of gradients [E, ...] of all of them.
+
+    Where Megatron sums up gradients in one buffer at equal distances, all are added there at once, and its hook at each parameter is told
+    so: the same sums as its own.
+    """
+    sums = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
+    if len(sums) == len(parameters):
+        whole = shared_view(sums)
+        if whole is not None:
+            whole.add_(gradients)
+        for parameter in parameters:
+            parameter.grad_added_to_main_grad = whole is not None
+    return gradients.unbind(0)
