@@ -249,7 +249,7 @@ def _stage_memory(
         gradients=parameters * gradient,
         optimizer=state,
         activations=_activations(stage, layers, policy, facts, layout, plan),
-        logits=logit_bytes(policy, facts, layout, plan, element) if last else 0,
+        logits=logit_bytes(policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element) if last else 0,
         generation_cache=generation_cache_bytes(layers[stage], policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
     )
@@ -285,8 +285,8 @@ def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts
 
 
 def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
-    """Training keeps the logits, a float32 copy of them and its gradient; the log-probability pass the first two. In chunks there are those
-    of one chunk, and in 16 bit the sum of the output layer's gradient in float32."""
+    """Training keeps the logits of ``element`` bytes, a float32 copy of them and its gradient; the log-probability pass the first two. In
+    chunks there are those of one chunk, and in 16 bit the sum of the output layer's gradient in float32."""
     columns = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor
     chunk, sums = policy["logprob_chunk_size"], 0
     training = -(-plan.tokens_per_micro_batch // layout.context)

@@ -163,6 +163,7 @@ def test_estimate_follows_the_switches() -> None:
     assert estimate_of({}, reference=False)[0].reference_weights == 0
     scoring = estimate_of({"policy.logprob_batch_size": 50})[1]
     assert scoring.logits == 50 * 610 * 502 * 6
+    assert estimate_of({f"{megatron}.float32_logits": True})[1].logits == 5 * 610 * 502 * 12
     generating = estimate_of({"policy.generation_batch_size": 5000})[0]
     assert generating.peak == generating.weights + generating.gradients + generating.optimizer + generating.generation_cache
 
