@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from tests.dist import jobs, mixtures
@@ -64,6 +66,34 @@ def test_attention_trains_as_in_transformers(pool: WorkerPool, models: dict[str,
         assert result["weights"].keys() == weights.keys()
         for name, tensor in result["weights"].items():
             assert (tensor - weights[name]).norm() < 1e-5 * weights[name].norm(), name
+
+
+def tables_made(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> list[int]:
+    """How many tables of angles the first, the second and the third pass over the same lengths make."""
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    calls: list[int] = []
+    made = YarnRotaryEmbedding.get_emb
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return made(*arguments, **options)
+
+    counts = []
+    with mock.patch.object(YarnRotaryEmbedding, "get_emb", counted):
+        for _ in range(3):
+            before = len(calls)
+            jobs.logprobs_of(worker, batch)
+            counts.append(len(calls) - before)
+    worker.backend.close()
+    return counts
+
+
+@newest_megatron
+def test_many_layers_share_a_table_of_angles(pool: WorkerPool, tmp_path: Path) -> None:
+    """More layers than Megatron-Core keeps tables for; one length in one pass."""
+    model = make_tiny(tmp_path / "deep", "deepseek_v3_dense", tied=False, seed=65, layers=34)
+    batch, config = make_batch(rows=3, length=13, seed=3), policy_config(model, logprob_batch_size=3)
+    assert pool.run(1, tables_made, config, batch) == [[1, 0, 0]]
 
 
 @newest_megatron(layout=NEWEST)

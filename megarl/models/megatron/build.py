@@ -18,7 +18,7 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.models.engine.groups import ParallelGroups
-from megarl.models.megatron.latent_attention import set_latent_norm_epsilon
+from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
 from megarl.models.megatron.moe_router import routers, teach_routing
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
@@ -48,6 +48,7 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     for chunk in chunks:
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
+        share_rotary_tables(chunk)
         if policy["megatron_cfg"].get("float32_logits") and chunk.post_process:
             keep_products_in_float32(chunk.output_layer)
     teach_routing(chunks, architecture)

@@ -112,8 +112,10 @@ def decoding(stages: Sequence[torch.nn.Module], portable: Callable[[Any], torch.
                 stack.callback(setattr, attention, "rows", None)
             elif isinstance(attention, MLASelfAttention):
                 rotary = attention.rotary_pos_emb
-                rotary.forward = _of_rows(type(rotary).forward.__get__(rotary), rows)
-                stack.callback(delattr, rotary, "forward")
+                # one for all layers of a stage
+                if "forward" not in vars(rotary):
+                    rotary.forward = _of_rows(type(rotary).forward.__get__(rotary), rows)
+                    stack.callback(delattr, rotary, "forward")
         yield rows
 
 

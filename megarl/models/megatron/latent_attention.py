@@ -32,12 +32,11 @@ class LatentSelfAttention(MLASelfAttention):
     sequence parallelism, Megatron-Core does not (0.16 to 0.19): nothing fails, and the projection learns from a part of the heads.
     """
 
-    _positions: torch.Tensor | None = None
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.linear_kv_down_proj.register_forward_hook(self._whole)
-        self.rotary_pos_emb.register_forward_hook(self._of_positions)
+        self.rotary_pos_emb.positions = None
+        self.rotary_pos_emb.register_forward_hook(_of_positions)
 
     def get_query_key_value_tensors(
         self,
@@ -51,19 +50,11 @@ class LatentSelfAttention(MLASelfAttention):
         given = (hidden_states, key_value_states, position_ids)
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(*given, packed_seq_params, **options)
-        self._positions = packed_seq_params.positions
+        self.rotary_pos_emb.positions = packed_seq_params.positions
         try:
             return super().get_query_key_value_tensors(*given, dataclasses.replace(packed_seq_params, **WITHOUT_LENGTHS), **options)
         finally:
-            self._positions = None
-
-    def _of_positions(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Angles [positions, 1, 1, r] from 0 on, alone or with a factor, to those of the tokens, [t, 1, r], where sequences are packed."""
-        if self._positions is None:
-            return output
-        angles, *others = output if isinstance(output, tuple) else (output,)
-        of_tokens = angles[self._positions].squeeze(1)
-        return (of_tokens, *others) if others else of_tokens
+            self.rotary_pos_emb.positions = None
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """The projections and norms of the specification as they are.
@@ -93,6 +84,26 @@ class LatentSelfAttention(MLASelfAttention):
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         shared: torch.Tensor = _SummedGradients.apply(rotated, self.pg_collection.tp)  # type: ignore[no-untyped-call]
         return torch.cat([latent, shared], dim=-1), bias
+
+
+def _of_positions(module: Any, inputs: Any, output: Any) -> Any:
+    """Angles [positions, 1, 1, r] from 0 on, alone or with a factor, to those of the tokens, [t, 1, r], where sequences are packed."""
+    if module.positions is None:
+        return output
+    angles, *others = output if isinstance(output, tuple) else (output,)
+    of_tokens = angles[module.positions].squeeze(1)
+    return (of_tokens, *others) if others else of_tokens
+
+
+def share_rotary_tables(model: torch.nn.Module) -> None:
+    """Give all layers of latent attention the rotary embedding of the first one.
+
+    Each has its own, which are equal and have no weights. Megatron-Core keeps the last 32 tables of angles of all of them together, so that
+    models of more layers made the table anew in each layer of each pass.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
+    for layer in layers[1:]:
+        layer.rotary_pos_emb = layers[0].rotary_pos_emb
 
 
 class _SummedGradients(torch.autograd.Function):
