@@ -130,6 +130,14 @@ class DeviceRuntime:
         except RuntimeError:
             return int(torch.cuda.mem_get_info(self.device)[0])
 
+    def has_room(self, size: int, left: float) -> bool:
+        """Whether a CUDA device has ``size`` bytes, and beside them the share ``left`` of its memory, free for this process; on a CPU
+        never: it has no memory but the host's."""
+        if not self.is_cuda:
+            return False
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return self.free_memory() + unused - size >= left * torch.cuda.get_device_properties(self.device).total_memory
+
     def gpu_figures(self) -> dict[str, float]:
         """``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML says them; nothing on a CPU."""
         if not self.is_cuda:

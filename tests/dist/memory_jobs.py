@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.memory import Allocations, saved_for_backward
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
+from megarl.distributed.device import DeviceRuntime
 from megarl.models.dtensor.mover import move_optimizer as move_optimizer_of_dtensor
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.fsdp1.backend import move_optimizer as move_optimizer_of_fsdp1
@@ -177,9 +178,17 @@ def _places(each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> l
     return found
 
 
-def swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes a parameter that two looks at the reference policy copy to the host, and whether the second used the first one's memory."""
+def swap_and_count(config: Mapping[str, Any], has_room: bool) -> dict[str, Any]:
+    """Bytes that two looks at the reference policy copy to the host, over those of the weights, and whether the second used the first one's
+    memory. The device has room for the present weights, or none."""
+    with patched((DeviceRuntime, "has_room", lambda runtime, size, left: has_room)):
+        return _swap_and_count(config)
+
+
+def _swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
     worker = build(config)
+    for _, parameter in worker.backend.parameters():
+        parameter.detach().add_(1)  # no longer the reference's
     before = [parameter.detach().clone() for _, parameter in worker.backend.parameters()]
     batch = jobs.my_share(worker, make_batch(8, 9, seed=0))
     held = worker.reference._present

@@ -42,4 +42,5 @@ def test_host_copies_are_kept_and_change_nothing(pool: WorkerPool, tiny_models: 
 @pytest.mark.parametrize("backend", MAKE)
 def test_the_reference_policy_needs_memory_once(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
     config = MAKE[backend](tiny_models["qwen3"], precision="bfloat16")
-    assert pool.run(2, swap_and_count, config) == [{"copied": [1, 2], "same memory": True, "same weights": True}] * 2
+    assert pool.run(2, swap_and_count, config, False) == [{"copied": [1, 2], "same memory": True, "same weights": True}] * 2
+    assert pool.run(2, swap_and_count, config, True) == [{"copied": [0, 0], "same memory": True, "same weights": True}] * 2

@@ -175,10 +175,15 @@ class HostCopies:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._runtime.is_cuda)
 
 
+_LEFT_FOR_A_PASS = 0.25
+"""Share of a device's memory that stays free for the reference policy's pass where the present weights stay on the device."""
+
+
 class ReferenceWeights:
     """This rank's shards of the reference policy.
 
-    Swapping them in copies the present weights to host memory that is kept for it, and makes no other.
+    They are in page-locked memory and are never copied back. Meanwhile the present weights are in other memory of the device, where it has
+    room for them and a pass; otherwise they go to host memory that is kept for it, and come back.
 
     Args:
         backend: the model as it is now; its present weights become the reference.
@@ -186,6 +191,7 @@ class ReferenceWeights:
     """
 
     def __init__(self, backend: Backend, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
         self._present = HostCopies(runtime)
         self._is_in = False
         backend.sync_parameters()
@@ -199,7 +205,7 @@ class ReferenceWeights:
             yield
             return
         backend.sync_parameters()
-        present = self._present.fill(_parameters(backend))
+        present = self._kept(_parameters(backend))
         self._is_in = True
         try:
             _write(backend, self._weights)
@@ -207,6 +213,12 @@ class ReferenceWeights:
         finally:
             _write(backend, present)
             self._is_in = False
+
+    def _kept(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of the present weights."""
+        if self._runtime.has_room(sum(weight.nbytes for weight in weights), _LEFT_FOR_A_PASS):
+            return [weight.clone() for weight in weights]
+        return self._present.fill(weights)
 
 
 def _parameters(backend: Backend) -> list[torch.Tensor]:
