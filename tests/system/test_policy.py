@@ -47,6 +47,10 @@ def test_logprobs_keep_the_order_of_uneven_batches(policy: Policy, model: Path) 
         policy.prepare_for_lp_inference()
         measured = policy.get_logprobs(BatchedDataDict(batch))["logprobs"]
         torch.testing.assert_close(measured, reference.logprobs(loaded, batch), atol=1e-5, rtol=0)
+        shown = policy.get_logprobs(BatchedDataDict(batch), skip_masked=True)["logprobs"]
+        mask = batch["token_mask"] * batch["sample_mask"][:, None]
+        torch.testing.assert_close(shown, measured * mask, atol=1e-5, rtol=0)
+        assert not shown[mask == 0].any()
 
 
 def test_training_reports_the_true_loss_and_leaves_the_reference_alone(policy: Policy, model: Path, tmp_path: Path) -> None:
