@@ -15,7 +15,7 @@ import torch
 
 from megarl.algorithms.start import uses_gpus
 from megarl.distributed import nvml
-from megarl.distributed.device import runtime, will_use_cuda
+from megarl.distributed.device import DeviceRuntime, runtime, will_use_cuda
 from megarl.errors import ConfigError
 from megarl.models.megatron import cuda_redirect
 from tests.dist.batches import make_batch
@@ -159,3 +159,14 @@ def test_a_worker_on_the_cpu_of_a_machine_with_gpus_computes_the_same(tmp_path: 
     plain, beside = found
     assert plain["measured"] == beside["measured"]
     assert jobs.differing(plain["weights"], beside["weights"]) == []
+
+
+def test_room_is_what_is_free_and_what_the_allocator_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 100 bytes, of which 20 are free and the allocator keeps 30 that nothing uses; a CPU has no room of its own."""
+    device = DeviceRuntime(torch.device("cuda", 0), "nccl")
+    monkeypatch.setattr(DeviceRuntime, "free_memory", lambda self: 20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    assert device.has_room(25, 0.25) and not device.has_room(26, 0.25)
+    assert not DeviceRuntime(torch.device("cpu"), "gloo").has_room(0, 0.0)
