@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+import yaml
+from pyarrow import parquet
 
 from megarl.cli import main
 from megarl.quickstart.material import make_model, write_problems
@@ -49,6 +52,24 @@ def test_what_a_run_would_refuse_of_the_data_is_refused(command: list[str], tmp_
 def test_a_template_that_fails_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--data", "policy.tokenizer.chat_template='{{ nobody.knows.it }}'"]) == 2
     assert "policy.tokenizer.chat_template cannot be applied" in capsys.readouterr().err
+
+
+def test_the_sources_of_the_page_are_read(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of ``configs/README.md``, on files of the forms that it names."""
+    page = (QUICKSTART.parent / "README.md").read_text(encoding="utf-8").split("## Data\n")[1]
+    data = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["data"]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join([json.dumps({"question": "1+1=", "answer": "one and one\n#### 2"})] * 3))
+    problem = {"prompt": [{"role": "user", "content": "1+2="}], "reward_model": {"ground_truth": 3}}
+    parquet.write_table(pyarrow.Table.from_pylist([problem] * 4), tmp_path / "problems.parquet")
+    turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 5))
+    data["train"][0]["path"], data["max_input_seq_length"] = "gsm8k.jsonl", 24
+    for source in (*data["train"], *data["validation"]):
+        source["path"] = str(tmp_path / source["path"])
+    changes = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
+    assert main([*command, "--data", *changes]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert all(each in shown for each in ("data.train:7records", "gsm8k.jsonl:3", "problems.parquet:4", "data.validation:5records"))
 
 
 def test_data_without_a_dry_run_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
     for section, source in _sources(view):
         messages = source.get("messages_key") is not None
         if messages and source.get("prompt_key") is not None:
-            fix = "give messages_key for a conversation, prompt_key and answer_key for a prompt"
+            fix = "remove one of them; a source in a list does not inherit the keys of the recipe's"
             yield Violation(f"{section}.prompt_key", source["prompt_key"], "messages_key is given too", fix)
         elif not messages and set_module(source) is None:
             fix = "name the field, messages_key for a field with a whole conversation, or a set of configs/README.md by name"
