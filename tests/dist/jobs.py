@@ -10,9 +10,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from converters.mapping.shards import load_shard
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import MegarlError
 from megarl.models.engine import decoding
-from megarl.models.megatron import settings
+from megarl.models.megatron import hf_state, settings
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
@@ -135,3 +137,35 @@ def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, 
                 }
             )
     return {"rows": rows}
+
+
+def loaded(config: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Which parameters this rank read of the files when it was built, and its weights."""
+    read: list[str] = []
+
+    def reading(rule: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        read.append(rule.megatron_name)
+        return load_shard(rule, *arguments, **options)
+
+    with mock.patch.object(hf_state, "load_shard", reading), new_memory_is_undefined():
+        worker = build(config)
+    weights = full_weights(worker)
+    worker.backend.close()
+    return read, weights
+
+
+def not_loaded(config: Mapping[str, Any]) -> str:
+    """What this rank says where the first rank cannot read one of its slices, after it has read another."""
+    turns = iter(range(1000))
+
+    def reading(*arguments: Any, **options: Any) -> torch.Tensor:
+        if dist.get_rank() == 0 and next(turns) > 0:
+            raise OSError("the disk is gone")
+        return load_shard(*arguments, **options)
+
+    with mock.patch.object(hf_state, "load_shard", reading):
+        try:
+            build(config)
+        except (OSError, MegarlError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,4 +1,7 @@
-"""Weights in from Hugging Face form, of which each rank reads only the slices it holds; and the names that parameters have everywhere."""
+"""Weights in from Hugging Face form, and the names that parameters have everywhere.
+
+Of the files each slice is read once: by the first of the ranks that hold it, which sends it to the others.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from converters.checkpoint.source import HuggingFaceSource
@@ -13,8 +17,10 @@ from converters.mapping.rule import is_expert, shift_expert
 from converters.mapping.rules import rule_for
 from converters.mapping.shards import load_shard
 from converters.model_config.architecture import Architecture
+from megarl.distributed.device import runtime
+from megarl.errors import ModelError
 from megarl.models.engine.groups import ParallelGroups
-from megarl.models.megatron.parallel import ExpertGroups
+from megarl.models.megatron.parallel import ExpertGroups, holders
 
 # a module's parameters or buffers, and a name among them
 TensorPlace = tuple[dict[str, Any], str]
@@ -65,16 +71,40 @@ def parameters_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator
 def load_from_hf(
     chunks: Sequence[GPTModel], source: HuggingFaceSource, architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups
 ) -> None:
-    """Fill every parameter of this stage from ``source``; only this rank's slices are read."""
+    """Fill every parameter of this stage from ``source``. A collective over the world.
+
+    Only this rank's slices are read, and only by the first of its data-parallel and context-parallel copies, from which the others get the
+    bytes. A rank that cannot read sends on what it has, so that nobody waits for it, and all fail in the end.
+
+    Raises:
+        ModelError: another rank could not read its slices.
+    """
+    failure: Exception | None = None
     for name, parameter in parameters_of(chunks, experts):
-        cut = experts if is_expert(name) else groups
-        shard = load_shard(
-            rule_for(name, architecture),
-            source,
-            architecture,
-            tp_rank=cut.tensor_rank,
-            tp_size=cut.tensor_size,
-            padded_vocab=chunks[0].vocab_size,
-            dtype=parameter.dtype,
-        )
-        parameter.copy_(shard)
+        of_experts = is_expert(name)
+        copies = holders(of_experts=of_experts)
+        if dist.get_rank(copies) == 0 and failure is None:
+            cut = experts if of_experts else groups
+            try:
+                shard = load_shard(
+                    rule_for(name, architecture),
+                    source,
+                    architecture,
+                    tp_rank=cut.tensor_rank,
+                    tp_size=cut.tensor_size,
+                    padded_vocab=chunks[0].vocab_size,
+                    dtype=parameter.dtype,
+                )
+                parameter.copy_(shard)
+            except Exception as error:
+                failure = error
+        if dist.get_world_size(copies) > 1:
+            # as bytes: nothing becomes another number on its way
+            whole = parameter.detach().view(-1).view(torch.uint8)
+            dist.broadcast(whole, src=dist.get_global_rank(copies, 0), group=copies)
+    failed = torch.tensor([int(failure is not None)], device=runtime().device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if int(failed):
+        raise ModelError(f"another rank could not read the weights in {source.directory}: see its own error")

@@ -68,6 +68,13 @@ class ExpertGroups:
         return dist.get_world_size(self.tensor)
 
 
+def holders(*, of_experts: bool) -> dist.ProcessGroup:
+    """The ranks that hold the same parameters as this one, of experts or of the rest of the model: data and context parallel ones."""
+    if of_experts:
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def expert_groups(groups: ParallelGroups) -> ExpertGroups:
     """The expert groups of the layout that ``initialize`` made. A collective over the world."""
     model, tensor = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
