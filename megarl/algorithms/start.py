@@ -20,12 +20,13 @@ from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
-from megarl.models.generation.engines import EngineKind, engine_kind, is_engine
+from megarl.models.generation.engines import EngineKind, engine_kind, is_engine, started_on_empty_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.algorithms.refit import Refit
+    from megarl.models.generation.interfaces import RolloutEngine
     from megarl.models.policy.lm_policy import Policy
 
 Config = dict[str, Any]
@@ -162,9 +163,7 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
     """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the policy itself generates.
 
-    Engines on the policy's devices start when it has left them, and sleep before its parameters return: vLLM starts only where its whole
-    share of a device is free, and a policy in training leaves less, above all a resumed one with its moments. Gradients and optimizer state
-    stay in host memory until the first step trains. The stack takes the engines down again.
+    Engines on the policy's devices start when it has left them (``started_on_empty_devices``). The stack takes the engines down again.
 
     Raises:
         ConfigError: the engine cannot run the model on these devices.
@@ -185,14 +184,13 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
         )
         stack.callback(cluster.shutdown)
     colocated = own is None
-    if colocated:
-        policy.offload_after_refit()
-    generation = kind.start(cluster, config)
-    stack.callback(generation.shutdown)
-    if colocated:
-        generation.finish_generation()
-        policy.prepare_for_lp_inference()
-    return Refit(policy, generation, colocated)
+
+    def start() -> RolloutEngine:
+        generation = kind.start(cluster, config)
+        stack.callback(generation.shutdown)
+        return generation
+
+    return Refit(policy, started_on_empty_devices(policy if colocated else None, start), colocated)
 
 
 def _text(path: Path | None) -> str | None:

@@ -232,11 +232,11 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
     process = colocated.worker_group._registry.process(future)
     assert process is not None
     os.kill(process.process_id, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"worker process died(.|\n)*VllmGeneration\.restart\(\)"):
+    with pytest.raises(WorkerError, match=r"worker process died(.|\n)*VllmGeneration\.restart\(policy\)"):
         colocated.generate(PROMPTS)
     with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights where version 0 was sent last"):
         colocated.generate(PROMPTS)
-    colocated.restart()
+    colocated.restart(policy)
     with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights where version 0 was sent last"):
         colocated.generate(PROMPTS)
     refit_policy_generation(policy, colocated, colocated_inference=True)

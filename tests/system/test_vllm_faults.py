@@ -89,9 +89,9 @@ def test_an_engine_of_two_ranks_leaves_nothing_behind_however_it_ends(
     assert files() == before
 
     os.kill(family[killed].pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"VllmGeneration\.restart\(\)"):
+    with pytest.raises(WorkerError, match=r"VllmGeneration\.restart\(policy\)"):
         generation.generate(PROMPTS, greedy=True)
-    generation.restart()
+    generation.restart(policy)
     assert not alive(family)
     # an actor that lives ends a dead engine without a complaint
     assert ("clean-up" in caplog.text) == (killed == "actor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,34 @@ def test_policy_and_engines_meet_once_and_anew_after_a_start_of_engines() -> Non
     other, _ = driver_of(Manifest(WEIGHTS.tensors[:3]), 4, 1, 4)
     generation.meet(other.mailboxes)
     assert theirs.calls["meet"] == 3
+
+
+def test_engines_start_anew_in_the_order_of_the_first_start() -> None:
+    """The policy leaves its devices, engines start and sleep, its parameters return; engines apart start beside it."""
+    policy, generation = driver_of(WEIGHTS, 8, 2, 4)
+    refit_policy_generation(policy, generation, colocated_inference=True)
+    said: list[str] = []
+    for workers, who in zip(workers_of(policy, generation), ("policy", "engines"), strict=True):
+        call = workers.run_all_workers_single_data
+
+        def noting(method: str, who: str = who, call: Any = call, **options: Any) -> list[Any]:
+            said.append(f"{who}: {method}")
+            return list(call(method, **options))
+
+        workers.run_all_workers_single_data = noting  # type: ignore[method-assign]
+        workers.cluster = SimpleNamespace(max_colocated_worker_groups=2)  # type: ignore[attr-defined]
+    theirs = workers_of(policy, generation)[1]
+    theirs.answers = {**theirs.answers, "finish_generation": lambda worker: False}
+    generation._start = lambda: said.append("start") or theirs  # type: ignore[assignment,return-value,func-returns-value]
+    generation.restart(policy)
+    order = ["policy: offload_after_refit", "start", "engines: connect", "engines: finish_generation", "policy: prepare_for_lp_inference"]
+    assert said == order
+    with pytest.raises(RefitError, match="no whole weights"):
+        generation._require_weights()
+    said.clear()
+    generation._colocated = False
+    generation.restart(policy)
+    assert said == ["start"]
 
 
 @pytest.mark.parametrize("failing", ["policy", "engines", "another version"])

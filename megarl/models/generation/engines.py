@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.env import installed_version
 from megarl.errors import ConfigError, Violation
@@ -60,6 +60,38 @@ class EngineKind:
                 f"{KEY}: {self.title} is not installed. Fix: install megarl's extra {self.extra}, or remove the line: then the policy "
                 "itself generates"
             )
+
+
+class SharesDevices(Protocol):
+    """What shares its devices with engines: a policy."""
+
+    def offload_after_refit(self) -> None:
+        """Leave the devices."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """Take them again, as far as log-probabilities need."""
+
+
+Engines = TypeVar("Engines", bound="RolloutEngine")
+
+
+def started_on_empty_devices(policy: SharesDevices | None, start: Callable[[], Engines]) -> Engines:
+    """Engines that start when the policy has left their devices, and sleep before its parameters return.
+
+    vLLM starts only where its whole share of a device is free, and a policy in training leaves less, above all a resumed one with its
+    moments. Gradients and optimizer state stay in host memory until the next step trains.
+
+    Args:
+        policy: on the same devices; None where they have devices of their own.
+        start: starts the engines.
+    """
+    if policy is None:
+        return start()
+    policy.offload_after_refit()
+    engines = start()
+    engines.finish_generation()
+    policy.prepare_for_lp_inference()
+    return engines
 
 
 ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation.vllm.kind:KIND"})

@@ -19,6 +19,7 @@ from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
+from megarl.models.generation.engines import SharesDevices, started_on_empty_devices
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.vllm.options import completed, ranks_of
@@ -117,10 +118,14 @@ class VllmGeneration(RolloutEngine):
         """Version of the weights that all engines have; None when one of them has others than were sent last, or none."""
         return self.expected_version if set(self._versions) == {self.expected_version} else None
 
-    def restart(self) -> None:
+    def restart(self, policy: SharesDevices | None = None) -> None:
         """Start new engines in place of all present ones, after one has died or hangs. They are refused until a whole refit.
 
         Engines apart from the policy need a new group before: ``init_collective`` of both sides.
+
+        Args:
+            policy: on the same devices, which it leaves meanwhile, as at the first start; its parameters are back afterwards, and the
+                engines sleep. Without it engines start beside whatever is on the devices, which on a GPU is refused where it is too much.
 
         Raises:
             MegarlError: an engine could not be made; none is left behind.
@@ -129,9 +134,13 @@ class VllmGeneration(RolloutEngine):
         self._met = None
         self.disconnect()
         self.shutdown()
+        started_on_empty_devices(policy if self._colocated else None, self._started_anew)
+
+    def _started_anew(self) -> VllmGeneration:
         self.worker_group = self._start()
         if self._weights and self._colocated:
             self._all("connect", weights=self._weights, address=None)
+        return self
 
     @property
     def ranks(self) -> int:
@@ -323,7 +332,7 @@ class VllmGeneration(RolloutEngine):
         except WorkerError as error:
             # one that died, or failed otherwise than on purpose: what it has now is not known
             self._forget()
-            raise WorkerError(f"{error}\nFix: start new engines with VllmGeneration.restart(), and refit them") from error
+            raise WorkerError(f"{error}\nFix: start new engines with VllmGeneration.restart(policy), and refit them") from error
 
 
 def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, list[int]]]:
