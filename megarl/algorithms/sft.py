@@ -53,6 +53,7 @@ class SFT(Algorithm):
     def step(self, step: int) -> dict[str, float]:
         """Train on the next global batch."""
         from megarl.algorithms.train_results import step_metrics
+        from megarl.algorithms.utils import scored_tokens
         from megarl.distributed.token_batches import supervised_batch
 
         examples = self.train_data.select(self.sampler.take(self.global_batch_size))
@@ -61,7 +62,8 @@ class SFT(Algorithm):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [example.index for example in examples])
             self.policy.finish_training()
-            self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions")))
+            scored = scored_tokens(batch) if getattr(self.loss_fn, "skips_masked", False) else None
+            self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored))
         return {**step_metrics(result, self.loss_fn), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
 
     def validate(self) -> dict[str, float]:

@@ -30,12 +30,14 @@ class Sequences:
         prompt_lengths: [B] int64, tokens of the prompt of each row; of generation only.
         prompts: [P] int64, tokens of the prompts, each once; of generation only.
         positions: that the passes computed, padding among them; None where nobody counted.
+        scored: tokens whose log-probabilities were computed; None for all of ``lengths``.
     """
 
     lengths: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64] | tuple[()] = ()
     prompts: NDArray[np.int64] | tuple[()] = ()
     positions: int | None = None
+    scored: int | None = None
 
 
 class PhaseTimer:

@@ -93,11 +93,11 @@ class ModelFlops:
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         return tokens * (self.token + self.routers) + (tokens if logits is None else logits) * self.logits + self.attention(lengths)
 
-    def training(self, lengths: ArrayLike, *, frozen_routers: bool = False) -> float:
-        """Of a forward and a backward pass: the backward pass has two products for each of the forward pass, one for the gradient of the
-        input and one for that of the weight, which a frozen router does not have."""
+    def training(self, lengths: ArrayLike, logits: float | None = None, *, frozen_routers: bool = False) -> float:
+        """Of a forward and a backward pass, with arguments as for ``forward``: the backward pass has two products for each of the forward
+        pass, one for the gradient of the input and one for that of the weight, which a frozen router does not have."""
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
-        return 3 * self.forward(lengths) - (tokens * self.routers if frozen_routers else 0.0)
+        return 3 * self.forward(lengths, logits) - (tokens * self.routers if frozen_routers else 0.0)
 
     def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:
         """Of computing every layer, or ``parts`` of it, once more in the backward pass: work of the device, not of the model, so that it

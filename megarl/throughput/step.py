@@ -103,9 +103,10 @@ class StepThroughput:
         if phase == GENERATION:
             return math.fsum(self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed), 0.0
         if phase != TRAIN:
-            return math.fsum(self.flops.forward(each.lengths) for each in passed), 0.0
+            return math.fsum(self.flops.forward(each.lengths, each.scored) for each in passed), 0.0
         again = math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed) if self.recomputes else 0.0
-        return math.fsum(self.flops.training(each.lengths, frozen_routers=self.frozen_routers) for each in passed), again
+        trained = (self.flops.training(each.lengths, each.scored, frozen_routers=self.frozen_routers) for each in passed)
+        return math.fsum(trained), again
 
     def _rates(self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int) -> dict[str, float]:
         rates = {f"{prefix}tokens_per_s": tokens / seconds, f"{prefix}tokens_per_s_per_device": tokens / seconds / devices}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms.utils import scored_tokens
 from megarl.config.model_facts import ModelFacts, facts_of
 from megarl.errors import StateError
 from megarl.observe.step_line import throughput_line
@@ -67,6 +68,17 @@ def test_several_passes_of_a_phase_add_up_and_a_validation_does_not_count() -> N
     assert both["train_mfu"] == pytest.approx(2 * alone["train_mfu"])
     assert both["padding_efficiency"] == alone["padding_efficiency"]
     assert not any("generation" in name for name in both)
+
+
+def test_an_output_layer_that_skips_masked_tokens_does_less_work() -> None:
+    skipping = Sequences(lengths(9, 7, 8), positions=30, scored=11)
+    passed = {"logprobs": [skipping], "train": [skipping]}
+    figures = StepThroughput(DEVICES, FLOPS).metrics(24, {**SECONDS, "logprobs_s": 4.0}, passed)
+    forward = FLOPS.forward([9, 7, 8]) - 13 * 2 * FACTS.hidden_size * FACTS.vocab_size
+    assert figures["logprobs_tflops"] == pytest.approx(forward / 4 / 2 / 1e12)
+    assert figures["train_tflops"] == pytest.approx(3 * forward / 4 / 2 / 1e12)
+    masks = {"token_mask": torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [1, 1, 1, 1]]), "sample_mask": torch.tensor([1.0, 1.0, 0.0])}
+    assert scored_tokens(masks) == 3
 
 
 def test_recomputation_counts_for_the_hardware_alone() -> None:
