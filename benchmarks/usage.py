@@ -79,14 +79,18 @@ def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
 
 
 class _Unreported:
-    """CPU seconds of the processes below this one whose parents ignore their end; looked at every ``LOOK_SECONDS`` by a thread."""
+    """CPU seconds, since the beginning, of the processes below this one whose parents ignore their end; looked at every ``LOOK_SECONDS`` by
+    a thread."""
 
     def __init__(self) -> None:
+        self._before: dict[tuple[int, float], float] = {}
         self._found: dict[tuple[int, float], float] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look_on, daemon=True)
 
     def __enter__(self) -> _Unreported:
+        # such as those of a Ray that runs already
+        self._before = _unreported()
         self._thread.start()
         return self
 
@@ -97,14 +101,21 @@ class _Unreported:
     @property
     def seconds(self) -> float:
         """Of all that were seen."""
-        return sum(self._found.values())
+        return sum(seconds - self._before.get(process, 0.0) for process, seconds in self._found.items())
 
     def _look_on(self) -> None:
         while not self._end.wait(LOOK_SECONDS):
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                    if _ignores_children(process.ppid()):
-                        self._found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
+            self._found |= _unreported()
+
+
+def _unreported() -> dict[tuple[int, float], float]:
+    """CPU seconds so far of the processes below this one whose parents ignore their end, by number and time of birth."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            if _ignores_children(process.ppid()):
+                found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
+    return found
 
 
 def _ignores_children(pid: int) -> bool:

@@ -187,6 +187,22 @@ def test_cpu_seconds_of_children_count_also_of_those_that_outlive_their_parents(
     assert usage.others is not None and usage.others >= 0.0
 
 
+def test_what_such_children_used_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.usage.LOOK_SECONDS", 0.05)
+    burn = "import time\nwhile time.process_time() < 0.6: pass\nprint(flush=True)\ninput()\nwhile time.process_time() < 0.9: pass"
+    parent = f"""
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as before:
+        assert before.stdout is not None
+        before.stdout.readline()
+        with measured_usage() as usage:
+            before.communicate(b"\n")
+    assert 0.1 < usage.cpu < 0.55
+
+
 def test_cpu_seconds_of_children_count_whose_parent_ignores_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel tells them to nobody; Ray's raylet is such a parent."""
     monkeypatch.setattr("benchmarks.usage.LOOK_SECONDS", 0.05)
