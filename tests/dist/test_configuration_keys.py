@@ -201,7 +201,7 @@ def test_gradients_are_added_in_products_where_both_kernels_are(keys: Keys, monk
     architecture = read_architecture(AutoConfig.from_pretrained(keys.models["qwen2"]))
     policy = validate_policy_config(keys.policy("megatron", "qwen2", {"megatron_cfg.apply_rope_fusion": False}))
     for engine, apex in ((False, False), (False, True), (True, False), (True, True)):
-        monkeypatch.setattr(settings, "transformer_engine_available", lambda engine=engine: engine)
+        monkeypatch.setattr(settings, "uses_transformer_engine", lambda policy, engine=engine: engine)
         monkeypatch.setattr(settings, "_adds_in_products", lambda apex=apex: apex)
         assert settings.transformer_config(policy, architecture).gradient_accumulation_fusion == (engine and apex)
 
