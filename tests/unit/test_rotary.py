@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding, rope_utils
 
 from megarl import env
 from megarl.models.engine.context import ContextShare
+from megarl.models.megatron.build import _tables_in_equal_parts
 from megarl.models.megatron.rotary import by_kernel, rotate, rotated_by, rotation
 from tests.tiers import ROOT, newest_megatron, slow
 
@@ -126,3 +127,16 @@ def test_the_kernel_gives_the_same_numbers_in_triton_s_interpreter() -> None:
 
 if __name__ == "__main__":
     print(json.dumps(errors_of_the_kernel()))
+
+
+@pytest.mark.parametrize(("context", "rows"), [(1, 32), (2, 32), (3, 36), (5, 40)])
+def test_yarns_table_has_equal_parts_for_every_number_of_context_ranks(context: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+    def table() -> YarnRotaryEmbedding:
+        return YarnRotaryEmbedding(12, scaling_factor=4.0, original_max_position_embeddings=32, use_cpu_initialization=True)
+
+    with _tables_in_equal_parts(context):
+        found = table()
+    assert len(found.cos_cached) == rows
+    assert torch.equal(found.cos_cached[:32], table().cos_cached) and torch.equal(found.sin_cached[:32], table().sin_cached)

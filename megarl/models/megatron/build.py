@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -18,11 +20,13 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
 from megarl.models.megatron.moe_router import routers, teach_routing
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
 from megarl.models.megatron.transformer_engine import uses_transformer_engine
+from megarl.patched import patched
 
 
 def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
@@ -33,18 +37,19 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     options = settings.model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     count = config.virtual_pipeline_model_parallel_size or 1
-    chunks = [
-        GPTModel(
-            config=config,
-            transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None, fused=fused),
-            pre_process=groups.is_first_stage and chunk == 0,
-            post_process=groups.is_last_stage and chunk == count - 1,
-            parallel_output=True,
-            vp_stage=chunk if count > 1 else None,
-            **options,
-        )
-        for chunk in range(count)
-    ]
+    with _tables_in_equal_parts(groups.context_size):
+        chunks = [
+            GPTModel(
+                config=config,
+                transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None, fused=fused),
+                pre_process=groups.is_first_stage and chunk == 0,
+                post_process=groups.is_last_stage and chunk == count - 1,
+                parallel_output=True,
+                vp_stage=chunk if count > 1 else None,
+                **options,
+            )
+            for chunk in range(count)
+        ]
     for chunk in chunks:
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
@@ -59,6 +64,20 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
             for parameter in router.parameters():
                 parameter.requires_grad_(False)
     return chunks
+
+
+@contextlib.contextmanager
+def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
+    """Yarn's rotary embeddings make a table for the model's original length at once, and keep a context rank's two of 2c equal parts of it:
+    inside, a length that has no such parts is rounded up. Rows of it that nobody asks for change nothing."""
+    make = YarnRotaryEmbedding._set_cos_sin_cache
+    parts = 2 * context_size if context_size > 1 else 1
+
+    def make_even(rotary: YarnRotaryEmbedding, length: int, *arguments: Any, **options: Any) -> None:
+        make(rotary, round_up(length, parts), *arguments, **options)
+
+    with patched((YarnRotaryEmbedding, "_set_cos_sin_cache", make_even)):
+        yield
 
 
 def keep_products_in_float32(layer: ColumnParallelLinear) -> None:
