@@ -325,7 +325,7 @@ BREAKS: Mapping[str, Break] = {
         "megarl/distributed/device.py", "            if found not in values:", "            if False:", ("unit/test_arithmetic.py",)
     ),
     "run: engines start beside a policy that trains": Break(
-        "megarl/algorithms/start.py", "        policy.offload_after_refit()\n", "        pass\n", ("unit/test_start_engines.py",)
+        "megarl/models/generation/engines.py", "    policy.offload_after_refit()\n", "    pass\n", ("unit/test_start_engines.py",)
     ),
     "refit: a group is acknowledged before it was copied": Break(
         "megarl/weight_sync/colocated.py",

@@ -243,7 +243,8 @@ FAULTS: dict[str, Mutation] = {
         "the last micro-batch of a rank is left out",
         lambda case: _over_fixed_micro_batches(case) and case.masked == "none",
         replacing(f"{ENGINE}.batching:_FixedChunk", "micro_batches", _all_but_the_last),
-        "micro=2 batching=fixed",
+        # fast paths know which positions of each micro-batch they want, and fail
+        "micro=2 batching=fixed paths=plain",
     ),
     "pad-columns-in-softmax": Mutation(
         "the columns that pad the vocabulary take part in the softmax",
@@ -263,18 +264,20 @@ FAULTS: dict[str, Mutation] = {
         "packed sequences see those in front of them",
         _packs_many,
         replacing(f"{ENGINE}.attention", "_pieces", lambda original: lambda starts, share: original((0, starts[-1]), share)),
-        "batching=packed",
+        # fast paths compute sequence by sequence
+        "batching=packed paths=plain",
     ),
     "attention-sees-the-future": Mutation(
         "the attention is not causal",
         lambda case: case.cp == 1 and case.length >= 5,
         replacing(f"{ENGINE}.attention", "causal_attention", _future_is_seen),
+        "paths=plain",
     ),
     "window-ignored": Mutation(
         "the sliding window is forgotten",
         _window_hides_something,
         _forget_window,
-        "family=mistral",
+        "family=mistral paths=plain",
     ),
     "targets-not-shifted": Mutation(
         "the model is scored on the token it has just read",
@@ -295,7 +298,7 @@ FAULTS: dict[str, Mutation] = {
         "gradients of keys and values stay on the context-parallel rank that used them",
         lambda case: case.cp > 1 and case.comm == "all_gather" and many_tokens(case),
         replacing(f"{ENGINE}.context:_GatherShared", "backward", _own_gradient_only),
-        "cp=2 comm=all_gather",
+        "cp=2 comm=all_gather paths=plain",
     ),
     "ring-forgets": Mutation(
         "of the keys and values that go round the context-parallel ranks the last ones alone count",
