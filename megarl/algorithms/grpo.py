@@ -100,8 +100,7 @@ class GRPO(Algorithm):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
-        from megarl.algorithms.train_results import step_metrics
-        from megarl.algorithms.utils import scored_tokens
+        from megarl.algorithms.train_results import step_metrics, trained_sequences
         from megarl.rollout.collector import add_metrics, part_metrics
         from megarl.rollout.samples import check_mismatch, mismatch_metrics, sampling_seeds
 
@@ -122,8 +121,7 @@ class GRPO(Algorithm):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
             self.policy.finish_training()
-            scored = scored_tokens(batch) if getattr(self.loss_fn, "skips_masked", False) else None
-            self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored))
+            self.timer.passed(trained_sequences(batch, result, self.loss_fn))
         if self.refit is not None:
             self.refit.stale = True
         of_samples = {**_sample_metrics(samples, advantages), **part_metrics([samples])}
@@ -183,7 +181,7 @@ class GRPO(Algorithm):
 
     def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` with the log-probabilities of the policy before the update, and of the reference, where needed."""
-        from megarl.algorithms.utils import scored_tokens
+        from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 

@@ -11,7 +11,6 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
-from megarl.observe.timing import Sequences
 
 
 class SFTConfig(TypedDict):
@@ -52,8 +51,7 @@ class SFT(Algorithm):
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next global batch."""
-        from megarl.algorithms.train_results import step_metrics
-        from megarl.algorithms.utils import scored_tokens
+        from megarl.algorithms.train_results import step_metrics, trained_sequences
         from megarl.distributed.token_batches import supervised_batch
 
         examples = self.train_data.select(self.sampler.take(self.global_batch_size))
@@ -62,8 +60,7 @@ class SFT(Algorithm):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [example.index for example in examples])
             self.policy.finish_training()
-            scored = scored_tokens(batch) if getattr(self.loss_fn, "skips_masked", False) else None
-            self.timer.passed(Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored))
+            self.timer.passed(trained_sequences(batch, result, self.loss_fn))
         return {**step_metrics(result, self.loss_fn), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
 
     def validate(self) -> dict[str, float]:

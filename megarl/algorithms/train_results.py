@@ -1,4 +1,4 @@
-"""The answer of ``Policy.train`` as plain numbers."""
+"""What a training call and the passes before it did, as plain numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megarl.models.engine.microbatches import under_mask
 from megarl.observe.metrics import reduce_metrics
+from megarl.observe.timing import Sequences
 
 if TYPE_CHECKING:
     from megarl.algorithms.interfaces import LossFunction
@@ -24,3 +26,14 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
     if "grad_norm" not in metrics and result.get("grad_norm") is not None:
         metrics["grad_norm"] = float(torch.as_tensor(result["grad_norm"], dtype=torch.float64).mean())
     return metrics
+
+
+def trained_sequences(batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction) -> Sequences:
+    """The sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the answer of ``Policy.train``."""
+    scored = scored_tokens(batch) if getattr(loss_fn, "skips_masked", False) else None
+    return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
+
+
+def scored_tokens(batch: Mapping[str, Any]) -> int:
+    """Tokens of a batch whose log-probabilities a pass under its masks computes; the first of a row has none."""
+    return int(under_mask(batch)[:, 1:].count_nonzero())

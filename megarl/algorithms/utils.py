@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -65,9 +63,3 @@ def calculate_kl_penalty_joschu2020(
 def set_seed(seed: int) -> None:
     """Seed the generators of Python, numpy and torch (all devices) of this process."""
     seed_everything(seed)
-
-
-def scored_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Tokens of a batch whose log-probabilities a pass under its masks computes: ``token_mask`` [B, S], whose first column has none, times
-    ``sample_mask`` [B]."""
-    return int((batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).count_nonzero())

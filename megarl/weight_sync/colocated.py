@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync.handover import ENGINE_PATIENCE, POLICY_PATIENCE, Mailbox, MailboxReader
-from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity
+from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity, policy_rank_beside
 from megarl.weight_sync.layout import Group, checksum
 from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, drain, expect_end, pack, too_large
 
@@ -428,11 +428,6 @@ def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mappin
     Raises:
         RefitError: there is none.
     """
-    if device in handles:
-        return handles[device]
-    here = host_identity()
-    for payload in handles.values():
-        if payload["ipc_buffer"]["device"] is None and payload["ipc_buffer"]["memory"]["host"] == here:
-            return payload
-    devices = ", ".join(sorted(handles)) or "none"
-    raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
+    buffers = {name: payload["ipc_buffer"] for name, payload in handles.items()}
+    hosts = {name: buffer["memory"]["host"] if buffer["device"] is None else None for name, buffer in buffers.items()}
+    return handles[policy_rank_beside(device, hosts)]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.ipc_buffer import PAGE, READERS, SLOTS, SharedBlock, host_identity
+from megarl.weight_sync.ipc_buffer import PAGE, READERS, SLOTS, SharedBlock, policy_rank_beside
 
 # that the policy waits for an engine rank to read a group, in seconds
 POLICY_PATIENCE = 300.0
@@ -199,14 +199,8 @@ def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str) -> Mapp
     Raises:
         RefitError: there is none.
     """
-    if device in mailboxes:
-        return mailboxes[device]
-    here = host_identity()
-    for handle in mailboxes.values():
-        if not handle["on_gpu"] and handle["memory"]["host"] == here:
-            return handle
-    devices = ", ".join(sorted(mailboxes)) or "none"
-    raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
+    hosts = {name: None if handle["on_gpu"] else handle["memory"]["host"] for name, handle in mailboxes.items()}
+    return mailboxes[policy_rank_beside(device, hosts)]
 
 
 def _pages_of(block: SharedBlock) -> tuple[torch.Tensor, list[torch.Tensor]]:

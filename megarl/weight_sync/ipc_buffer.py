@@ -40,6 +40,26 @@ def host_identity() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
+def policy_rank_beside(device: str, hosts: Mapping[str, str | None]) -> str:
+    """The device of the policy's rank from which a rank of an engine takes its weights: its own, or one on a CPU of its host.
+
+    Args:
+        device: identity of the engine rank's device.
+        hosts: of each device of the policy, by identity, the ``host_identity`` of its weights; None where they are on a GPU.
+
+    Raises:
+        RefitError: there is none.
+    """
+    if device in hosts:
+        return device
+    here = host_identity()
+    found = next((name for name, host in hosts.items() if host == here), None)
+    if found is None:
+        devices = ", ".join(sorted(hosts)) or "none"
+        raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
+    return found
+
+
 class SharedBlock:
     """A block of shared memory; ``create`` makes one, ``attach`` opens another process's.
 

@@ -393,6 +393,16 @@ def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str,
 TENSOR = {"tensor_parallel_size": 2}
 
 
+def train_and_refit(policy: Policy, refit: Refit, step: int) -> None:
+    """A step of training, which step 0 has not, and a refit; the policy is then ready to be exported."""
+    if step:
+        policy.prepare_for_training()
+        policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+        refit.stale = True
+    refit.bring_up_to_date()
+    policy.prepare_for_lp_inference()
+
+
 @slow
 @pytest.mark.parametrize(("shared", "places"), [(True, 2), (False, 4)], ids=["one-colocated", "two-apart"])
 def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, shared: bool, places: int) -> None:
@@ -400,12 +410,7 @@ def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, share
     generation = engines(model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, changes=TENSOR)
     refit = Refit(policy, generation, colocated=shared)
     for step in range(2):
-        if step:
-            policy.prepare_for_training()
-            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
-            refit.stale = True
-        refit.bring_up_to_date()
-        policy.prepare_for_lp_inference()
+        train_and_refit(policy, refit, step)
         policy.export_hf(tmp_path / str(step))
         assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
     assert generation.shutdown() and policy.shutdown()
@@ -446,12 +451,7 @@ def test_keys_and_values_of_a_prompt_are_shared_and_forgotten_at_a_refit(local_r
     policy, generation = policy_of("megatron-tp1", model), engines(model, "prefix", colocated=True)
     refit = Refit(policy, generation, colocated=True)
     for step in range(3):
-        if step:
-            policy.prepare_for_training()
-            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
-            refit.stale = True
-        refit.bring_up_to_date()
-        policy.prepare_for_lp_inference()
+        train_and_refit(policy, refit, step)
         policy.export_hf(tmp_path / str(step))
         expected = greedy_answers(tmp_path / str(step), LONG)
         assert rows_of(generation.generate(LONG, greedy=True)) == rows_of(generation.generate(LONG, greedy=True)) == expected

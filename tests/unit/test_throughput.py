@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.utils import scored_tokens
+from megarl.algorithms.train_results import scored_tokens
 from megarl.config.model_facts import ModelFacts, facts_of
 from megarl.errors import StateError
 from megarl.observe.step_line import throughput_line

@@ -110,21 +110,11 @@ def _fill(parameter: DTensor, values: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def gather_part(parameter: DTensor, device: torch.device) -> torch.Tensor:
-    """This tensor-parallel rank's part, from the runs of all data and context parallel ranks, bit for bit, on ``device``."""
-    block, mesh = block_of(parameter), parameter.device_mesh
-    local = parameter.to_local().detach().to(device)
-    run = local.new_zeros(block.run, *block.part[1:])
-    run[: local.shape[0]].copy_(local)
-    return all_gather(run, mesh.get_group(0)).flatten(0, 1)[: block.part[0]]
-
-
-@torch.no_grad()
 def gather_parts(
     parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As ``gather_part`` for parameters of one mesh, rounded to ``dtype``, by name: neighbours travel together, about ``bucket_bytes`` of
-    all ranks at a time. What it gives is to be copied before the next is asked for."""
+    """This tensor-parallel rank's parts of parameters of one mesh by name, from the runs of all data and context parallel ranks, on
+    ``device``: bit for bit, or rounded to ``dtype``. Neighbours travel together, about ``bucket_bytes`` of all ranks at a time."""
     blocks = {name: block_of(parameter) for name, parameter in parameters.items()}
     spaces = {name: block.run * math.prod(block.part[1:]) for name, block in blocks.items()}
     ranks = next(iter(blocks.values())).sharding_size
@@ -149,7 +139,8 @@ def gather(parameter: DTensor, device: torch.device, rows: int | None = None) ->
         device: where collectives work.
         rows: how many to keep, where the rest pads the vocabulary.
     """
-    part, dimension = gather_part(parameter, device), block_of(parameter).tensor_dimension
+    [(_, part)] = gather_parts({"": parameter}, parameter.dtype, device, 0)
+    dimension = block_of(parameter).tensor_dimension
     if dimension is not None:
         part = torch.cat(list(all_gather(part, parameter.device_mesh.get_group(1)).unbind(0)), dim=dimension)
     return part[:rows]
