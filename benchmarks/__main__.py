@@ -12,7 +12,7 @@ from benchmarks import results_file
 from benchmarks.cases import CASES
 from benchmarks.compare import check, compare
 from benchmarks.marks import marks_of
-from benchmarks.options import Options, layout_of, tokens_of
+from benchmarks.options import Options, layout_of, numbers_of
 from benchmarks.runner import run_cases
 
 
@@ -39,7 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
     run.add_argument("--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure")
-    run.add_argument("--tokens", type=_checked(tokens_of), metavar="N,N", help="lengths of sequences")
+    run.add_argument("--tokens", type=_checked(numbers_of), metavar="N,N", help="lengths of sequences")
+    run.add_argument("--rows", type=_checked(numbers_of), metavar="N,N", help="rows of data")
     report = commands.add_parser("report", help="one page of tables and plots")
     report.add_argument("results", type=Path, metavar="DIR", help="what 'run --out' wrote; the page goes beside it")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default DIR/report.html)")
@@ -68,7 +69,7 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    options = Options(arguments.device, arguments.model, arguments.layout, arguments.tokens)
+    options = Options(arguments.device, arguments.model, arguments.layout, arguments.tokens, arguments.rows)
     names = arguments.cases or _cases_that_take(options)
     wrong = _fault(names, options)
     if wrong:

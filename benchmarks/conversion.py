@@ -67,7 +67,7 @@ def measure(direction: str, quick: bool) -> Iterator[Point]:
         imports = _json_of([sys.executable, "-c", IMPORTS, str(root / "hf")])
         conversions: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
         limits: dict[str, list[dict[str, Any]]] = {"copy": [], "transformers": [], "imports": [imports]}
-        for _ in range(1 if quick else 3):
+        for _ in range(1 if quick else 2):
             limits["copy"].append({"seconds": _copy(source, root / "copy")})
             for workers, runs in conversions.items():
                 runs.append(_convert(direction, source, root / "made", workers))

@@ -67,6 +67,7 @@ class Ours:
         from transformers import AutoTokenizer
 
         from benchmarks import tiny
+        from benchmarks.subject import config_of
         from megarl.algorithms.loss_functions import ClippedPGLossFn
         from megarl.rollout.collector import Collector
 
@@ -77,7 +78,10 @@ class Ours:
         share, rest = divmod(len(task.prompts), groups.data_size)
         assert not rest, f"{len(task.prompts)} prompts do not divide among {groups.data_size} ranks"
         self.share = slice(groups.data_rank * share, (groups.data_rank + 1) * share)
-        self.records: Any = [SimpleNamespace(prompt_ids=tokenizer(text)["input_ids"]) for text in task.prompts[self.share]]
+        # a model of half the vocabulary, whose answers nobody reads, takes other tokens in the place of those that it lacks
+        vocabulary = config_of(task.model).vocab_size
+        ids = [[token % vocabulary for token in tokenizer(text)["input_ids"]] for text in task.prompts[self.share]]
+        self.records: Any = [SimpleNamespace(prompt_ids=prompt) for prompt in ids]
         self.loss_fn = ClippedPGLossFn({**LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
         timer: Any = self.phases
         self.collector = Collector(_OneRank(self.worker), tokenizer, _Digits(), timer, stop_token_ids=[])

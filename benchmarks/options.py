@@ -1,4 +1,4 @@
-"""What a person may choose for cases that can be measured in more than one size: device, model, layouts, tokens."""
+"""What a person may choose for cases that can be measured in more than one size: device, model, layouts, tokens, rows."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def layout_of(text: str) -> Layout:
     return Layout(**found)
 
 
-def tokens_of(text: str) -> tuple[int, ...]:
-    """``128,512``: lengths of sequences.
+def numbers_of(text: str) -> tuple[int, ...]:
+    """``128,512``: sizes, one after another.
 
     Raises:
         ValueError: one of them is no number above 0.
     """
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise ValueError(f"tokens {text!r}: not a list of numbers above 0. Fix: write them with commas between, as 128,512")
+        raise ValueError(f"{text!r}: not a list of numbers above 0. Fix: write them with commas between, as 128,512")
     return tuple(int(word) for word in text.split(","))
 
 
@@ -69,12 +69,14 @@ class Options:
         model: a recipe, or a Hugging Face ``config.json`` or its directory, of which a model with random weights is made.
         layout: the one layout to measure.
         tokens: lengths of sequences.
+        rows: of data.
     """
 
     device: str = "cpu"
     model: str | None = None
     layout: Layout | None = None
     tokens: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
 
     @property
     def chosen(self) -> list[str]:

@@ -99,8 +99,9 @@ CASES = {
         "benchmarks.cases.startup",
     ),
     "data.start": Case(
-        "the first and the second start with a million rows of data against reading and tokenizing them alone",
+        "the first and the second start with 100,000 rows of data, or others, against reading and tokenizing them alone",
         "benchmarks.cases.data_start",
+        takes=("rows",),
     ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
     "state.bytes": Case(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +23,17 @@ from benchmarks.timing import Spent, over_ranks
 
 if TYPE_CHECKING:
     from benchmarks.grpo_sides import Task
+    from benchmarks.ranks import Ranks
     from megarl.models.policy import PolicyConfig
 
 BACKENDS = ("megatron", "dtensor")
 ANSWERS, NEW_TOKENS = 8, 8
 WARM_UP = 2
-LAYOUTS = (Layout(dp=2), Layout(tp=2))
+LAYOUTS = {"dp": Layout(dp=2), "tp": Layout(tp=2)}
+HALVES = {
+    "dp": "two ranks apart, each on half of the prompts",
+    "tp": "two ranks apart, each with a model of half the heads, inner width and vocabulary",
+}
 LOSS_TOLERANCE = 1e-5  # relative; sums in another order
 
 
@@ -38,7 +44,7 @@ def measure(quick: bool) -> Iterator[Point]:
     from megarl.quickstart.material import write_problems
 
     against = "TRL" if find_spec("trl") else "a loop by hand (TRL is not installed: pip install 'megarl[bench]')"
-    with tempfile.TemporaryDirectory() as temporary, Ranks() as ranks:
+    with tempfile.TemporaryDirectory() as temporary, Ranks() as ranks, Ranks() as others:
         root, count = Path(temporary), 4 if quick else 32
         prompts = prompts_of(write_problems(root / "problems.jsonl", count, 1), count)
         task = Task(_model(root / "model"), prompts, ANSWERS, NEW_TOKENS)
@@ -47,23 +53,26 @@ def measure(quick: bool) -> Iterator[Point]:
                 [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 7)
                 ratio = "exactly 1" if on_policy else "to the policy before"
                 yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task))
+        repeats, narrow = 2 if quick else 9, _model(root / "narrow", parts=2)
+        halves = {"dp": replace(task, prompts=task.prompts[::2]), "tp": replace(task, model=narrow)}
         for backend in BACKENDS:
-            repeats, half = 2 if quick else 5, replace(task, prompts=task.prompts[::2])
             alone = ranks.run(1, _steps, _config(task, backend), task, repeats)
-            [halved] = ranks.run(1, _steps, _config(half, backend), half, repeats)
-            for layout in LAYOUTS:
+            for divided, layout in LAYOUTS.items():
+                half = _beside_each_other((ranks, others), _config(halves[divided], backend), halves[divided], repeats)
                 measured = ranks.run(layout.ranks, _steps, _config(task, backend, layout), task, repeats)
-                yield Point({"backend": backend, "layout": str(layout)}, _of_layout(measured, alone, halved["ours"]))
+                yield Point({"backend": backend, "layout": str(layout)}, _of_layout(measured, alone, half, HALVES[divided]))
 
 
-def _model(directory: Path) -> Path:
-    """Half a million random weights with the quickstart's tokenizer."""
+def _model(directory: Path, parts: int = 1) -> Path:
+    """Half a million random weights with the quickstart's tokenizer, or what one of several tensor-parallel ranks has of its sizes."""
     from benchmarks import tiny
     from benchmarks.subject import NARROW
     from megarl.quickstart.material import make_tokenizer
 
     tokenizer = make_tokenizer()
-    tiny.save_model(directory, 64, **{**NARROW, "vocab_size": len(tokenizer)})
+    sizes: dict[str, int] = {**NARROW, "vocab_size": len(tokenizer)}
+    divided = {size: -(-sizes[size] // parts) for size in ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")}
+    tiny.save_model(directory, 64, **{**sizes, **divided}, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -147,9 +156,23 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
     return {"ours": ours.phases.spent, "numbers": [float(results[0][key]) for key in ("global_loss", "grad_norm")]}
 
 
-def _of_layout(ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], halved: Mapping[str, Spent]) -> dict[str, Metric]:
-    """Core-seconds of all ranks against those of one rank, and against their limit: one rank twice on half of the prompts, as two that talk
-    to nobody. What an operation costs whatever its size is in that limit, and is all that it is above 1.
+def _beside_each_other(pools: Sequence[Ranks], config: PolicyConfig, task: Task, repeats: int) -> list[dict[str, Any]]:
+    """What ``_steps`` measures on one rank of each pool, all at the same time: they share memory and caches, and talk to nobody."""
+    with ThreadPoolExecutor(len(pools)) as threads:
+        return [rank for ranks in threads.map(lambda pool: pool.run(1, _steps, config, task, repeats), pools) for rank in ranks]
+
+
+def _of_layout(
+    ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], halves: Sequence[Mapping[str, Any]], name: str
+) -> dict[str, Metric]:
+    """Core-seconds of all ranks against those of one rank, and against their limit: two ranks that do a half of the work each and talk to
+    nobody. What an operation costs whatever its size, and what tensor-parallel ranks both do, is all that this limit is above 1.
+
+    Args:
+        ranks: what each measured.
+        alone: what one rank measured.
+        halves: what each of those two measured.
+        name: of the two.
 
     Raises:
         AssertionError: loss or gradient norm of the first step differ by more than rounding.
@@ -161,8 +184,8 @@ def _of_layout(ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, 
     for phase in ("step", "generation", "training"):
         spent, single = over_ranks([rank["ours"][phase] for rank in ranks]), alone[0]["ours"][phase]
         metrics[f"{phase}_core_seconds_to_one_rank"] = Metric.ratio("core-seconds of one rank", spent.cpu, single.cpu)
-        apart = [2 * seconds for seconds in halved[phase].cpu]
-        metrics[f"{phase}_core_seconds_to_two_halves"] = Metric.ratio("twice one rank on half of the prompts", spent.cpu, apart)
+        apart = over_ranks([rank["ours"][phase] for rank in halves]).cpu
+        metrics[f"{phase}_core_seconds_to_two_halves"] = Metric.ratio(name, spent.cpu, apart)
         metrics[f"{phase}_two_halves_to_one_rank"] = Metric.ratio("core-seconds of one rank", apart, single.cpu)
         metrics[f"{phase}_core_seconds"] = Metric.of("CPU s", spent.cpu)
         metrics[f"{phase}_seconds"] = Metric.of("s", spent.wall)

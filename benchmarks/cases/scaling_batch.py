@@ -110,7 +110,7 @@ def measure(quick: bool) -> Iterator[Point]:
     tokenizer = make_tokenizer()
     try:
         with tempfile.TemporaryDirectory() as directory:
-            for samples in (64, 256) if quick else (256, 1024, 2048, 4096, 8192):
+            for samples in (64, 256) if quick else (256, 2048, 8192):
                 with _policy(Path(directory) / str(samples), tokenizer, samples) as policy:
                     yield Point({"samples": samples, "positions": LENGTH}, _metrics(policy, tokenizer, samples, 3 if quick else 5))
     finally:

@@ -21,7 +21,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     from benchmarks.ranks import Ranks
     from benchmarks.subject import NARROW, Work, batch_of, model_of, policy_of
 
-    lengths = options.tokens or ((64, 128) if quick else (64, 256, 1024, 2048))
+    lengths = options.tokens or ((64, 128) if quick else (64, 256, 2048))
     with tempfile.TemporaryDirectory() as directory, Ranks(options.device) as ranks:
         model = model_of(options, Path(directory) / "model", max(lengths), **NARROW)
         for backend in tiny.BACKENDS:
@@ -29,7 +29,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
             for length in lengths:
                 work = Work(2, length)
                 policy = policy_of(model, backend, work, device=options.device)
-                measured = ranks.run(1, compare_steps, policy, work, ONE_RANK, ("bare",), 2 if quick else 5, options.device)
+                measured = ranks.run(1, compare_steps, policy, work, ONE_RANK, ("bare",), 2 if quick else 3, options.device)
                 spent, tokens = measured[0].spent, int(batch_of(model, work)["input_lengths"].sum())
                 a_token = [took / tokens for took in spent["worker"].cpu]
                 first = first or a_token

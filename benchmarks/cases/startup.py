@@ -1,5 +1,6 @@
 """What a start costs: of a command that only speaks, of a dry run, and of a tiny GRPO run until its first step is done, in CPU and in wall
-seconds; against an empty interpreter, against ``import torch``, and against TRL's trainer where it is installed.
+seconds; against an empty interpreter, against ``import torch``, and against TRL's trainer where it is installed. The limit of a run is a
+program that starts Ray with one worker and loads torch and transformers in both.
 
 CPU seconds are those of a program and of everything it starts, Ray's processes included.
 """
@@ -47,6 +48,24 @@ GRPOTrainer(model=model, processing_class=AutoTokenizer.from_pretrained(model), 
             train_dataset=data).train()
 open(out + "/done", "w").write("1")
 """
+# the least that a run with Ray can take: a driver and a worker that load their libraries at the same time, and nothing else
+_RAY = """
+import sys
+import ray
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+@ray.remote
+class WorkerShell:
+    def ready(self):
+        import torch
+        from transformers.models.qwen2 import modeling_qwen2
+worker = WorkerShell.remote()
+ready = worker.ready.remote()
+import torch
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ray.get(ready)
+open(sys.argv[2] + "/done", "w").write("1")
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +110,7 @@ def _runs(work: Path, repeats: int) -> Iterator[Point]:
         actions["trl"] = _trl(work, model, problems)
     else:
         print("trl is not installed: its start is left out", file=sys.stderr)
+    actions["Ray and a worker's libraries"] = _ray(work, model)
     actions["import torch"] = _until_exit([sys.executable, "-c", "import torch"])
     costs = _in_turn(actions, repeats, warm_up=0)  # commands have read the files before
     against, what = ("trl", "TRL's trainer") if has_trl else ("import torch", "import torch")
@@ -160,6 +180,17 @@ def _trl(work: Path, model: Path, problems: Path) -> Callable[[], Cost]:
     return start
 
 
+def _ray(work: Path, model: Path) -> Callable[[], Cost]:
+    program = work / "with_ray.py"
+    program.write_text(_RAY, encoding="utf-8")
+
+    def start() -> Cost:
+        with tempfile.TemporaryDirectory(dir=work) as out:
+            return _cost([sys.executable, str(program), str(model), out], Path(out) / "done", ends=False)
+
+    return start
+
+
 def _until_exit(command: Sequence[str]) -> Callable[[], Cost]:
     return lambda: _cost(command, None, ends=True)
 
@@ -215,9 +246,10 @@ def _look(root: psutil.Process, seen: dict[int, tuple[str, float]]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in (root, *root.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
-                kind = "driver" if each == root else "workers" if "WorkerShell" in " ".join(each.cmdline()) else "ray"
-                seen[each.pid] = (kind, times.user + times.system)
+                times, before = each.cpu_times(), seen.get(each.pid, ("", 0.0))[0]
+                # a worker that has ended and was not waited for has no command line
+                is_worker = before == "workers" or "WorkerShell" in " ".join(each.cmdline())
+                seen[each.pid] = ("driver" if each == root else "workers" if is_worker else "ray", times.user + times.system)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

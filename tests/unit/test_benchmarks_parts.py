@@ -16,7 +16,7 @@ from benchmarks.bare_loop import BareLoop
 from benchmarks.cases import CASES
 from benchmarks.cases.head import ways
 from benchmarks.flops import forward_flops, training_flops
-from benchmarks.options import ONE_RANK, Layout, Options, layout_of, tokens_of
+from benchmarks.options import ONE_RANK, Layout, Options, layout_of, numbers_of
 from benchmarks.phases import Phases
 from benchmarks.ranks import Ranks
 from benchmarks.subject import NARROW, Work, batch_of, fits, model_of, policy_of, rows_at_once
@@ -30,9 +30,9 @@ def test_a_layout_is_read_as_it_is_written() -> None:
     for wrong in ("tp=0", "tp", "vp=2", "tp=2,tp=4", ""):
         with pytest.raises(ValueError, match="at most once"):
             layout_of(wrong)
-    assert tokens_of("128,512") == (128, 512)
+    assert numbers_of("128,512") == (128, 512)
     with pytest.raises(ValueError, match="above 0"):
-        tokens_of("128,0")
+        numbers_of("128,0")
 
 
 def test_a_choice_that_no_case_can_follow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
