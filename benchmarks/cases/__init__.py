@@ -105,7 +105,7 @@ CASES = {
     ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
     "state.bytes": Case(
-        "bytes that a save of the optimizer allocates against the state gathered in full, and that a step moves to the host",
+        "bytes that a save and a load of the optimizer allocate against the state in full, and that a step moves to the host",
         "benchmarks.cases.state_bytes",
     ),
     "operations": Case(

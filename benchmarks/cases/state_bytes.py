@@ -1,7 +1,7 @@
-"""Bytes of optimizer state, counted tensor by tensor: what a save allocates, and what a GRPO step moves to the host and back.
+"""Bytes of optimizer state, counted tensor by tensor: what a save and a load allocate, and what a GRPO step moves to the host and back.
 
-A save on the rank that writes and on the others, against the state gathered in full on every rank, which is what Megatron-Core's checkpoint
-does. Counts are the same on every machine.
+A save on the rank that writes and on the others, and a load on each rank, against the state gathered in full on every rank, which is what
+Megatron-Core's checkpoint does. Counts are the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from benchmarks.point import Metric, Point
 from benchmarks.ranks import Ranks
 
 SLICE = 2**18
-"""A slice as much smaller than the real one as this model is than a real one: the save's bounds do not depend on it otherwise."""
+"""A slice as much smaller than the real one as this model is than a real one: the bounds of save and load do not depend on it otherwise."""
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Saves of Megatron on 1, 2 and 4 data-parallel ranks, in float32 and bfloat16; steps of each backend, in bfloat16."""
+    """Saves and loads of Megatron on 1, 2 and 4 data-parallel ranks, in float32 and bfloat16; steps of each backend, in bfloat16."""
     from benchmarks import tiny
-    from tests.dist.memory_jobs import save_and_count, step_and_count
+    from tests.dist.memory_jobs import load_and_count, save_and_count, step_and_count
 
     with tempfile.TemporaryDirectory() as directory, Ranks() as ranks:
         model = tiny.save_model(Path(directory) / "model")
@@ -30,7 +30,8 @@ def measure(quick: bool) -> Iterator[Point]:
                 config = tiny.policy_config(model, micro_batch=1, ranks=world, precision=precision)
                 saved = Path(directory) / f"{precision}-{world}"
                 counted = ranks.run(world, save_and_count, config, tiny.make_batch(0), saved, SLICE, True)
-                yield _point(counted, world, precision, saved)
+                loaded = ranks.run(world, load_and_count, config, saved, SLICE)
+                yield _point(counted, loaded, world, precision, saved)
         for backend in tiny.BACKENDS:
             for reason, asked, engine in (("nothing", False, False), ("the key", True, False), ("an engine", False, True)):
                 config = tiny.policy_config(
@@ -41,7 +42,7 @@ def measure(quick: bool) -> Iterator[Point]:
                 yield Point({"backend": backend, "leaves_for": reason}, {"moved": bytes_moved})
 
 
-def _point(counted: list[dict[str, int]], world: int, precision: str, saved: Path) -> Point:
+def _point(counted: list[dict[str, int]], loaded: list[dict[str, int]], world: int, precision: str, saved: Path) -> Point:
     from converters.torch_dist.reader import TorchDistCheckpoint
 
     stored = TorchDistCheckpoint(saved / "slices")
@@ -55,5 +56,7 @@ def _point(counted: list[dict[str, int]], world: int, precision: str, saved: Pat
             "writer_bytes": Metric.of("bytes, a tensor and a slice", [first["slices"]]),
             "others_bytes": Metric.of("bytes of the rank that needs most", [rest]),
             "gathered_bytes": Metric.of("bytes on each rank, gathered in full", [max(rank["whole"] for rank in counted)]),
+            "load_bytes": Metric.of("bytes of a load on the rank that needs most, a slice", [max(rank["slices"] for rank in loaded)]),
+            "load_gathered_bytes": Metric.of("bytes of a load into all of it on each rank", [max(rank["whole"] for rank in loaded)]),
         },
     )

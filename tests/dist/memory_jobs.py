@@ -20,6 +20,7 @@ from megarl.models.engine.offload_state import HostCopies
 from megarl.models.fsdp1.backend import move_optimizer as move_optimizer_of_fsdp1
 from megarl.models.megatron import checkpoint, state_stream
 from megarl.models.megatron.backend import move_optimizer as move_optimizer_of_megatron
+from megarl.models.megatron.optimizer import fused_style_adam
 from megarl.parity.jobs import WORKERS
 from megarl.patched import patched
 from tests.dist import jobs
@@ -80,6 +81,40 @@ def save_and_count(
         with patched(*replacements), Allocations() as counted:
             checkpoint.save_optimizer(*state, directory / name)
         peaks[name] = counted.peak
+    backend.close()
+    return peaks
+
+
+def empty_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
+    """Stands for ``StateStream.outlines`` in a load: every state of every buffer in full on every rank, to be read into."""
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, ranges in enumerate(optimizer.gbuf_ranges):
+        size = optimizer.buffers[index].grad_data.numel()
+        state[index] = {dtype: {name: torch.zeros(size) for name in state_stream.STATES} for dtype in ranges}
+    return state
+
+
+def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int) -> dict[str, int]:
+    """Load the optimizer's state that ``save_and_count`` streamed, once into all of it (``whole``) and once in slices (``slices``), and
+    save it as ``again``.
+
+    Returns:
+        The most bytes that either allocates on this rank beyond the state itself, by name.
+    """
+    worker = jobs.build(config, init_reference_model=False)
+    backend = worker.backend
+    state = (backend.chunks, backend.optimizer, backend.scheduler, backend.runtime)
+    with fused_style_adam():
+        checkpoint._initialize_state(backend.optimizer)
+    peaks = {}
+    for name, replacement in (
+        ("whole", (state_stream.StateStream, "outlines", empty_state)),
+        ("slices", (state_stream, "SLICE_BYTES", slice_bytes)),
+    ):
+        with patched(replacement), Allocations() as counted:
+            checkpoint.load_optimizer(*state, directory / "slices")
+        peaks[name] = counted.peak
+    checkpoint.save_optimizer(*state, directory / "again")
     backend.close()
     return peaks
 

@@ -1,4 +1,4 @@
-"""Bytes that a worker allocates, counted: what a save of the optimizer needs beside the model, and what a backward pass keeps."""
+"""Bytes that a worker allocates, counted: what a save and a load of the optimizer need beside the model, and what a backward pass keeps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from benchmarks.memory import MEBIBYTE, Allocations
+from converters.checkpoint.safetensors_file import part
 from converters.torch_dist.reader import TorchDistCheckpoint
+from megarl.models.megatron.state_stream import boxes
 from tests.dist.batches import make_batch
-from tests.dist.memory_jobs import kept_for_backward, save_and_count
+from tests.dist.memory_jobs import kept_for_backward, load_and_count, save_and_count
 from tests.dist.pool import WorkerPool
 from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron
@@ -67,6 +69,33 @@ def test_a_save_takes_a_tensor_and_a_slice(
     assert min(rank["whole"] for rank in (first, *others)) > sum(sizes), "what is not streamed is seen"
     files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("whole", "slices")]
     assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+@newest_megatron
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """On every rank one slice, whatever the size of a tensor; and the state is that which was saved."""
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models["qwen2-tied"], precision="bfloat16", **changes)
+    pool.run(world, save_and_count, config, make_batch(8, 9, seed=0), tmp_path, SLICE, False)
+    counted = pool.run(world, load_and_count, config, tmp_path, SLICE)
+    stored = TorchDistCheckpoint(tmp_path / "slices")
+    state = sum(4 * torch.Size(stored.shape(key)).numel() for key in stored)
+    assert all(rank["slices"] <= SLICE + SMALL for rank in counted), counted
+    assert all(rank["whole"] > state > 100 * SLICE for rank in counted), "what is not streamed is seen"
+    files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("slices", "again")]
+    assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1, 1), (3, 4), (4, 1, 3), (2, 3, 4)], ids=str)
+def test_boxes_are_a_range(shape: tuple[int, ...]) -> None:
+    """Of every range of every shape."""
+    elements = torch.arange(torch.Size(shape).numel())
+    for start in range(len(elements) + 1):
+        for stop in range(start, len(elements) + 1):
+            found = [part(elements.view(shape), box) for box in boxes(shape, start, stop)]
+            assert torch.equal(torch.cat([elements[:0], *(each.flatten() for each in found)]), elements[start:stop]), (start, stop)
+            assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 def test_recomputed_parts_keep_less(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:

@@ -31,37 +31,35 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_config
+from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import read_plain_index, restricted_loading
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.optimizer import fused_style_adam
-from megarl.models.megatron.state_stream import STATES, StateStream, StreamedSave
+from megarl.models.megatron.state_stream import StateStream, StreamedLoad, StreamedSave
 from megarl.patched import patched
-
-
-def _to_be_loaded_into(optimizer: DistributedOptimizer) -> dict[Any, Any]:
-    """For each buffer and dtype, each state as one float32 tensor of zeros on the host."""
-    state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, ranges in enumerate(optimizer.gbuf_ranges):
-        size = optimizer.buffers[index].grad_data.numel()
-        for dtype in ranges:
-            state[index] = {dtype: {key: torch.zeros(size, dtype=torch.float32) for key in STATES}}
-    return state
 
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[StateStream]:
-    """Inside, the state of Megatron's distributed optimizer that is to be saved are outlines, whose values the stream has for ``_save``."""
+    """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines; ``_save`` takes their values from
+    the stream, and ``_load`` gives it theirs."""
     stream = StateStream()
 
     def parameter_state(
         optimizer: DistributedOptimizer, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any]:
-        return _to_be_loaded_into(optimizer) if empty_data else stream.outlines(optimizer)
+        return stream.outlines(optimizer)
 
-    with patched((DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state)):
+    def is_loaded(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
+        """Outlines are not copied; the values are where they belong."""
+
+    with patched(
+        (DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state),
+        (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", is_loaded),
+    ):
         yield stream
 
 
@@ -149,11 +147,11 @@ def load_optimizer(
     """
     require(directory)
     _require_same_form(optimizer, directory)
-    with cuda_literals(), fused_style_adam(), exact_offsets():
+    with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
         wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
-        optimizer.load_state_dict(_load(wanted, directory, "optimizer state"))
+        optimizer.load_state_dict(_load(wanted, directory, "optimizer state", stream))
     schedule = directory / SCHEDULE_FILE
     if scheduler is not None and schedule.exists():
         scheduler.num_steps = 0  # loading advances the schedule from where it stands
@@ -195,12 +193,14 @@ def _save(state: dict[str, Any], directory: Path, stream: StateStream | None = N
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 
 
-def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
-    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
+def _load(wanted: dict[str, Any], directory: Path, what: str, stream: StateStream | None = None) -> dict[str, Any]:
+    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning. The values
+    of outlines go to where ``stream`` knows that they are kept."""
     read_plain_index(directory)
+    strategy = StreamedLoad()
     try:
         with restricted_loading():
-            loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strict=StrictHandling.RETURN_ALL)
+            loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL)
     except pickle.UnpicklingError as error:  # of common.pt, which Megatron-Core has torch read with plain values alone
         raise UnusableCheckpointError(f"{directory} holds more than plain values: {error}. Fix: do not trust this checkpoint") from error
     except CheckpointException as error:
@@ -215,6 +215,9 @@ def _load(wanted: dict[str, Any], directory: Path, what: str) -> dict[str, Any]:
             f"only in the model {only_here[:3]} "
             f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
         )
+    if stream is not None:
+        with failing_together(f"reading the {what} of {directory}"), contextlib.closing(TorchDistCheckpoint(directory)) as stored:
+            stream.fill(strategy.outlines, stored)
     return loaded
 
 

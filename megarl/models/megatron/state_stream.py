@@ -1,10 +1,14 @@
-"""Streams the distributed optimizer's state to the rank that writes it, in slices of bounded size, while the checkpoint is written.
+"""Streams the distributed optimizer's state to the rank that writes it, in slices of bounded size, while the checkpoint is written, and
+from a checkpoint's files to where each rank keeps its share.
 
 Megatron-Core's "fully reshardable" checkpoint wants each state of each buffer as one tensor on the host, twelve bytes a parameter, and up
 to 0.19 brings them together on the device, on every data-parallel rank. Here the checkpoint is planned with outlines: tensors of torch's
 meta device, which have a shape and an address but no memory. When a tensor's turn to be written has come, the first rank of the
 data-parallel group asks for its values. What it has itself it copies to the host, the rest is sent to it. So it has one tensor on the
 host at a time, and of others' values one slice on the device; the other ranks need nothing beyond their own state.
+
+A load is planned with outlines as well, where Megatron-Core has every data-parallel rank read all of a buffer. Each rank then reads what it
+keeps itself, a slice at a time, into the memory that training has anyway.
 """
 
 from __future__ import annotations
@@ -12,24 +16,30 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import math
 import operator
 import queue
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
+from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.distributed.device import runtime
 from megarl.errors import CheckpointError
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 SLICE_BYTES = 256 * 2**20
-"""What a rank receives of others' values at once, so the device memory that a save takes."""
+"""What a rank receives of others' values at once, so the device memory that a save takes; and the host memory that a load takes."""
 _ITEM = 4
 _ADDRESSES = 2**56
 _END = -1
@@ -135,6 +145,26 @@ class _Source:
             yield owner, start, last
             start = last
 
+    def fill(self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Have ``read`` fill what this rank has of the positions from ``start`` to ``stop``, all of them one parameter's.
+
+        Args:
+            read: is given the first and the last of some positions, and their values where the optimizer keeps them, [last - first].
+        """
+        step = max(1, SLICE_BYTES // _ITEM // 2)  # what is read may be put together from pieces: both are there then
+        own = self._own[buffer]
+        for number in range(bisect.bisect_right(own, start, key=operator.itemgetter(1)), len(own)):
+            begin, end, parameter = own[number]
+            first, last = max(begin, start), min(end, stop)
+            if first >= last:
+                return
+            kept = self._optimizer._get_main_param_and_optimizer_states(parameter)[state].detach()
+            for position in range(first, last, step):
+                behind = min(position + step, last)
+                read(position, behind, kept.view(-1)[position - begin : behind - begin])
+            if self._optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # which may have given a copy in float32
+                self._optimizer._set_main_param_and_optimizer_states(parameter, {state: kept})
+
     def _values(self, buffer: int, state: str, first: int, last: int) -> torch.Tensor:
         """This rank's values at positions that are all of one parameter, where the optimizer keeps them."""
         own = self._own[buffer]
@@ -220,11 +250,85 @@ class StateStream:
             for _ in self._from_source(index, ()):
                 pass
 
+    def fill(self, outlines: Sequence[ShardedTensor], checkpoint: TorchDistCheckpoint) -> None:
+        """Read what this rank keeps of the outlined tensors to where it is kept. Positions that the checkpoint does not have, which padding
+        of a vocabulary has, become zero.
+
+        Raises:
+            CheckpointError: a tensor of the checkpoint has another shape.
+            ConversionError: a file of the checkpoint is missing or damaged.
+        """
+        for outline in outlines:
+            place = self._place_of(outline.data)
+            begin = int(outline.data.storage_offset()) - place.first
+            read = functools.partial(_read, outline, begin, checkpoint)
+            self._sources[place.source].fill(place.buffer, place.state, begin, begin + outline.data.numel(), read)
+
     def _place_of(self, tensor: torch.Tensor) -> _Place:
         ours = tensor.untyped_storage()._cdata == self._addresses.untyped_storage()._cdata
         if not ours or not tensor.is_contiguous():
             raise CheckpointError(f"a tensor of shape {list(tensor.shape)} without memory is no state of an optimizer; a defect of megarl")
         return self._places[bisect.bisect_right(self._places, tensor.storage_offset(), key=operator.attrgetter("first")) - 1]
+
+
+def _read(outline: ShardedTensor, begin: int, checkpoint: TorchDistCheckpoint, first: int, last: int, values: torch.Tensor) -> None:
+    """Fill ``values`` with the elements from ``first - begin`` to ``last - begin`` of a tensor, as the checkpoint has them."""
+    key, stored = outline.key, checkpoint.shape(outline.key)
+    if tuple(outline.global_shape) != stored and not outline.allow_shape_mismatch:
+        raise CheckpointError(f"{key} has shape {list(stored)} in {checkpoint.directory}, and {list(outline.global_shape)} in this model")
+    leading = tuple((offset, offset + 1) for offset in outline.global_offset[: outline.prepend_axis_num])
+    origin = outline.global_offset[outline.prepend_axis_num :]
+    for box in boxes(outline.local_shape, first - begin, last - begin):
+        count = math.prod(shape_of(box))
+        target, values = values[:count], values[count:]
+        wanted = (*leading, *((start + offset, stop + offset) for (start, stop), offset in zip(box, origin, strict=True)))
+        there = intersection(wanted, whole(stored))
+        if there != wanted:
+            target.zero_()
+        if there is not None:
+            inside = relative(there, [start for start, _ in wanted])
+            part(target.view(shape_of(wanted)), inside).copy_(checkpoint.read(key, there))
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that, one behind the other, are the elements from ``start`` to ``stop`` of a tensor in row-major order."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield ((start, stop),) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the rows that are in it as a whole
+    if first > last:  # inside one row
+        yield from (((last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row))
+        return
+    yield from (((first - 1, first), *box) for box in boxes(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield ((first, last), *whole(shape[1:]))
+    yield from (((last, last + 1), *box) for box in boxes(shape[1:], 0, stop - last * row))
+
+
+class StreamedLoad(TorchDistLoadShardedStrategy):
+    """Megarl's way of loading: Megatron-Core's, which leaves outlines as they are.
+
+    Attributes:
+        outlines: what was to be loaded and has no memory; for ``StateStream.fill``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlines: list[ShardedTensor] = []
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any) -> dict[str, Any]:
+        """As Megatron-Core's; tensors of the meta device stay such."""
+        outlined, plain = extract_matching_values(sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta)
+        loaded: dict[str, Any] = super().load(plain, checkpoint_dir, *arguments)
+        merge(loaded, dict_list_map_inplace(self._left_as_it_is, outlined))
+        return loaded
+
+    def _left_as_it_is(self, outline: ShardedTensor) -> torch.Tensor:
+        self.outlines.append(outline)
+        return outline.data
 
 
 class StreamedSave(TorchDistSaveShardedStrategy):
