@@ -201,21 +201,19 @@ def test_gradients_are_added_in_products_where_both_kernels_are(keys: Keys, monk
     architecture = read_architecture(AutoConfig.from_pretrained(keys.models["qwen2"]))
     policy = validate_policy_config(keys.policy("megatron", "qwen2", {"megatron_cfg.apply_rope_fusion": False}))
     for engine, apex in ((False, False), (False, True), (True, False), (True, True)):
-        monkeypatch.setattr(settings, "uses_transformer_engine", lambda policy, engine=engine: engine)
         monkeypatch.setattr(settings, "_adds_in_products", lambda apex=apex: apex)
-        assert settings.transformer_config(policy, architecture).gradient_accumulation_fusion == (engine and apex)
+        assert settings.transformer_config(policy, architecture, fused=engine).gradient_accumulation_fusion == (engine and apex)
 
 
-def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys) -> None:
     """Its kernel is Transformer Engine's, which needs a GPU: without one it is off, whatever the key says."""
     architecture = read_architecture(AutoConfig.from_pretrained(keys.models["qwen2"]))
     policies = {wanted: keys.policy("megatron", "qwen2", {"megatron_cfg.apply_rope_fusion": wanted}) for wanted in (True, False)}
 
-    def fused(wanted: bool) -> bool:
-        return bool(settings.transformer_config(validate_policy_config(policies[wanted]), architecture).apply_rope_fusion)
+    def rotates_fused(wanted: bool, engine: bool) -> bool:
+        return bool(settings.transformer_config(validate_policy_config(policies[wanted]), architecture, fused=engine).apply_rope_fusion)
 
-    assert [fused(wanted) for wanted in (True, False)] == [False, False]
-    monkeypatch.setattr(settings, "uses_transformer_engine", lambda policy: True)
-    assert not fused(False)
+    assert not any(rotates_fused(wanted, engine=False) for wanted in (True, False))
+    assert not rotates_fused(False, engine=True)
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
-        fused(True)
+        rotates_fused(True, engine=True)

@@ -31,8 +31,9 @@ from megarl.patched import patched
 
 def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
     """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
-    to be loaded before anything else."""
-    config, fused = transformer_config(policy, architecture), uses_transformer_engine(policy)
+    to be loaded before anything else. A collective over the world."""
+    fused = uses_transformer_engine(policy)
+    config = transformer_config(policy, architecture, fused=fused)
     settings = megatron_settings(architecture)
     options = settings.model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)

@@ -20,7 +20,6 @@ from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import runtime
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
-from megarl.models.megatron.transformer_engine import uses_transformer_engine
 
 NO_CLIPPING = float("inf")
 # float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's own scaler starts
@@ -48,15 +47,15 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def transformer_config(policy: Mapping[str, Any], architecture: Architecture) -> TransformerConfig:
+def transformer_config(policy: Mapping[str, Any], architecture: Architecture, *, fused: bool) -> TransformerConfig:
     """Megatron's model configuration.
 
     Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do). Fusions
-    that need CUDA extensions are on only where Transformer Engine is, those that torch.compile makes on every GPU.
+    that need CUDA extensions are on only where the layers are Transformer Engine's (``fused``), those that torch.compile makes on every
+    GPU.
     """
     megatron = policy["megatron_cfg"]
     dtype = dtype_of(policy["precision"], "policy.precision")
-    fused = uses_transformer_engine(policy)
     chunks = pipeline_chunks(megatron)
     if chunks > 1:
         # In Megatron's default setting two stages that send to and receive from one another in one batch get each other's tensors mixed up

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.distributed.device import runtime, will_use_cuda
 from megarl.errors import ConfigError, Violation
@@ -92,20 +93,34 @@ def try_it() -> Finding:
 
 
 def uses_transformer_engine(policy: Mapping[str, Any]) -> bool:
-    """Whether the layers of a policy are Transformer Engine's.
+    """Whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks with other layers than their neighbours
+    wait for sums that those do not make. A collective over the world, where there is one, unless the configuration says no.
 
     Raises:
-        ConfigError: the configuration asks for it, and it cannot be used here.
+        ConfigError: the configuration asks for it, and it cannot be used on every rank.
     """
     wanted = policy["megatron_cfg"]["transformer_engine"]
     if wanted is False:
         return False
     finding = try_it()
-    if finding.reason is None:
+    on_all, on_any = _agreed(finding.reason is None)
+    if on_all:
         return True
     if wanted is True:
         fix = "megarl doctor (shows what is wrong), bash launch/gpu_environment.sh (installs a set that fits), or write auto or false"
-        raise ConfigError([Violation(KEY, True, f"Transformer Engine cannot be used: {finding.reason}", fix)])
-    if finding.is_fault:
-        logger.warning("Transformer Engine is installed and is not used: %s. See: megarl doctor", finding.reason)
+        reason = finding.reason or "it works on this rank and not on another, whose error says why"
+        raise ConfigError([Violation(KEY, True, f"Transformer Engine cannot be used: {reason}", fix)])
+    if finding.is_fault or (on_any and finding.reason is not None):
+        whose = f"on rank {dist.get_rank()}, so no rank uses it" if dist.is_initialized() else "here"
+        logger.warning("Transformer Engine cannot be used %s: %s. See: megarl doctor", whose, finding.reason)
     return False
+
+
+def _agreed(works: bool) -> tuple[bool, bool]:
+    """Whether it works on all ranks, and whether on any of them."""
+    if not dist.is_initialized():
+        return works, works
+    least = torch.tensor([int(works), -int(works)], device=runtime().device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    on_all, on_any = least.tolist()
+    return on_all == 1, on_any == -1

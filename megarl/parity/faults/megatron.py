@@ -54,8 +54,8 @@ def _unclipped(original: Any) -> Any:
 def _in_one_batch(original: Any) -> Any:
     """Megatron's default for the interleaved schedule, with which two stages mix up what they send one another over gloo."""
 
-    def config(*arguments: Any) -> Any:
-        built = original(*arguments)
+    def config(*arguments: Any, **options: Any) -> Any:
+        built = original(*arguments, **options)
         built.overlap_p2p_comm, built.batch_p2p_comm = False, True
         return built
 

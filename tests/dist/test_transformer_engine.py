@@ -1,0 +1,86 @@
+"""Transformer Engine that works on some ranks only: a package stands for it, and a GPU is pretended. All ranks build the same layers."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.errors import ConfigError
+from megarl.models.megatron import transformer_engine
+from megarl.patched import patched
+from tests.dist import jobs
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.models import policy_config
+from tests.tiers import newest_megatron
+from tests.unit.test_transformer_engine import LINKER, WORKS, write_package
+
+RANKS = 4
+REASON = "it cannot be imported (OSError: libtransformer_engine.so: undefined symbol: _ZN3c10)"
+
+
+def computed(config: Mapping[str, Any], directory: Path, codes: Mapping[int, str | None]) -> tuple[Any, list[str]]:
+    """Log-probabilities, or the error, on a rank whose package is ``codes``'s (None: none is installed), and what was logged there."""
+    code = codes[dist.get_rank()]
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    own = directory / f"rank {dist.get_rank()}"
+    if code is not None:
+        write_package(own, "", code)
+    found = (transformer_engine.find, transformer_engine.try_it)
+    for cached in found:
+        cached.cache_clear()
+    transformer_engine.logger.addHandler(handler)
+    sys.path.insert(0, str(own))
+    importlib.invalidate_caches()
+    try:
+        with patched((transformer_engine, "will_use_cuda", lambda: True)):
+            return jobs.logprobs(config, make_batch(8, 9, seed=0)), messages
+    except ConfigError as error:
+        return str(error), messages
+    finally:
+        sys.path.remove(str(own))
+        transformer_engine.logger.removeHandler(handler)
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        for cached in found:
+            cached.cache_clear()
+
+
+@newest_megatron
+def test_one_rank_decides_for_all(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """A rank with Transformer Engine's layers would wait for its neighbours; each rank without it says why, once."""
+    config = policy_config(tiny_models["qwen2-tied"], tp=2, pp=2, first=1, last=2)
+    plain = pool.run(RANKS, jobs.logprobs, config, make_batch(8, 9, seed=0))[0]
+    answers = pool.run(RANKS, computed, config, tmp_path, {0: WORKS, 1: WORKS, 2: LINKER, 3: None})
+    assert all(torch.equal(values, plain) for values, _ in answers)
+    told = [messages for _, messages in answers]
+    fallback = "Transformer Engine cannot be used on rank {}, so no rank uses it: {}. See: megarl doctor"
+    assert told == [[], [], [fallback.format(2, REASON)], [fallback.format(3, "it is not installed")]]
+
+
+@newest_megatron
+def test_where_it_is_asked_for_all_ranks_refuse(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config = policy_config(tiny_models["qwen2-tied"], tp=2)
+    config["megatron_cfg"]["transformer_engine"] = True
+    (first, _), (second, _) = pool.run(2, computed, config, tmp_path, {0: WORKS, 1: LINKER})
+    assert "works on this rank and not on another" in first and REASON in second
+
+
+@pytest.mark.parametrize("working", [0, 1, 2], ids="{} of 2".format)
+def test_agreement(pool: WorkerPool, working: int) -> None:
+    """Whether it works on all, and on any."""
+    assert pool.run(2, agreed, working) == [(working == 2, working > 0)] * 2
+
+
+def agreed(working: int) -> tuple[bool, bool]:
+    return transformer_engine._agreed(dist.get_rank() < working)
