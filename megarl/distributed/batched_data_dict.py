@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
 from typing import Any, Generic, Self, TypeVar, overload
@@ -616,6 +616,17 @@ class DealtRows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrived, (SlicedDataDict, self._packer.pack(self.rows), dict(self._micro_batches))
+
+
+def with_columns(dealt: Sequence[DealtRows], keys: Collection[str]) -> list[DealtRows]:
+    """The same rows of a batch's columns ``keys`` alone, as far as it has them; those that were given where it has no others."""
+    batch = dealt[0]._batch
+    kept = {key: value for key, value in batch.data.items() if key in keys}
+    if len(kept) == len(batch.data):
+        return list(dealt)
+    narrow: BatchedDataDict[Any] = BatchedDataDict(kept)
+    packer = Packer(kept)
+    return [DealtRows(narrow, packer, deal.rows, deal._micro_batches) for deal in dealt]
 
 
 def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _worker(case: Case, config: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Share:
-    data_rank = worker.backend.groups.data_rank
+    data_rank, stage = worker.backend.groups.data_rank, worker.backend.groups.pipeline_rank
     asked = logprob_shards(case, config, batch).shards[data_rank]
     loss_fn = make_loss(case)
 
@@ -86,7 +86,8 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
         dealt = shard_batch(
             BatchedDataDict(data), config, case.dp, phase="train", global_batch=case.global_batch, rows_together=rows_together(loss_fn)
         )
-        answer: dict[str, Any] = worker.train(data=dealt.shards[data_rank], loss_fn=loss_fn, eval_mode=evaluate)
+        mine = dealt.by_stage(case.pp)[stage][data_rank].shard()
+        answer: dict[str, Any] = worker.train(data=mine, loss_fn=loss_fn, eval_mode=evaluate)
         return answer
 
     references: list[torch.Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, PackingError
-from megarl.models.policy.batch_plan import sequence_multiple, shard_batch
+from megarl.models.policy.batch_plan import STAGE_KEYS, sequence_multiple, shard_batch
 
 BUDGET = 24
 
@@ -85,3 +86,24 @@ def test_a_sequence_beyond_the_budget_is_refused(batching: str) -> None:
 def test_fewer_rows_than_replicas_cannot_be_trained_on(batching: str) -> None:
     with pytest.raises((BatchError, PackingError)):
         shard_batch(batch([3, 4]), policy(batching), 3, phase="train", global_batch=2)
+
+
+@pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
+def test_what_the_loss_alone_reads_goes_to_the_last_stage(batching: str) -> None:
+    """The same rows in the same micro-batches everywhere; bytes counted as they travel."""
+    data = batch([9, 3, 12, 5, 8, 2, 7, 12])
+    rows, width = data["input_ids"].shape
+    data.update(token_mask=torch.ones(rows, width), sample_mask=torch.ones(rows))
+    for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+        data[key] = torch.randn(rows, width, generator=torch.Generator().manual_seed(len(key)))
+    sharded = shard_batch(data, policy(batching), 2, phase="train", global_batch=rows)
+    first, middle, last = sharded.by_stage(3)
+    assert last is sharded.dealt and all(one is other for one, other in zip(first, middle, strict=True)), "stored once"
+    for less, whole in zip(first, last, strict=True):
+        slim, full = (pickle.loads(pickle.dumps(deal)) for deal in (less, whole))
+        assert set(slim) == STAGE_KEYS and set(full) == set(data)
+        assert all(torch.equal(slim[key], full[key]) for key in STAGE_KEYS)
+        assert (slim.micro_batch_indices, slim.micro_batch_lengths) == (full.micro_batch_indices, full.micro_batch_lengths)
+        assert len(pickle.dumps(less)) < 0.5 * len(pickle.dumps(whole))
+    likelihood = shard_batch(BatchedDataDict({key: data[key] for key in STAGE_KEYS}), policy(batching), 2, phase="train", global_batch=rows)
+    assert likelihood.by_stage(2)[0][0] is likelihood.dealt[0], "what no stage can do without is stored once"

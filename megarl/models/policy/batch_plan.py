@@ -16,12 +16,17 @@ import torch
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import enabled_backend
 from megarl.data.packing import DEFAULT_PACKING_ALGORITHM
-from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows, SlicedDataDict
+from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows, SlicedDataDict, with_columns
 from megarl.distributed.shard_plan import DynamicBatchingArgs, SequencePackingArgs
 
 Phase = Literal["train", "logprob"]
 DEFAULT_ROUND = 64
 DEFAULT_HIDDEN_SIZE = 2048
+
+
+STAGE_KEYS = frozenset(("input_ids", "input_lengths", "token_mask", "sample_mask"))
+"""Columns of a training batch that every pipeline stage reads: tokens, where they end, and the masks that normalisers count. All else is
+the loss's, which the last stage computes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class ShardedBatch:
     def rows_of(self, replica: int, first: int, last: int) -> list[int]:
         """Rows of the batch that a replica has as its rows ``first`` to ``last`` (exclusive)."""
         return list(self.dealt[replica].rows[first:last])
+
+    def by_stage(self, stages: int) -> list[list[DealtRows]]:
+        """The rows of each replica for each pipeline stage, with the columns that the stage reads."""
+        return [*[with_columns(self.dealt, STAGE_KEYS)] * (stages - 1), self.dealt]
 
     def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the replicas' results for their rows in the order of the batch."""

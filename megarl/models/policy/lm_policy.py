@@ -197,7 +197,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         try:
-            future = self._start_sharded("train", sharded.dealt, options)
+            future = self._start_sharded("train", sharded.by_stage(self._stages), options)
             answers = self.worker_group.get_all_worker_results(future.futures)
         except NonFiniteError as error:
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
@@ -473,15 +473,19 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
         """The answers of one worker for each data-parallel replica, in order."""
-        return self.worker_group.get_all_worker_results(self._start_sharded(method, shards, options))
+        return self.worker_group.get_all_worker_results(self._start_sharded(method, [shards] * self._stages, options))
 
-    def _start_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> MultiWorkerFuture:
-        """A call of all workers, each with its replica's rows."""
+    @property
+    def _stages(self) -> int:
+        return self.sharding_annotations.get_axis_size("pipeline_parallel")
+
+    def _start_sharded(self, method: str, by_stage: list[list[DealtRows]], options: dict[str, Any]) -> MultiWorkerFuture:
+        """A call of all workers, each with what its pipeline stage gets of its replica's rows."""
         return self.worker_group.run_all_workers_sharded_data(
             method,
-            data=shards,
-            in_sharded_axes=["data_parallel"],
-            replicate_on_axes=REPLICATED,
+            data=by_stage,
+            in_sharded_axes=["pipeline_parallel", "data_parallel"],
+            replicate_on_axes=["context_parallel", "tensor_parallel"],
             output_is_replicated=REPLICATED,
             common_kwargs=options,
         )
