@@ -63,7 +63,7 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     return {
         **batch,
         "advantages": advantages.expand_as(logprobs) * inside,
-        "prev_logprobs": previous,
+        **({} if "onpolicy" in case.loss_options else {"prev_logprobs": previous}),
         "generation_logprobs": near(previous, 0.2),
         "reference_policy_logprobs": near(logprobs, 0.3),
     }

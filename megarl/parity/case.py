@@ -37,7 +37,7 @@ MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
 """With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
 apart is measured (``megarl.parity.noise``)."""
-LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
+LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio", "onpolicy"), "dpo": ("sft", "mean")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
+        loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``; ``onpolicy`` takes a ratio of exactly 1
+            and gets no log-probabilities from before the step.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.

@@ -66,6 +66,7 @@ def _loss(case: Case) -> Any:
             "use_importance_sampling_correction": "is" in options,
             "token_level_loss": "seq" not in options,
             "disable_ppo_ratio": "noratio" in options,
+            "force_on_policy_ratio": "onpolicy" in options,
         }
     )
 

@@ -38,9 +38,10 @@ class ReferenceLoss:
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
         """Reductions of the extremes; all else is a sum."""
-        return {
+        ratios = {
             f"{name}_{extreme}": Reduction[extreme.upper()] for name in ("probs_ratio", "probs_ratio_clamped") for extreme in ("min", "max")
         }
+        return {**ratios, "mismatch_max": Reduction.MAX}
 
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, next_token_logprobs: Tensor
@@ -120,14 +121,13 @@ def _policy_gradient(
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
     )
-    ratios, bounded = [], []
+    ratios, bounded, apart = [], [], []
     for row, places in _counted(data):
         if not len(places):
             continue
         current = logprobs[row, places]
-        advantage, previous, generation = (
-            data[key][row, 1:][places].double() for key in ("advantages", "prev_logprobs", "generation_logprobs")
-        )
+        advantage, generation = (data[key][row, 1:][places].double() for key in ("advantages", "generation_logprobs"))
+        previous = current.detach() if "onpolicy" in options else data["prev_logprobs"][row, 1:][places].double()
         ratio = current if "noratio" in options else torch.exp(torch.clip(current - previous, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
         clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - _LOW, 1 + _HIGH)
         objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -141,6 +141,7 @@ def _policy_gradient(
             reference = data["reference_policy_logprobs"][row, 1:][places].double()
             penalty = penalty + share * _divergence(current, reference, generation, options)
         told = current.detach()
+        apart.append((generation - told).abs())
         ratios.append(ratio.detach())
         bounded.append(clipped.detach())
         sums["probs_ratio"] += float(ratio.detach().sum()) / tokens
@@ -155,6 +156,7 @@ def _policy_gradient(
         "kl_penalty": float(penalty.detach()),
         "nonfinite_importance_weights": 0.0,
         "num_valid_samples": float(data["sample_mask"].sum()),
+        **(_mismatch(apart, tokens) if "onpolicy" in options else {}),
     }
     return total + _KL * penalty, metrics
 
@@ -169,6 +171,17 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, options:
         value = (weight * torch.clip(estimate, max=_K3_CLAMP)).sum()
     moving = (slope * current).sum()
     return value + moving - moving.detach()
+
+
+def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
+    """How far the log-probabilities of generation are from those of the step: mean, largest, and the share of tokens beyond 0.05."""
+    joined = torch.cat(apart) if apart else torch.zeros(0)
+    count = max(tokens, 1e-8)
+    return {
+        "mismatch_mean": float(joined.sum()) / count,
+        "mismatch_max": float(joined.max()) if joined.numel() else 0.0,
+        "mismatch_share_above_0.05": float((joined > 0.05).sum()) / count,
+    }
 
 
 def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:

@@ -60,7 +60,7 @@ FAULTS = {
     "own-vocabulary-is-filtered": "tp=2 kv=2 ffn=6 length=6 nucleus=0.7",
     "reference-stays": "reference=1 length=6",
     "divergence-pathwise": "loss=pg+kl mbs=2 length=8",
-    "ratio-to-generation": "loss=pg mbs=2 length=8",
+    "ratio-to-generation": "loss=pg mbs=4 length=8",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

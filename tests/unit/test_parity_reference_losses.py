@@ -15,6 +15,7 @@ from tests.unit.test_losses import policy_gradient_batch
 KINDS = [
     *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean"),
     *("pg", "pg+kl", "pg+kl+approx", "pg+is", "pg+seq", "pg+dual", "pg+noratio", "pg+kl+approx+is+seq+dual"),
+    *("pg+onpolicy", "pg+onpolicy+noratio", "pg+onpolicy+kl+approx+is+seq+dual"),
 ]
 
 

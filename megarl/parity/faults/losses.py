@@ -39,7 +39,7 @@ def _is_clipped(case: Case, *options: str) -> bool:
 
 
 def _has_ratios(case: Case, *options: str) -> bool:
-    return _is_clipped(case, *options) and "noratio" not in case.loss_options
+    return _is_clipped(case, *options) and not {"noratio", "onpolicy"} & case.loss_options
 
 
 def _not_clipped(original: Any) -> Any:
@@ -62,6 +62,14 @@ FAULTS: dict[str, Mutation] = {
         lambda case: _has_ratios(case) and case.global_batch >= 4,
         replacing(f"{LOSSES}:ClippedPGLossFn", "_ratios", _not_clipped),
         "loss=pg masked=none",
+    ),
+    "ratio-without-gradient": Mutation(
+        "a ratio of exactly 1 is a constant",
+        lambda case: _is_clipped(case, "onpolicy") and "noratio" not in case.loss_options,
+        replacing(
+            f"{LOSSES}:ClippedPGLossFn", "_ratios", lambda original: lambda self, current, previous: original(self, current, current)
+        ),
+        "loss=pg+onpolicy masked=none",
     ),
     "importance-weights-left-out": Mutation(
         "tokens are not weighted by how likely they were where they were drawn",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.parity.batches import token_batch
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.losses import loss_weight
 from megarl.patched import patched
@@ -70,13 +71,25 @@ def after_building(change: Callable[[Any, Case], None]) -> Patch:
     return replacing_for("megarl.models.engine.worker:EngineWorker", "__init__", make)
 
 
+LEAST_TOKENS = 3
+"""Counted tokens of a step: of one or two of a policy gradient, clipping may leave none a gradient."""
+
+
 def sees_tokens(case: Case) -> bool:
-    """Return whether, in every step, tokens with a gradient are on most rows."""
-    return case.masked in ("none", "some") and case.length >= 5
+    """Return whether, in every step, some tokens have a gradient. With few rows and ``masked=some``, no sample of a step may count; of
+    preferences, no pair."""
+    if case.masked not in ("none", "some") or case.length < 5:
+        return False
+    batch = token_batch(case)
+    counts = batch["sample_mask"]
+    if case.loss_kind == "dpo":
+        counts = counts.view(-1, 2).prod(1).repeat_interleave(2)
+    tokens = batch["token_mask"][:, 1:].sum(1) * counts
+    return bool((tokens.view(case.steps, -1).sum(1) >= LEAST_TOKENS).all())
 
 
 def many_tokens(case: Case) -> bool:
-    """Return whether tokens with a gradient are on most of several rows."""
+    """Return whether ``sees_tokens`` holds of steps of several rows."""
     return sees_tokens(case) and case.global_batch >= 2
 
 
