@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
 from megarl.config.environments import EnvConfig
-from megarl.config.sections import ClippedPGLossConfig
+from megarl.config.losses import ClippedPGLossConfig
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 from megarl.observe.timing import Sequences
 

@@ -19,8 +19,8 @@ from torch.nn.functional import logsigmoid
 from typing_extensions import TypedDict
 
 from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
-from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
-from megarl.config.sections import ClippedPGLossConfig, DPOLossConfig
+from megarl.algorithms.utils import calculate_kl, masked_mean
+from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss
 from megarl.errors import BatchError, ConfigError, Violation
 from megarl.key import defaults_of
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE, Reduction
@@ -67,34 +67,41 @@ class DualClipError(ConfigError, AssertionError):
 
 
 class ClippedPGLossFn:
-    """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, REINFORCE, with importance correction and a KL penalty.
+    """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO, REINFORCE, with importance correction and a
+    KL penalty. ``megarl/algorithms/README.md`` has each equation with its source.
 
     For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
 
         clipped    = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))        PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476
         clipped    = min(clipped, -A ratio_clip_c) where A < 0                             dual clip, arXiv 1912.09729
-        loss       = mean(w clipped) + mean(v beta k3(current, reference))                 k3: see calculate_kl_penalty_joschu2020
+        clipped    = -sg(clip(r, ...)) A current with use_cispo                            CISPO, arXiv 2506.13585, equation 4
+        loss       = mean(w clipped) + mean(v beta k(current, reference))                  k1, k2, k3: see calculate_kl
         w          = exp(previous - generation) with use_importance_sampling_correction, else 1
         v          = exp(current - generation) with use_on_policy_kl_approximation, else exp(current - sg(current)), which is 1
 
-    The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it has a score-function part,
-    k3 times the gradient of the log-probability, beside the gradient of k3 (arXiv 2506.09477, arXiv 2512.21852). v carries it
-    (``reference_policy_kl_gradient: exact``). ``pathwise`` takes v as a constant, as arXiv 2402.03300 and most trainers have it: its
-    expectation is the gradient of the divergence only in the limit of equal policies.
+    With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its tokens of current - previous)
+    and the weight w = exp(mean of previous - generation) (GSPO, arXiv 2507.18071, equation 7). Where its gradient is that of ``token``, a
+    token's ratio is sg(s) exp(current - sg(current)) (GSPO-token, equation 14).
 
-    The log ratio current - previous is clamped to +-``log_ratio_clamp_value``, reference - current to +-``kl_input_clamp_value``, k3 to
-    ``kl_output_clamp_value``; null is no clamp. A clamped value passes no gradient, and v is a constant there.
+    The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it has a score-function part,
+    k times the gradient of the log-probability, beside the gradient of k (arXiv 2506.09477, arXiv 2512.21852). v carries it
+    (``reference_policy_kl_gradient: exact``). ``pathwise`` takes v as a constant, as arXiv 2402.03300 and most trainers have it: for k3 its
+    expectation is the gradient of the divergence only in the limit of equal policies. For k2 it is that gradient, and v always a constant.
+
+    The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value``, reference - current to +-``kl_input_clamp_value``, k
+    to +-``kl_output_clamp_value``; null is no clamp. A clamped value passes no gradient, and v is a constant there.
 
     ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is exactly 1, its gradient that
     of the log-probability. Further metrics then say how far ``generation`` is from it (see ``megarl.rollout.samples.mismatch_metrics``).
 
     ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
-    of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows.
+    of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows. ``sequence_normalizer``
+    stands for the number of a row's tokens there (Dr.GRPO, arXiv 2503.20783).
 
     Importance weights that are not finite count as 0; ``nonfinite_importance_weights`` says how many there were.
 
     Raises:
-        ConfigError: ``ratio_clip_c`` is 1 or less.
+        ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together (``megarl.config.losses.faults_of_loss``).
     """
 
     input_type = LossInputType.LOGPROB
@@ -123,7 +130,11 @@ class ClippedPGLossFn:
         if clip_c is not None and not clip_c > 1:
             fix = "write a number above 1, or null for no dual clip"
             raise DualClipError([Violation("loss_fn.ratio_clip_c", clip_c, "must exceed 1", fix)])
+        faults = list(faults_of_loss(cfg))
+        if faults:
+            raise ConfigError(faults)
         self.kl_penalty = cfg["reference_policy_kl_penalty"]
+        self.kl_type = cfg["reference_policy_kl_type"]
         self.ratio_clip_min = cfg["ratio_clip_min"]
         self.ratio_clip_max = cfg["ratio_clip_max"]
         self.ratio_clip_c = clip_c
@@ -134,6 +145,10 @@ class ClippedPGLossFn:
         if self.force_on_policy_ratio:
             mismatch = {MISMATCH_MEAN: Reduction.SUM, MISMATCH_MAX: Reduction.MAX, MISMATCH_SHARE: Reduction.SUM}
             self.metric_reductions = {**self.metric_reductions, **mismatch}
+        self.sequence_level_ratios = cfg["sequence_level_importance_ratios"]
+        self.ratio_has_token_gradient = cfg["sequence_level_ratio_gradient"] == "token"
+        self.use_cispo = cfg["use_cispo"]
+        self.sequence_normalizer = cfg["sequence_normalizer"]
         self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact"
         self.log_ratio_bound = cfg["log_ratio_clamp_value"]
         self.kl_input_bound = cfg["kl_input_clamp_value"]
@@ -162,7 +177,8 @@ class ClippedPGLossFn:
         def mean(values: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
-            return masked_mean(masked_mean(values, token_mask, dim=-1), sample_mask, global_normalization_factor=global_valid_seqs)
+            by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=self.sequence_normalizer)
+            return masked_mean(by_row, sample_mask, global_normalization_factor=global_valid_seqs)
 
         def token_mean(values: Tensor) -> Tensor:
             return masked_mean(values.detach(), mask, global_normalization_factor=global_valid_toks)
@@ -171,9 +187,9 @@ class ClippedPGLossFn:
         previous = current.detach() if self.force_on_policy_ratio else visible(data["prev_logprobs"][:, 1:])
         generation = visible(data["generation_logprobs"][:, 1:])
 
-        ratio, clamped = self._ratios(current, previous)
-        weight, finite = _importance_weight((previous - generation).detach())
-        policy_values = self._clipped(visible(data["advantages"][:, 1:]), ratio, clamped)
+        ratio, clamped = self._ratios(current, previous, mask)
+        weight, finite = _importance_weight(self._of_level((previous - generation).detach(), mask))
+        policy_values = self._objective(visible(data["advantages"][:, 1:]), ratio, clamped, current)
         loss = mean(weight * policy_values if self.use_importance_sampling_correction else policy_values)
         penalty = mean(self._kl(data, current, generation, visible)) if self.kl_penalty else loss.new_zeros(())
         loss = loss + self.kl_penalty * penalty
@@ -189,7 +205,7 @@ class ClippedPGLossFn:
             "kl_penalty": penalty.detach(),
             "token_mult_prob_error": token_mean(torch.exp((generation - previous).abs())),
             "sampling_importance_ratio": token_mean(weight),
-            "nonfinite_importance_weights": (~finite).sum().to(loss.dtype),
+            "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
             "num_valid_samples": sample_mask.sum(),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
         }
@@ -203,15 +219,26 @@ class ClippedPGLossFn:
             }
         return loss, metrics
 
-    def _ratios(self, current: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_level(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
+        """Log ratios [B, S-1] of tokens, or with ratios of sequences each sequence's mean in the place of those of its tokens."""
+        if not self.sequence_level_ratios:
+            return log_ratios
+        return _row_sums(log_ratios, mask, average=True)[:, None].expand_as(log_ratios)
+
+    def _ratios(self, current: Tensor, previous: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The probability ratio and its clipped form, both [B, S-1]."""
         if self.disable_ppo_ratio:
             return current, current
-        ratio = torch.exp(_clamped(current - previous, self.log_ratio_bound))
+        log_ratio = self._of_level(current - previous, mask)
+        if self.ratio_has_token_gradient:
+            log_ratio = log_ratio.detach() + (current - current.detach())
+        ratio = torch.exp(_clamped(log_ratio, self.log_ratio_bound))
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
 
-    def _clipped(self, advantages: Tensor, ratio: Tensor, clamped: Tensor) -> Tensor:
-        """The clipped objective of every token, [B, S-1], to be minimised."""
+    def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
+        """The objective of every token, [B, S-1], to be minimised."""
+        if self.use_cispo:
+            return -advantages * clamped.detach() * current
         values = torch.maximum(-advantages * ratio, -advantages * clamped)
         if self.ratio_clip_c is None:
             return values
@@ -221,11 +248,12 @@ class ClippedPGLossFn:
         """The KL estimate of every token, [B, S-1], without its coefficient."""
         _check_batch("ClippedPGLossFn with reference_policy_kl_penalty > 0", data, current, ["reference_policy_logprobs"])
         reference = visible(data["reference_policy_logprobs"][:, 1:])
-        unclamped = calculate_kl_penalty_joschu2020(current.detach(), reference, self.kl_input_bound)
-        estimate = calculate_kl_penalty_joschu2020(current, reference, self.kl_input_bound, self.kl_output_bound)
+        unclamped = calculate_kl(current.detach(), reference, self.kl_type, self.kl_input_bound)
+        estimate = calculate_kl(current, reference, self.kl_type, self.kl_input_bound, self.kl_output_bound)
         # Where a clamp changed something the penalty has no gradient at all, neither its own nor that of its weight.
         changed = _beyond(reference - current.detach(), self.kl_input_bound) | _beyond(unclamped, self.kl_output_bound)
-        score = torch.where(changed, current.detach(), current) if self.exact_kl_gradient else current.detach()
+        has_score = self.exact_kl_gradient and self.kl_type != "k2"
+        score = torch.where(changed, current.detach(), current) if has_score else current.detach()
         weight, _ = _importance_weight(score - (generation if self.use_on_policy_kl_approximation else current.detach()))
         return weight * estimate
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -37,27 +39,45 @@ def masked_mean(
     return total / (factor + _EPSILON)
 
 
+def calculate_kl(
+    logprobs: Tensor,
+    logprobs_reference: Tensor,
+    kl_type: Literal["k1", "k2", "k3"] = "k3",
+    input_clamp_value: float | None = None,
+    output_clamp_value: float | None = None,
+) -> Tensor:
+    """Estimate of KL(policy || reference) for each token sampled from the policy.
+
+    With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d, unbiased; ``k2`` d^2 / 2, biased, but
+    its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased and never negative. The gradients of the values of k1 and k3 are not
+    those of the divergence (see ``ClippedPGLossFn``). Same shape and dtype as the inputs.
+
+    Args:
+        logprobs, logprobs_reference: same shape, float; of the policy and of the reference.
+        kl_type: which estimator.
+        input_clamp_value: d is clamped to plus and minus this; None for no clamp.
+        output_clamp_value: the estimate is clamped alike; None for no clamp. No gradient passes what either clamp changed.
+    """
+    difference = logprobs_reference - logprobs
+    if input_clamp_value is not None:
+        difference = difference.clamp(-input_clamp_value, input_clamp_value)
+    if kl_type == "k1":
+        estimate = -difference
+    elif kl_type == "k2":
+        estimate = difference.square() / 2
+    else:
+        estimate = torch.exp(difference) - difference - 1
+    return estimate if output_clamp_value is None else estimate.clamp(-output_clamp_value, output_clamp_value)
+
+
 def calculate_kl_penalty_joschu2020(
     logprobs_policy: Tensor,
     logprobs_reference: Tensor,
     input_clamp_value: float | None = None,
     output_clamp_value: float | None = None,
 ) -> Tensor:
-    """Estimate of KL(policy || reference) for each token sampled from the policy, unbiased and never negative.
-
-    ``exp(d) - d - 1`` with ``d = reference - policy``: the estimator "k3" of J. Schulman, "Approximating KL Divergence", 2020. Its value
-    is unbiased; the gradient of its value is not that of the divergence (see ``ClippedPGLossFn``). Same shape and dtype as the inputs.
-
-    Args:
-        logprobs_policy, logprobs_reference: same shape, float.
-        input_clamp_value: d is clamped to plus and minus this; None for no clamp.
-        output_clamp_value: the estimate is clamped to this; None for no clamp. No gradient passes what either clamp changed.
-    """
-    difference = logprobs_reference - logprobs_policy
-    if input_clamp_value is not None:
-        difference = difference.clamp(-input_clamp_value, input_clamp_value)
-    estimate = torch.exp(difference) - difference - 1
-    return estimate if output_clamp_value is None else estimate.clamp(max=output_clamp_value)
+    """``calculate_kl`` with the estimator k3, under the name that the NeMo-RL policy API has for it."""
+    return calculate_kl(logprobs_policy, logprobs_reference, "k3", input_clamp_value, output_clamp_value)
 
 
 def set_seed(seed: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
 from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
+from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.sections import (
     CheckpointingConfig,
-    ClippedPGLossConfig,
     ClusterConfig,
     Config,
     DataConfig,

@@ -7,66 +7,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.config.environments import EnvConfig
-from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Key, Range
+from megarl.config.losses import ClippedPGLossConfig
+from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range
 from megarl.models.policy import PolicyConfig
-
-
-class ClippedPGLossConfig(TypedDict):
-    """Clipped policy-gradient loss."""
-
-    reference_policy_kl_penalty: Annotated[
-        float, Key("weight of the divergence from the reference policy; 0 needs no reference policy.", AT_LEAST_0)
-    ]
-    ratio_clip_min: Annotated[float, Key("the probability ratio is clipped below 1 minus this.", SHARE)]
-    ratio_clip_max: Annotated[float, Key("the probability ratio is clipped above 1 plus this.", AT_LEAST_0)]
-    ratio_clip_c: Annotated[
-        float | None,
-        Key(
-            "bound of the second clip, for negative advantages; null turns it off.",
-            Range(low=1, low_open=True),
-            advice="write null to turn the second clip off, or for example 3.0",
-        ),
-    ]
-    use_on_policy_kl_approximation: Annotated[bool, Key("weigh the divergence by the ratio of current to generation policy.")]
-    use_importance_sampling_correction: Annotated[bool, Key("weigh each token by the ratio of training to generation policy.")]
-    token_level_loss: Annotated[bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")]
-    disable_ppo_ratio: NotRequired[Annotated[bool, Key("plain policy gradient, no ratio to previous log-probabilities.", default=False)]]
-    force_on_policy_ratio: NotRequired[
-        Annotated[
-            bool,
-            Key(
-                "the previous log-probabilities are the current ones, so that the ratio is exactly 1 and no pass computes them, unless "
-                "``grpo.max_token_mult_prob_error`` needs it; for batches that are trained on once.",
-                default=False,
-            ),
-        ]
-    ]
-    reference_policy_kl_gradient: NotRequired[
-        Annotated[
-            Literal["exact", "pathwise"],
-            Key("`exact` for the gradient of the divergence; `pathwise` leaves out its score-function part.", default="exact"),
-        ]
-    ]
-    log_ratio_clamp_value: NotRequired[
-        Annotated[
-            float | None,
-            Key("the logarithm of the probability ratio is clamped to plus and minus this; null for no clamp.", ABOVE_0, default=20.0),
-        ]
-    ]
-    kl_input_clamp_value: NotRequired[
-        Annotated[float | None, Key("the difference of log-probabilities in the divergence is clamped alike.", ABOVE_0, default=20.0)]
-    ]
-    kl_output_clamp_value: NotRequired[Annotated[float | None, Key("the divergence of a token is clamped to this.", ABOVE_0, default=10.0)]]
-
-
-class DPOLossConfig(TypedDict):
-    """Direct preference optimisation."""
-
-    reference_policy_kl_penalty: Annotated[float, Key("the beta of the method.")]
-    preference_loss_weight: Annotated[float, Key("weight of the preference loss.")]
-    sft_loss_weight: Annotated[float, Key("weight of the likelihood of the chosen answers.")]
-    preference_average_log_probs: Annotated[bool, Key("mean instead of sum over the tokens in the preference loss.")]
-    sft_average_log_probs: Annotated[bool, Key("mean instead of sum over the tokens in the likelihood.")]
 
 
 class DataSource(TypedDict):

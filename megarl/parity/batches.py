@@ -60,10 +60,14 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
     previous = near(logprobs, 0.3)
     advantages = 0.5 + torch.randn(logprobs.shape[0], 1, generator=generator)
+    if {"gspo", "gspo-token"} & case.loss_options:
+        # where all tokens of a sequence have one advantage, the two have one gradient
+        of_tokens = torch.Generator().manual_seed(case.seed + 3)
+        advantages = advantages + 0.5 * torch.randn(logprobs.shape, generator=of_tokens)
     return {
         **batch,
         "advantages": advantages.expand_as(logprobs) * inside,
-        **({} if "onpolicy" in case.loss_options else {"prev_logprobs": previous}),
+        **({} if "forced" in case.loss_options else {"prev_logprobs": previous}),
         "generation_logprobs": near(previous, 0.2),
         "reference_policy_logprobs": near(logprobs, 0.3),
     }

@@ -37,7 +37,17 @@ MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
 """With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
 apart is measured (``megarl.parity.noise``)."""
-LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio", "onpolicy"), "dpo": ("sft", "mean")}
+LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
+"""Options of a loss, each drawn by itself."""
+LOSS_VARIANTS = {"nll": (), "pg": ("gspo", "gspo-token", "cispo", "constant", "forced", "k1", "k2"), "dpo": ()}
+"""Further ones, drawn as far as the settings of the loss go together.
+
+``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or of the token; ``constant`` divides the sum over
+each sequence by a constant (Dr.GRPO); ``forced`` takes the current log-probabilities for the previous ones, which it does not get; ``k1``
+and ``k2`` estimate the divergence.
+"""
+LOSS_CHOICES = (("gspo", "gspo-token"), ("k1", "k2"))
+"""Of each of these a loss has one at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +98,7 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``; ``onpolicy`` takes a ratio of exactly 1
-            and gets no log-probabilities from before the step.
+        loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.

@@ -12,6 +12,15 @@ from rich.table import Table
 from megarl.parity.case import BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {"nll": "loss: NLL", "pg": "loss: clipped policy gradient", "dpo": "loss: DPO"}
+_VARIANT_NAMES = {
+    "gspo": "ratios of sequences (GSPO)",
+    "gspo-token": "ratios of sequences, gradients of tokens (GSPO-token)",
+    "cispo": "clipped ratios as weights (CISPO)",
+    "constant": "constant normaliser (Dr.GRPO)",
+    "forced": "previous log-probabilities that are the current ones",
+    "k1": "divergence: k1",
+    "k2": "divergence: k2",
+}
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
 FEATURES = (
     *(f"family: {family}" for family in (*DENSE, *SPARSE)),
@@ -34,7 +43,7 @@ FEATURES = (
     "routers in float32 or float64",
     *(f"batching: {name}" for name in ("fixed", "dynamic", "packed")),
     *_LOSS_NAMES.values(),
-    "on-policy ratio",
+    *_VARIANT_NAMES.values(),
     *(f"precision: {name}" for name in ("float32", "bfloat16", "float16")),
     "temperature",
     "top-k",
@@ -72,6 +81,7 @@ def features(case: Case) -> list[str]:
         f"precision: {case.precision}",
         f"paths: {case.paths}",
         _LOSS_NAMES[case.loss_kind],
+        *(_VARIANT_NAMES[option] for option in case.loss_options if option in _VARIANT_NAMES),
         f"optimizer: {'Adam' if case.optimizer == 'adam' else 'SGD'}",
     }
     switches = {
@@ -99,7 +109,6 @@ def features(case: Case) -> list[str]:
         "router z-loss": case.zloss,
         "frozen routers": case.freeze,
         "routers in float32 or float64": case.router != "model",
-        "on-policy ratio": "onpolicy" in case.loss_options,
         "temperature": case.temperature != 1.0,
         "top-k": case.keep > 0,
         "top-p": case.nucleus < 1,

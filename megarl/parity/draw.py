@@ -101,7 +101,7 @@ class Drawer:
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
         fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
         fields |= _layout(generator, backend, self._max_world) | self.fixed
-        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _ratio):
+        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _variant):
             fields |= drawn(generator, fields) | self.fixed
         return Case(**fields)
 
@@ -206,9 +206,7 @@ def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
 
 def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = generator.choice(("pg", "pg", "nll", "dpo"))
-    options = [
-        option for option in LOSS_OPTIONS[kind] if option != "onpolicy" and generator.random() < (0.15 if option == "noratio" else 0.4)
-    ]
+    options = [option for option in LOSS_OPTIONS[kind] if generator.random() < (0.15 if option == "noratio" else 0.4)]
     half = generator.random() < HALF_SHARE
     return {
         "loss": "+".join([kind, *options]),
@@ -277,13 +275,27 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn behind the other fields, as ``_ratio`` is, so that those are what a seed gave before there was a choice."""
+    """Drawn behind the other fields, as ``_variant`` is, so that those are what a seed gave before there was a choice."""
     paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))
     chunked = paths == "fast" and generator.random() < 0.4
     return {"paths": paths, "chunk": generator.randint(1, 2 * fields["length"]) if chunked else 0}
 
 
-def _ratio(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One policy gradient of four takes a ratio of exactly 1."""
-    forced = generator.random() < 0.25
-    return {"loss": f"{fields['loss']}+onpolicy"} if forced and fields["loss"].startswith("pg") else {}
+def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Drawn after all else, for the same reason: the further options of a clipped policy gradient."""
+    kind, *options = fields["loss"].split("+")
+    if kind != "pg":
+        return {}
+    if "noratio" not in options:
+        level = generator.choice(("", "", "gspo", "gspo-token"))
+        with_cispo = level != "gspo-token" and generator.random() < 0.3
+        options += [level] * bool(level) + ["cispo"] * with_cispo
+        if with_cispo and "dual" in options:
+            options.remove("dual")
+    if "seq" in options and generator.random() < 0.5:
+        options.append("constant")
+    if "kl" in options and (estimator := generator.choice(("", "k1", "k2"))):
+        options.append(estimator)
+    if generator.random() < 0.15:
+        options.append("forced")
+    return {"loss": "+".join([kind, *options])}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parity.case import CHOICES, LOSS_OPTIONS, Case, idle_fields
+from megarl.parity.case import CHOICES, LOSS_CHOICES, LOSS_OPTIONS, LOSS_VARIANTS, Case, idle_fields
 
 _POSITIVE = ("temperature", "nucleus", "lr")
 _LEAST = {
@@ -92,12 +92,15 @@ def _value(word: str, key: str, text: str, kind: type) -> Any:
 def _check_name(word: str, key: str, text: str) -> None:
     if key == "loss":
         kind, *options = text.split("+")
-        known = LOSS_OPTIONS.get(kind)
-        if known is None:
+        if kind not in LOSS_OPTIONS:
             raise CaseError(f"case word {word!r}: expected one of the losses {', '.join(LOSS_OPTIONS)}")
+        known = (*LOSS_OPTIONS[kind], *LOSS_VARIANTS[kind])
         wrong = [option for option in options if option not in known]
         if wrong:
             raise CaseError(f"case word {word!r}: the loss {kind} has no option {wrong[0]!r}; it has {', '.join(known) or 'none'}")
+        both = next((each for each in LOSS_CHOICES if len(set(each) & set(options)) > 1), None)
+        if both is not None:
+            raise CaseError(f"case word {word!r}: of {', '.join(both)} a loss has one at most")
     elif key in CHOICES and text not in CHOICES[key]:
         near = difflib.get_close_matches(text, CHOICES[key], n=1)
         raise CaseError(f"case word {word!r}: expected one of {', '.join(CHOICES[key])}" + (f"; nearest is {near[0]}" if near else ""))

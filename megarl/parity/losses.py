@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from megarl.config.losses import ClippedPGLossConfig
 from megarl.parity.case import Case
 
 # float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and the step be skipped. In one of
@@ -56,19 +57,29 @@ def _loss(case: Case) -> Any:
                 "sft_average_log_probs": "mean" in options,
             }
         )
-    return ClippedPGLossFn(
-        {
-            "reference_policy_kl_penalty": 0.1 if "kl" in options else 0.0,
-            "ratio_clip_min": 0.2,
-            "ratio_clip_max": 0.28,
-            "ratio_clip_c": 1.5 if "dual" in options else None,
-            "use_on_policy_kl_approximation": "approx" in options,
-            "use_importance_sampling_correction": "is" in options,
-            "token_level_loss": "seq" not in options,
-            "disable_ppo_ratio": "noratio" in options,
-            "force_on_policy_ratio": "onpolicy" in options,
-        }
-    )
+    return ClippedPGLossFn(policy_gradient_settings(case))
+
+
+def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
+    """The settings of a clipped policy gradient that a case names."""
+    options = case.loss_options
+    config: ClippedPGLossConfig = {
+        "reference_policy_kl_penalty": 0.1 if "kl" in options else 0.0,
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.28,
+        "ratio_clip_c": 1.5 if "dual" in options else None,
+        "use_on_policy_kl_approximation": "approx" in options,
+        "use_importance_sampling_correction": "is" in options,
+        "token_level_loss": "seq" not in options,
+        "disable_ppo_ratio": "noratio" in options,
+        "force_on_policy_ratio": "forced" in options,
+        "sequence_level_importance_ratios": bool({"gspo", "gspo-token"} & options),
+        "sequence_level_ratio_gradient": "token" if "gspo-token" in options else "sequence",
+        "use_cispo": "cispo" in options,
+        "sequence_normalizer": 6.0 if "constant" in options else None,
+        "reference_policy_kl_type": "k1" if "k1" in options else "k2" if "k2" in options else "k3",
+    }
+    return config
 
 
 def rows_together(loss_fn: Any) -> int:

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import validate_policy_config
+from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
 from megarl.config.sections import Config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, ConfigError, PackingError, Violation
+from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import calls_of, logprob_shards, token_batch
 from megarl.parity.case import HEAD_NORMS, SPARSE, Case, idle_fields
-from megarl.parity.losses import make_loss, rows_together
+from megarl.parity.losses import make_loss, policy_gradient_settings, rows_together
 from megarl.parity.models import ModelShelf
 from megarl.parity.settings import policy_config
 
@@ -61,6 +63,11 @@ def _own_violations(case: Case) -> list[Violation]:
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
+    if case.loss_kind == "pg":
+        settings = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)}
+        found += faults_of_loss(settings)
+        if {"k1", "k2"} & case.loss_options and "kl" not in case.loss_options:
+            found.append(Violation("case.loss", case.loss, "without kl there is no divergence to estimate", "add kl"))
     if case.filters and case.precision != "float32":
         bound = f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and that is no small error"
         found.append(Violation("case.precision", case.precision, bound, "write float32"))

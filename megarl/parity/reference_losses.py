@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.observe.metrics import Reduction
+from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE, Reduction
 from megarl.parity.case import Case
 from megarl.parity.losses import loss_weight
 
 Rows = Iterator[tuple[int, Tensor]]
 _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
-_LOG_RATIO_CLAMP, _K3_CLAMP = 20.0, 10.0  # log_ratio_clamp_value, kl_output_clamp_value: k3 is past its own before its argument is past 20
+_CONSTANT = 6.0
+# log_ratio_clamp_value, kl_output_clamp_value: an estimate of the divergence is past its own before its argument is past 20
+_LOG_RATIO_CLAMP, _KL_CLAMP = 20.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class ReferenceLoss:
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
         """Reductions of the extremes; all else is a sum."""
-        ratios = {
+        extremes = {
             f"{name}_{extreme}": Reduction[extreme.upper()] for name in ("probs_ratio", "probs_ratio_clamped") for extreme in ("min", "max")
         }
-        return {**ratios, "mismatch_max": Reduction.MAX}
+        return {**extremes, MISMATCH_MAX: Reduction.MAX}
 
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, next_token_logprobs: Tensor
@@ -116,7 +118,8 @@ def _policy_gradient(
     data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, options: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for negative advantages
-    (1912.09729, equation 4); k3 with the score function's part of its gradient (2506.09477)."""
+    (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO (2506.13585, equation 4); Dr.GRPO's constant
+    (2503.20783); a divergence with the score function's part of its gradient (2506.09477)."""
     total = penalty = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
@@ -127,27 +130,26 @@ def _policy_gradient(
             continue
         current = logprobs[row, places]
         advantage, generation = (data[key][row, 1:][places].double() for key in ("advantages", "generation_logprobs"))
-        previous = current.detach() if "onpolicy" in options else data["prev_logprobs"][row, 1:][places].double()
-        ratio = current if "noratio" in options else torch.exp(torch.clip(current - previous, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
+        previous = current.detach() if "forced" in options else data["prev_logprobs"][row, 1:][places].double()
+        ratio = _ratio(current, previous, options)
         clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - _LOW, 1 + _HIGH)
-        objective = torch.minimum(ratio * advantage, clipped * advantage)
-        if "dual" in options:
-            objective = torch.where(advantage < 0, torch.maximum(objective, _CEILING * advantage), objective)
+        objective = _objective(advantage, ratio, clipped, current, options)
+        correction = torch.exp(_of_level(previous - generation, options))
         if "is" in options:
-            objective = objective * torch.exp(previous - generation)
-        share = 1 / (len(places) * max(sequences, 1e-8)) if "seq" in options else 1 / max(tokens, 1e-8)
+            objective = objective * correction
+        share = _share(len(places), sequences, tokens, options)
         total = total - share * objective.sum()
         if "kl" in options:
             reference = data["reference_policy_logprobs"][row, 1:][places].double()
             penalty = penalty + share * _divergence(current, reference, generation, options)
         told = current.detach()
-        apart.append((generation - told).abs())
         ratios.append(ratio.detach())
         bounded.append(clipped.detach())
+        apart.append((generation - previous).abs())
         sums["probs_ratio"] += float(ratio.detach().sum()) / tokens
         sums["probs_ratio_clamped"] += float(clipped.detach().sum()) / tokens
         sums["token_mult_prob_error"] += float(torch.exp((generation - previous).abs()).sum()) / tokens
-        sums["sampling_importance_ratio"] += float(torch.exp(previous - generation).sum()) / tokens
+        sums["sampling_importance_ratio"] += float(correction.sum()) / tokens
         sums["approx_entropy"] -= float((torch.exp(told - generation) * told).sum()) / tokens
     metrics = {
         **sums,
@@ -156,31 +158,73 @@ def _policy_gradient(
         "kl_penalty": float(penalty.detach()),
         "nonfinite_importance_weights": 0.0,
         "num_valid_samples": float(data["sample_mask"].sum()),
-        **(_mismatch(apart, tokens) if "onpolicy" in options else {}),
+        **(_mismatch(apart, tokens) if "forced" in options else {}),
     }
     return total + _KL * penalty, metrics
 
 
+def _ratio(current: Tensor, previous: Tensor, options: Any) -> Tensor:
+    """What a loss has in the place of the ratio, for each token of a sequence."""
+    if "noratio" in options:
+        return current
+    if "gspo-token" in options:
+        # its value is that of the sequence, its logarithm changes with the token's own log-probability
+        with torch.no_grad():
+            exponent = torch.clip((current - previous).mean(), -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP)
+        return torch.exp(exponent) * (1 + current - current.detach())
+    exponent = _of_level(current - previous, options)
+    return torch.exp(torch.clip(exponent, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
+
+
+def _of_level(logarithms: Tensor, options: Any) -> Tensor:
+    """Logarithms of ratios of a sequence's tokens, or for each of them that of the geometric mean."""
+    if not {"gspo", "gspo-token"} & options:
+        return logarithms
+    return (logarithms.sum() / len(logarithms)).repeat(len(logarithms))
+
+
+def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, options: Any) -> Tensor:
+    """What is to be maximised, for each token of a sequence."""
+    if "cispo" in options:
+        return clipped.detach() * advantage * current
+    objective = torch.minimum(ratio * advantage, clipped * advantage)
+    return torch.where(advantage < 0, torch.maximum(objective, _CEILING * advantage), objective) if "dual" in options else objective
+
+
+def _share(length: int, sequences: float, tokens: float, options: Any) -> float:
+    """How much a token of a sequence of that length counts."""
+    if "seq" not in options:
+        return 1 / max(tokens, 1e-8)
+    return 1 / ((_CONSTANT if "constant" in options else length) * max(sequences, 1e-8))
+
+
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, options: Any) -> Tensor:
-    """Sum of k3 over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out by hand:
-    the derivative of weight times k3 is weight * (k3 + 1 - exp(reference - current)), and 0 where k3 is clamped."""
+    """Sum of the divergence over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out
+    by hand: the derivative of weight times estimate is weight times the sum of the estimate (not for k2, of which the own gradient is
+    right) and of its derivative, and 0 where the estimate is clamped."""
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
-        estimate = torch.exp(reference - current) - (reference - current) - 1
-        slope = torch.where(estimate > _K3_CLAMP, 0.0, weight * (estimate + 1 - torch.exp(reference - current)))
-        value = (weight * torch.clip(estimate, max=_K3_CLAMP)).sum()
+        above = current - reference
+        if "k1" in options:
+            estimate, derivative = above, above + 1
+        elif "k2" in options:
+            estimate, derivative = above**2 / 2, above
+        else:
+            estimate = torch.exp(-above) + above - 1
+            derivative = estimate + 1 - torch.exp(-above)
+        slope = torch.where(estimate.abs() > _KL_CLAMP, 0.0, weight * derivative)
+        value = (weight * torch.clip(estimate, -_KL_CLAMP, _KL_CLAMP)).sum()
     moving = (slope * current).sum()
     return value + moving - moving.detach()
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
-    """How far the log-probabilities of generation are from those of the step: mean, largest, and the share of tokens beyond 0.05."""
+    """How far the log-probabilities of generation are from the current ones."""
     joined = torch.cat(apart) if apart else torch.zeros(0)
-    count = max(tokens, 1e-8)
     return {
-        "mismatch_mean": float(joined.sum()) / count,
-        "mismatch_max": float(joined.max()) if joined.numel() else 0.0,
-        "mismatch_share_above_0.05": float((joined > 0.05).sum()) / count,
+        MISMATCH_MEAN: float(joined.sum()) / max(tokens, 1e-8),
+        MISMATCH_MAX: float(joined.max()) if len(joined) else 0.0,
+        MISMATCH_SHARE: float((joined > FAR).sum()) / max(tokens, 1e-8),
     }
 
 

@@ -183,6 +183,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"loss_fn.force_on_policy_ratio"},
     ),
+    ("loss_goes_together", {"loss_fn.sequence_level_ratio_gradient": "token"}, {}, {"loss_fn.sequence_level_ratio_gradient"}),
     ("global_batch_divides", {"policy.train_global_batch_size": 20}, {}, {"policy.train_global_batch_size"}),
     ("global_batch_divides", {"policy.train_micro_batch_size": 4}, {}, {"policy.train_micro_batch_size"}),
     (

@@ -15,7 +15,8 @@ from tests.unit.test_losses import policy_gradient_batch
 KINDS = [
     *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean"),
     *("pg", "pg+kl", "pg+kl+approx", "pg+is", "pg+seq", "pg+dual", "pg+noratio", "pg+kl+approx+is+seq+dual"),
-    *("pg+onpolicy", "pg+onpolicy+noratio", "pg+onpolicy+kl+approx+is+seq+dual"),
+    *("pg+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+gspo+cispo", "pg+seq+constant", "pg+forced"),
+    *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq+constant"),
 ]
 
 

@@ -21,6 +21,8 @@ from megarl.config.environments import (
     faults_of_rewards,
     named_environments,
 )
+from megarl.config.losses import SECTION as LOSS
+from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import Rule, View
@@ -106,6 +108,12 @@ def single_turn(view: View) -> Iterator[Violation]:
     key = "grpo.max_rollout_turns"
     if view[key] != 1:
         yield Violation(key, view[key], "the collector takes one turn, so it must be 1", "write 1")
+
+
+def loss_goes_together(view: View) -> Iterator[Violation]:
+    """What the clipped policy gradient is told goes together."""
+    view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig and not view.has_faults(LOSS))
+    yield from faults_of_loss(view[LOSS])
 
 
 def reward_is_known(view: View) -> Iterator[Violation]:
@@ -208,6 +216,7 @@ RUN_RULES: tuple[Rule, ...] = (
     prompt_template_has_place,
     validation_has_data,
     single_turn,
+    loss_goes_together,
     reward_is_known,
     environment_is_known,
     environments_in_range,

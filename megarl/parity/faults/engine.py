@@ -160,7 +160,7 @@ def _packs_many(case: Case) -> bool:
 
 
 def _has_ratios(case: Case) -> bool:
-    return case.loss_kind == "pg" and not {"noratio", "onpolicy"} & case.loss_options
+    return case.loss_kind == "pg" and not {"noratio", "forced"} & case.loss_options
 
 
 def _stays_in(original: Any) -> Any:

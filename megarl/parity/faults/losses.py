@@ -39,15 +39,48 @@ def _is_clipped(case: Case, *options: str) -> bool:
 
 
 def _has_ratios(case: Case, *options: str) -> bool:
-    return _is_clipped(case, *options) and not {"noratio", "onpolicy"} & case.loss_options
+    return _is_clipped(case, *options) and not {"noratio", "forced"} & case.loss_options
 
 
 def _not_clipped(original: Any) -> Any:
-    def ratios(self: Any, current: torch.Tensor, previous: torch.Tensor) -> Any:
-        ratio, _ = original(self, current, previous)
+    def ratios(self: Any, current: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> Any:
+        ratio, _ = original(self, current, previous, mask)
         return ratio, ratio
 
     return ratios
+
+
+def _of_sequences(case: Case) -> bool:
+    """Whether ratios are those of sequences, of which several have more than one token."""
+    return bool({"gspo", "gspo-token"} & case.loss_options) and many_tokens(case)
+
+
+def _weight_with_gradient(original: Any) -> Any:
+    def objective(self: Any, advantages: torch.Tensor, ratio: torch.Tensor, clamped: torch.Tensor, current: torch.Tensor) -> Any:
+        if not self.use_cispo:
+            return original(self, advantages, ratio, clamped, current)
+        return -advantages * clamped * current
+
+    return objective
+
+
+def _ratio_without_gradient(original: Any) -> Any:
+    def ratios(self: Any, current: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> Any:
+        ratio, clamped = original(self, current, previous, mask)
+        return ratio.detach(), clamped.detach()
+
+    return ratios
+
+
+def _normalised_by_micro_batch(original: Any) -> Any:
+    def call(
+        self: Any, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, next_token_logprobs: torch.Tensor
+    ) -> Any:
+        rows = data["sample_mask"].sum().to(global_valid_seqs)
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum().to(global_valid_toks)
+        return original(self, data, rows, tokens, next_token_logprobs)
+
+    return call
 
 
 FAULTS: dict[str, Mutation] = {
@@ -62,14 +95,6 @@ FAULTS: dict[str, Mutation] = {
         lambda case: _has_ratios(case) and case.global_batch >= 4,
         replacing(f"{LOSSES}:ClippedPGLossFn", "_ratios", _not_clipped),
         "loss=pg masked=none",
-    ),
-    "ratio-without-gradient": Mutation(
-        "a ratio of exactly 1 is a constant",
-        lambda case: _is_clipped(case, "onpolicy") and "noratio" not in case.loss_options,
-        replacing(
-            f"{LOSSES}:ClippedPGLossFn", "_ratios", lambda original: lambda self, current, previous: original(self, current, current)
-        ),
-        "loss=pg+onpolicy masked=none",
     ),
     "importance-weights-left-out": Mutation(
         "tokens are not weighted by how likely they were where they were drawn",
@@ -94,10 +119,64 @@ FAULTS: dict[str, Mutation] = {
         lambda case: _is_clipped(case, "kl"),
         replacing(
             LOSSES,
-            "calculate_kl_penalty_joschu2020",
-            lambda original: lambda policy, reference, *bounds: original(reference, policy, *bounds),
+            "calculate_kl",
+            lambda original: lambda policy, reference, *settings: original(reference, policy, *settings),
         ),
         "loss=pg+kl masked=none",
+    ),
+    "ratio-of-tokens-for-sequences": Mutation(
+        "each token has its own ratio where that of its sequence should be",
+        _of_sequences,
+        _built_with(sequence_level_importance_ratios=False, sequence_level_ratio_gradient="sequence"),
+        "loss=pg+gspo masked=none",
+    ),
+    "ratio-of-sequences-not-averaged": Mutation(
+        "the ratio of a sequence is that of its whole probability, not the geometric mean of its tokens",
+        _of_sequences,
+        replacing(LOSSES, "_row_sums", lambda original: lambda values, mask, average: original(values, mask, average=False)),
+        "loss=pg+gspo masked=none",
+    ),
+    "gradient-of-tokens-for-sequences": Mutation(
+        "the ratio of a sequence has the gradients of its tokens",
+        lambda case: "gspo" in case.loss_options and "cispo" not in case.loss_options and many_tokens(case),
+        _built_with(sequence_level_ratio_gradient="token"),
+        "loss=pg+gspo masked=none",
+    ),
+    "gradient-of-sequences-for-tokens": Mutation(
+        "the ratio of a token has the gradient of its sequence",
+        lambda case: "gspo-token" in case.loss_options and many_tokens(case),
+        _built_with(sequence_level_ratio_gradient="sequence"),
+        "loss=pg+gspo-token masked=none",
+    ),
+    "cispo-weight-with-gradient": Mutation(
+        "the clipped ratio that weighs the log-probability has a gradient of its own",
+        lambda case: _has_ratios(case, "cispo"),
+        replacing(f"{LOSSES}:ClippedPGLossFn", "_objective", _weight_with_gradient),
+        "loss=pg+cispo masked=none",
+    ),
+    "ratio-without-gradient": Mutation(
+        "the ratio is a constant",
+        lambda case: _is_clipped(case) and not {"noratio", "cispo"} & case.loss_options,
+        replacing(f"{LOSSES}:ClippedPGLossFn", "_ratios", _ratio_without_gradient),
+        "loss=pg masked=none",
+    ),
+    "constant-normaliser-left-out": Mutation(
+        "the sum over a sequence is divided by the number of its tokens, not by the constant",
+        lambda case: _is_clipped(case, "seq", "constant"),
+        _built_with(sequence_normalizer=None),
+        "loss=pg+seq+constant masked=none",
+    ),
+    "loss-normalised-a-micro-batch": Mutation(
+        "a micro-batch is divided by its own tokens or sequences, not by those of the global batch",
+        lambda case: _is_clipped(case) and case.batching == "fixed" and case.micro >= 2,
+        replacing(f"{LOSSES}:ClippedPGLossFn", "__call__", _normalised_by_micro_batch),
+        "loss=pg batching=fixed micro=2 masked=none",
+    ),
+    "divergence-of-another-kind": Mutation(
+        "the divergence is estimated by k3, whatever was asked for",
+        lambda case: _is_clipped(case, "kl") and bool({"k1", "k2"} & case.loss_options),
+        _built_with(reference_policy_kl_type="k3"),
+        "loss=pg+kl+k1 masked=none",
     ),
     "advantages-negated": Mutation(
         "bad answers are reinforced",

@@ -1,0 +1,166 @@
+"""The sections of losses, and which of their settings go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.errors import Violation
+from megarl.key import ABOVE_0, AT_LEAST_0, SHARE, Key, Range
+
+SECTION = "loss_fn"
+
+
+class ClippedPGLossConfig(TypedDict):
+    """Clipped policy-gradient loss."""
+
+    reference_policy_kl_penalty: Annotated[
+        float, Key("weight of the divergence from the reference policy; 0 needs no reference policy.", AT_LEAST_0)
+    ]
+    ratio_clip_min: Annotated[float, Key("the probability ratio is clipped below 1 minus this.", SHARE)]
+    ratio_clip_max: Annotated[float, Key("the probability ratio is clipped above 1 plus this.", AT_LEAST_0)]
+    ratio_clip_c: Annotated[
+        float | None,
+        Key(
+            "bound of the second clip, for negative advantages; null turns it off.",
+            Range(low=1, low_open=True),
+            advice="write null to turn the second clip off, or for example 3.0",
+        ),
+    ]
+    use_on_policy_kl_approximation: Annotated[bool, Key("weigh the divergence by the ratio of current to generation policy.")]
+    use_importance_sampling_correction: Annotated[
+        bool,
+        Key("weigh each token, or with ratios of sequences each sequence, by the ratio of training to generation policy."),
+    ]
+    token_level_loss: Annotated[bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")]
+    disable_ppo_ratio: NotRequired[Annotated[bool, Key("plain policy gradient, no ratio to previous log-probabilities.", default=False)]]
+    force_on_policy_ratio: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the previous log-probabilities are the current ones, so that the ratio is exactly 1 and no pass computes them, unless "
+                "``grpo.max_token_mult_prob_error`` needs it; for batches that are trained on once.",
+                default=False,
+            ),
+        ]
+    ]
+    sequence_level_importance_ratios: NotRequired[
+        Annotated[
+            bool,
+            Key("one ratio a sequence, the geometric mean of those of its tokens, which is clipped as a whole (GSPO).", default=False),
+        ]
+    ]
+    sequence_level_ratio_gradient: NotRequired[
+        Annotated[
+            Literal["sequence", "token"],
+            Key(
+                "`sequence` for the gradient of a sequence's ratio (GSPO); with `token` it has the value of the sequence and the gradient "
+                "of the token (GSPO-token). They differ where advantages do within a sequence.",
+                default="sequence",
+            ),
+        ]
+    ]
+    use_cispo: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the clipped ratio is a constant weight of the log-probability, so that clipped tokens keep a gradient (CISPO); "
+                "``ratio_clip_min: 1`` has no lower bound, as its paper has none.",
+                default=False,
+            ),
+        ]
+    ]
+    sequence_normalizer: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "constant that the sum over each sequence's tokens is divided by in place of their number, such as the longest response "
+                "(Dr.GRPO), before the mean over sequences; null for their number.",
+                ABOVE_0,
+                default=None,
+            ),
+        ]
+    ]
+    reference_policy_kl_type: NotRequired[
+        Annotated[
+            Literal["k1", "k2", "k3"],
+            Key(
+                "how the divergence of a token is estimated: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 with d = reference - current.",
+                default="k3",
+            ),
+        ]
+    ]
+    reference_policy_kl_gradient: NotRequired[
+        Annotated[
+            Literal["exact", "pathwise"],
+            Key("`exact` for the gradient of the divergence; `pathwise` leaves out its score-function part.", default="exact"),
+        ]
+    ]
+    log_ratio_clamp_value: NotRequired[
+        Annotated[
+            float | None,
+            Key("the logarithm of the probability ratio is clamped to plus and minus this; null for no clamp.", ABOVE_0, default=20.0),
+        ]
+    ]
+    kl_input_clamp_value: NotRequired[
+        Annotated[float | None, Key("the difference of log-probabilities in the divergence is clamped alike.", ABOVE_0, default=20.0)]
+    ]
+    kl_output_clamp_value: NotRequired[Annotated[float | None, Key("the divergence of a token is clamped to this.", ABOVE_0, default=10.0)]]
+
+
+class DPOLossConfig(TypedDict):
+    """Direct preference optimisation."""
+
+    reference_policy_kl_penalty: Annotated[float, Key("the beta of the method.")]
+    preference_loss_weight: Annotated[float, Key("weight of the preference loss.")]
+    sft_loss_weight: Annotated[float, Key("weight of the likelihood of the chosen answers.")]
+    preference_average_log_probs: Annotated[bool, Key("mean instead of sum over the tokens in the preference loss.")]
+    sft_average_log_probs: Annotated[bool, Key("mean instead of sum over the tokens in the likelihood.")]
+
+
+def faults_of_loss(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield what does not go together in a clipped policy gradient: settings that would do nothing, or whose combination has no meaning.
+
+    Args:
+        loss: a ``ClippedPGLossConfig`` with its defaults; keys that it lacks silence what needs them.
+    """
+    for found in (_faults_of_ratios, _faults_of_means, _faults_of_divergence):
+        yield from found(loss)
+
+
+def _faults_of_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    ratios = "sequence_level_importance_ratios"
+    if loss.get("disable_ppo_ratio"):
+        for key in (ratios, "use_cispo"):
+            if loss.get(key):
+                yield _fault(loss, key, "disable_ppo_ratio is true, and without a ratio it would do nothing", "switch one of the two off")
+    gradient = "sequence_level_ratio_gradient"
+    if loss.get(gradient) == "token" and not loss.get(ratios):
+        yield _fault(loss, gradient, f"it says whose gradient the ratio of a sequence has, and {ratios} is false", f"write {ratios}: true")
+    if not loss.get("use_cispo"):
+        return
+    if loss.get(gradient) == "token":
+        yield _fault(loss, gradient, "use_cispo is true, and its ratios are constants without a gradient", "remove it")
+    if loss.get("ratio_clip_c") is not None:
+        bound = "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max whatever the advantage"
+        yield _fault(loss, "ratio_clip_c", bound, "write null")
+
+
+def _faults_of_means(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    key = "sequence_normalizer"
+    if loss.get(key) is not None and loss.get("token_level_loss"):
+        bound = "token_level_loss is true: the mean over all tokens has one normaliser, and none of a sequence"
+        yield _fault(loss, key, bound, "write token_level_loss: false, or null here")
+
+
+def _faults_of_divergence(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    kind, gradient = "reference_policy_kl_type", "reference_policy_kl_gradient"
+    if loss.get(kind) == "k1" and loss.get(gradient) == "pathwise":
+        bound = "its own gradient, that of the log-probability, has the expectation 0, so that nothing would hold the policy"
+        yield _fault(loss, kind, bound, f"write {gradient}: exact, or another type")
+
+
+def _fault(loss: Mapping[str, Any], key: str, bound: str, fix: str) -> Violation:
+    return Violation(f"{SECTION}.{key}", loss[key], bound, fix)

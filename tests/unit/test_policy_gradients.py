@@ -1,0 +1,241 @@
+"""The family of policy gradients against its equations, worked out by hand one token at a time in float64: values and gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
+from megarl.errors import ConfigError
+from megarl.key import defaults_of
+from tests.unit.test_losses import PG_CONFIG, normalizers, policy_gradient_batch
+
+EPSILON = 1e-8
+"""What ``masked_mean`` adds to a normaliser."""
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "sequence_level_importance_ratios": (False, True),
+    "sequence_level_ratio_gradient": ("sequence", "token"),
+    "use_cispo": (False, True),
+    "token_level_loss": (True, False),
+    "sequence_normalizer": (None, 9.0),
+    "ratio_clip_c": (None, 1.3),
+    "ratio_clip_min": (0.2, 1.0),
+    "use_importance_sampling_correction": (False, True),
+    "use_on_policy_kl_approximation": (False, True),
+    "reference_policy_kl_penalty": (0.0, 0.3),
+    "reference_policy_kl_type": ("k1", "k2", "k3"),
+    "reference_policy_kl_gradient": ("exact", "pathwise"),
+    "log_ratio_clamp_value": (20.0, 0.4),
+    "kl_input_clamp_value": (20.0, 0.5),
+    "kl_output_clamp_value": (10.0, 0.2),
+    "force_on_policy_ratio": (False, True),
+    "disable_ppo_ratio": (False, False, False, True),
+}
+
+
+def drawn_settings(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Settings that go together."""
+    generator = random.Random(seed)
+    found = 0
+    while found < count:
+        drawn = {name: generator.choice(values) for name, values in SETTINGS.items()}
+        settings = {**defaults_of(ClippedPGLossConfig), **PG_CONFIG, **drawn}
+        if not list(faults_of_loss(settings)):
+            found += 1
+            yield settings
+
+
+class Sequence:
+    """The tokens of one row that count, as plain numbers."""
+
+    def __init__(self, data: dict[str, torch.Tensor], row: int, settings: dict[str, Any]) -> None:
+        self.places = [place for place in range(1, data["advantages"].shape[1]) if data["token_mask"][row, place]]
+        keys = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "current")
+        self.advantages, self.previous, self.generation, self.reference, self.current = (
+            [float(data[key][row, place]) for place in self.places] for key in keys
+        )
+        if settings["force_on_policy_ratio"]:
+            self.previous = self.current
+        self.length = len(self.places)
+
+
+def slow_value_and_gradient(
+    data: dict[str, torch.Tensor], settings: dict[str, Any], rows: float, tokens: float
+) -> tuple[float, torch.Tensor]:
+    """The loss and its derivative by each of the log-probabilities [B, S-1]."""
+    value, gradient = 0.0, torch.zeros_like(data["current"][:, 1:])
+    for row in range(gradient.shape[0]):
+        sequence = Sequence(data, row, settings)
+        if not data["sample_mask"][row] or not sequence.length:
+            continue
+        share = share_of_token(sequence.length, settings, rows, tokens)
+        for terms, weight in ((policy_terms(sequence, settings), 1.0), (divergence_terms(sequence, settings), penalty_of(settings))):
+            for place, (term, slope) in zip(sequence.places, terms, strict=True):
+                value += share * weight * term
+                gradient[row, place - 1] += share * weight * slope
+    return value, gradient
+
+
+def penalty_of(settings: dict[str, Any]) -> float:
+    return float(settings["reference_policy_kl_penalty"])
+
+
+def share_of_token(length: int, settings: dict[str, Any], rows: float, tokens: float) -> float:
+    if settings["token_level_loss"]:
+        return 1 / (tokens + EPSILON)
+    return 1 / ((settings["sequence_normalizer"] or length) + EPSILON) / (rows + EPSILON)
+
+
+def policy_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[float, float]]:
+    """Value of each token's term, and the derivative of the sum of all of them by the token's log-probability."""
+    count, bound = sequence.length, settings["log_ratio_clamp_value"]
+    logarithms = [now - before for now, before in zip(sequence.current, sequence.previous, strict=True)]
+    corrections = [before - drawn for before, drawn in zip(sequence.previous, sequence.generation, strict=True)]
+    of_sequence = settings["sequence_level_importance_ratios"]
+    if of_sequence:
+        logarithms, corrections = ([sum(values) / count] * count for values in (logarithms, corrections))
+    weights = [math.exp(value) if settings["use_importance_sampling_correction"] else 1.0 for value in corrections]
+    values, by_logarithm, direct = [], [], []
+    for advantage, logarithm, weight, current in zip(sequence.advantages, logarithms, weights, sequence.current, strict=True):
+        ratio = math.exp(max(-bound, min(bound, logarithm)))
+        moves = ratio if abs(logarithm) <= bound else 0.0
+        if settings["disable_ppo_ratio"]:
+            value, slope = -advantage * current, -advantage
+            if settings["ratio_clip_c"] is not None and advantage < 0 and value > -advantage * settings["ratio_clip_c"]:
+                value, slope = -advantage * settings["ratio_clip_c"], 0.0
+            values.append(weight * value), by_logarithm.append(0.0), direct.append(weight * slope)
+            continue
+        clipped = max(1 - settings["ratio_clip_min"], min(1 + settings["ratio_clip_max"], ratio))
+        if settings["use_cispo"]:
+            values.append(weight * -advantage * clipped * current), by_logarithm.append(0.0), direct.append(weight * -advantage * clipped)
+            continue
+        value, slope = -advantage * ratio, -advantage * moves
+        if -advantage * clipped > value:
+            value, slope = -advantage * clipped, 0.0
+        if settings["ratio_clip_c"] is not None and advantage < 0 and value > -advantage * settings["ratio_clip_c"]:
+            value, slope = -advantage * settings["ratio_clip_c"], 0.0
+        values.append(weight * value), by_logarithm.append(weight * slope), direct.append(0.0)
+    if of_sequence and settings["sequence_level_ratio_gradient"] == "sequence":
+        by_logarithm = [sum(by_logarithm) / count] * count
+    return [(value, slope + own) for value, slope, own in zip(values, by_logarithm, direct, strict=True)]
+
+
+def divergence_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[float, float]]:
+    kind, found = settings["reference_policy_kl_type"], []
+    low, high = settings["kl_input_clamp_value"], settings["kl_output_clamp_value"]
+    for current, reference, drawn in zip(sequence.current, sequence.reference, sequence.generation, strict=True):
+        weight = math.exp(current - drawn) if settings["use_on_policy_kl_approximation"] else 1.0
+        difference = max(-low, min(low, reference - current))
+        estimate, slope = {
+            "k1": (-difference, 1.0),
+            "k2": (difference**2 / 2, -difference),
+            "k3": (math.exp(difference) - difference - 1, 1 - math.exp(difference)),
+        }[kind]
+        value = max(-high, min(high, estimate))
+        if abs(reference - current) > low or abs(estimate) > high:
+            found.append((weight * value, 0.0))
+            continue
+        if settings["reference_policy_kl_gradient"] == "exact" and kind != "k2":
+            slope += estimate
+        found.append((weight * value, weight * slope))
+    return found
+
+
+def value_and_gradient(data: dict[str, torch.Tensor], settings: dict[str, Any]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs = data["current"][:, 1:].clone().requires_grad_()
+    loss, metrics = ClippedPGLossFn(settings)(data, *normalizers(data), next_token_logprobs=logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return float(loss.detach()), gradient, metrics
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_and_gradients_are_those_of_the_equations(seed: int) -> None:
+    used: set[tuple[str, Any]] = set()
+    for number, settings in enumerate(drawn_settings(seed, 60)):
+        data = policy_gradient_batch(1000 * seed + number)
+        rows, tokens = normalizers(data)
+        value, gradient, _ = value_and_gradient(data, settings)
+        slow_value, slow_gradient = slow_value_and_gradient(data, settings, float(rows), float(tokens))
+        assert value == pytest.approx(slow_value, rel=1e-12, abs=1e-12), (seed, number, settings)
+        torch.testing.assert_close(gradient, slow_gradient, rtol=1e-12, atol=1e-12, msg=lambda text, s=settings: f"{text}\n{s}")
+        used |= {(name, settings[name]) for name in SETTINGS}
+    assert used >= {(name, value) for name, values in SETTINGS.items() for value in values}
+
+
+def test_gradients_of_sequence_and_token_differ_only_where_advantages_do_within_a_sequence() -> None:
+    settings = PG_CONFIG | {"sequence_level_importance_ratios": True, "token_level_loss": False, "reference_policy_kl_penalty": 0.0}
+    data = policy_gradient_batch(3)
+    of_token = {**settings, "sequence_level_ratio_gradient": "token"}
+    values, gradients = zip(*(value_and_gradient(data, each)[:2] for each in (settings, of_token)), strict=True)
+    assert values[0] == values[1]
+    assert not torch.allclose(gradients[0], gradients[1])
+    data["advantages"] = data["advantages"][:, :1].expand_as(data["advantages"])
+    gradients = [value_and_gradient(data, each)[1] for each in (settings, of_token)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-14)
+
+
+def test_a_sequence_in_two_batches_is_the_sum_over_both() -> None:
+    """Whatever is of a whole sequence is worked out within it: rows may be dealt to any number of batches."""
+    for settings in drawn_settings(11, 30):
+        data = policy_gradient_batch(5, rows=6)
+        whole, gradient, metrics = value_and_gradient(data, settings)
+        loss_fn, total, gradients = ClippedPGLossFn(settings), 0.0, []
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+            part = {key: value[rows] for key, value in data.items()}
+            logprobs = part["current"][:, 1:].clone().requires_grad_()
+            loss, _ = loss_fn(part, *normalizers(data), next_token_logprobs=logprobs)
+            total += float(loss.detach())
+            gradients.append(torch.autograd.grad(loss, logprobs)[0])
+        assert total == pytest.approx(whole, rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-12, atol=1e-14)
+        assert math.isfinite(float(metrics["probs_ratio"]))
+
+
+def test_padding_changes_nothing() -> None:
+    for settings in drawn_settings(12, 30):
+        data = policy_gradient_batch(6)
+        value, gradient, metrics = value_and_gradient(data, settings)
+        wider = {
+            key: tensor if tensor.ndim == 1 else torch.cat([tensor, torch.full_like(tensor[:, :3], 0 if "mask" in key else 50)], dim=1)
+            for key, tensor in data.items()
+        }
+        wide_value, wide_gradient, wide_metrics = value_and_gradient(wider, settings)
+        assert wide_value == pytest.approx(value, rel=1e-12)
+        torch.testing.assert_close(wide_gradient[:, :-3], gradient, rtol=1e-12, atol=1e-14)
+        assert not wide_gradient[:, -3:].any()
+        for name, number in metrics.items():
+            assert float(wide_metrics[name]) == pytest.approx(float(number), rel=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "word"),
+    [
+        ({"disable_ppo_ratio": True, "sequence_level_importance_ratios": True}, "sequence_level_importance_ratios", "without a ratio"),
+        ({"disable_ppo_ratio": True, "use_cispo": True, "ratio_clip_c": None}, "use_cispo", "without a ratio"),
+        ({"sequence_level_ratio_gradient": "token"}, "sequence_level_ratio_gradient", "whose gradient"),
+        ({"use_cispo": True}, "ratio_clip_c", "bounds no objective"),
+        (
+            {
+                "use_cispo": True,
+                "ratio_clip_c": None,
+                "sequence_level_importance_ratios": True,
+                "sequence_level_ratio_gradient": "token",
+            },
+            "sequence_level_ratio_gradient",
+            "constants without a gradient",
+        ),
+        ({"sequence_normalizer": 100.0, "token_level_loss": True}, "sequence_normalizer", "token_level_loss is true"),
+        ({"reference_policy_kl_type": "k1", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_type", "expectation 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_a_reason(change: dict[str, Any], key: str, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClippedPGLossFn(PG_CONFIG | change)  # type: ignore[arg-type]
+    (violation,) = caught.value.violations
+    assert violation.key == f"loss_fn.{key}" and word in violation.bound and violation.fix
