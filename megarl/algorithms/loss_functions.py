@@ -62,6 +62,10 @@ class DPOLossDataDict(TypedDict):
     sample_mask: Tensor
 
 
+OUT_OF_BOUNDS = "is_oob_ratio"
+"""Metric: the share of tokens whose importance weight was out of bounds."""
+
+
 class DualClipError(ConfigError, AssertionError):
     """``ratio_clip_c`` is out of bounds; also an AssertionError, which the NeMo-RL policy API promises."""
 
@@ -97,6 +101,11 @@ class ClippedPGLossFn:
     ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
     of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows. ``sequence_normalizer``
     stands for the number of a row's tokens there (Dr.GRPO, arXiv 2503.20783).
+
+    ``truncated_importance_sampling_type`` bounds w, to [0, ``_ratio``] or [``_ratio_min``, ``_ratio``]: ``tis`` takes min(w, bound)
+    (truncated importance sampling), ``icepop`` 0 in the place of a w out of bounds (arXiv 2510.18855), ``seq-mask-tis`` 0 for all tokens of
+    a sequence whose exp(mean of previous - generation) is out of bounds, and w itself for others. ``is_oob_ratio`` is the share of
+    tokens whose weight that changed.
 
     Importance weights that are not finite count as 0; ``nonfinite_importance_weights`` says how many there were.
 
@@ -147,6 +156,11 @@ class ClippedPGLossFn:
             self.metric_reductions = {**self.metric_reductions, **mismatch}
         self.sequence_level_ratios = cfg["sequence_level_importance_ratios"]
         self.ratio_has_token_gradient = cfg["sequence_level_ratio_gradient"] == "token"
+        self.truncation = cfg["truncated_importance_sampling_type"]
+        self.weight_max = cfg["truncated_importance_sampling_ratio"] or math.inf
+        self.weight_min = cfg["truncated_importance_sampling_ratio_min"] or 0.0
+        if self.truncation is not None:
+            self.metric_reductions = {**self.metric_reductions, OUT_OF_BOUNDS: Reduction.SUM}
         self.use_cispo = cfg["use_cispo"]
         self.sequence_normalizer = cfg["sequence_normalizer"]
         self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact"
@@ -188,9 +202,11 @@ class ClippedPGLossFn:
         generation = visible(data["generation_logprobs"][:, 1:])
 
         ratio, clamped = self._ratios(current, previous, mask)
-        weight, finite = _importance_weight(self._of_level((previous - generation).detach(), mask))
+        drawn_apart = (previous - generation).detach()
+        weight, finite = _importance_weight(self._of_level(drawn_apart, mask))
+        bounded = self._bounded(weight, drawn_apart, mask)
         policy_values = self._objective(visible(data["advantages"][:, 1:]), ratio, clamped, current)
-        loss = mean(weight * policy_values if self.use_importance_sampling_correction else policy_values)
+        loss = mean(bounded * policy_values if self.use_importance_sampling_correction else policy_values)
         penalty = mean(self._kl(data, current, generation, visible)) if self.kl_penalty else loss.new_zeros(())
         loss = loss + self.kl_penalty * penalty
 
@@ -209,6 +225,8 @@ class ClippedPGLossFn:
             "num_valid_samples": sample_mask.sum(),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
         }
+        if self.truncation is not None:
+            metrics[OUT_OF_BOUNDS] = token_mean((bounded != weight).to(weight.dtype))
         if self.force_on_policy_ratio:
             difference = (generation - previous).abs()
             difference = torch.where(difference.isnan(), math.inf, difference)
@@ -234,6 +252,17 @@ class ClippedPGLossFn:
             log_ratio = log_ratio.detach() + (current - current.detach())
         ratio = torch.exp(_clamped(log_ratio, self.log_ratio_bound))
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
+
+    def _bounded(self, weight: Tensor, log_weights: Tensor, mask: Tensor) -> Tensor:
+        """Importance weights [B, S-1] of tokens or sequences within their bounds, from the logarithms of those of tokens."""
+        if self.truncation is None:
+            return weight
+        if self.truncation == "tis":
+            return weight.clamp(max=self.weight_max)
+        judged = weight
+        if self.truncation == "seq-mask-tis":
+            judged = torch.exp(_row_sums(log_weights, mask, average=True))[:, None]
+        return torch.where((judged >= self.weight_min) & (judged <= self.weight_max), weight, 0.0)
 
     def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
         """The objective of every token, [B, S-1], to be minimised."""

@@ -34,6 +34,22 @@ class ClippedPGLossConfig(TypedDict):
         bool,
         Key("weigh each token, or with ratios of sequences each sequence, by the ratio of training to generation policy."),
     ]
+    truncated_importance_sampling_type: NotRequired[
+        Annotated[
+            Literal["tis", "icepop", "seq-mask-tis"] | None,
+            Key(
+                "what becomes of weights out of bounds: `tis` takes the upper bound in their place, `icepop` 0, and `seq-mask-tis` takes 0 "
+                "for all tokens of a sequence whose geometric mean is out of bounds, and all other weights as they are; null for nothing.",
+                default=None,
+            ),
+        ]
+    ]
+    truncated_importance_sampling_ratio: NotRequired[
+        Annotated[float | None, Key("the upper bound of those weights.", ABOVE_0, default=None)]
+    ]
+    truncated_importance_sampling_ratio_min: NotRequired[
+        Annotated[float | None, Key("their lower bound (`icepop`, `seq-mask-tis`); null for none.", ABOVE_0, default=None)]
+    ]
     token_level_loss: Annotated[bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")]
     disable_ppo_ratio: NotRequired[Annotated[bool, Key("plain policy gradient, no ratio to previous log-probabilities.", default=False)]]
     force_on_policy_ratio: NotRequired[
@@ -126,7 +142,7 @@ def faults_of_loss(loss: Mapping[str, Any]) -> Iterator[Violation]:
     Args:
         loss: a ``ClippedPGLossConfig`` with its defaults; keys that it lacks silence what needs them.
     """
-    for found in (_faults_of_ratios, _faults_of_means, _faults_of_divergence):
+    for found in (_faults_of_ratios, _faults_of_truncation, _faults_of_means, _faults_of_divergence):
         yield from found(loss)
 
 
@@ -146,6 +162,28 @@ def _faults_of_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
     if loss.get("ratio_clip_c") is not None:
         bound = "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max whatever the advantage"
         yield _fault(loss, "ratio_clip_c", bound, "write null")
+
+
+def _faults_of_truncation(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    name, high, low = (f"truncated_importance_sampling_{end}" for end in ("type", "ratio", "ratio_min"))
+    kind = loss.get(name)
+    if kind is None:
+        for key in (high, low):
+            if loss.get(key) is not None:
+                yield _fault(loss, key, f"{name} is null, and nothing reads it", f"write {name}: tis, icepop or seq-mask-tis, or null here")
+        return
+    if loss.get("use_importance_sampling_correction") is False:
+        bound = "use_importance_sampling_correction is false, and there are no weights to bound"
+        yield _fault(loss, name, bound, "write use_importance_sampling_correction: true, or null here")
+    if loss.get(high) is None:
+        yield _fault(loss, name, f"{high} is null, and nothing says what the bound is", f"write {high}, for example 2.0, or null here")
+    if loss.get(low) is not None and kind == "tis":
+        yield _fault(loss, low, "tis has an upper bound alone, and nothing reads it", f"write null, or {name}: icepop")
+    if loss.get(low) is not None and loss.get(high) is not None and loss[low] >= loss[high]:
+        yield _fault(loss, low, f"it must be less than {high} = {loss[high]}, or no weight is left", "write a smaller number, or null")
+    if kind == "seq-mask-tis" and loss.get("sequence_level_importance_ratios"):
+        bound = "sequence_level_importance_ratios is true: with one weight a sequence it is what icepop is"
+        yield _fault(loss, name, bound, f"write {name}: icepop")
 
 
 def _faults_of_means(loss: Mapping[str, Any]) -> Iterator[Violation]:

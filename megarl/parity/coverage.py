@@ -18,6 +18,9 @@ _VARIANT_NAMES = {
     "cispo": "clipped ratios as weights (CISPO)",
     "constant": "constant normaliser (Dr.GRPO)",
     "forced": "previous log-probabilities that are the current ones",
+    "tis": "truncated importance sampling (TIS)",
+    "icepop": "weights out of bounds are 0 (IcePop)",
+    "seq-mask": "sequences out of bounds are left out",
     "k1": "divergence: k1",
     "k2": "divergence: k2",
 }

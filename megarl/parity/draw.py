@@ -294,6 +294,9 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
             options.remove("dual")
     if "seq" in options and generator.random() < 0.5:
         options.append("constant")
+    if "is" in options:
+        bounds = generator.choice(("", "tis", "icepop", "seq-mask"))
+        options += [bounds] * (bool(bounds) and not (bounds == "seq-mask" and {"gspo", "gspo-token"} & set(options)))
     if "kl" in options and (estimator := generator.choice(("", "k1", "k2"))):
         options.append(estimator)
     if generator.random() < 0.15:

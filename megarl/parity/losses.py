@@ -60,9 +60,14 @@ def _loss(case: Case) -> Any:
     return ClippedPGLossFn(policy_gradient_settings(case))
 
 
+TRUNCATIONS = {"tis": ("tis", 1.1, None), "icepop": ("icepop", 1.15, 0.85), "seq-mask": ("seq-mask-tis", 1.05, 0.93)}
+"""Type, upper and lower bound by the option of a case."""
+
+
 def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
     """The settings of a clipped policy gradient that a case names."""
     options = case.loss_options
+    kind, high, low = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), (None, None, None))
     config: ClippedPGLossConfig = {
         "reference_policy_kl_penalty": 0.1 if "kl" in options else 0.0,
         "ratio_clip_min": 0.2,
@@ -70,6 +75,9 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
         "ratio_clip_c": 1.5 if "dual" in options else None,
         "use_on_policy_kl_approximation": "approx" in options,
         "use_importance_sampling_correction": "is" in options,
+        "truncated_importance_sampling_type": kind,  # type: ignore[typeddict-item]
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
         "token_level_loss": "seq" not in options,
         "disable_ppo_ratio": "noratio" in options,
         "force_on_policy_ratio": "forced" in options,

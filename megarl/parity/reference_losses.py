@@ -19,6 +19,7 @@ from megarl.parity.losses import loss_weight
 Rows = Iterator[tuple[int, Tensor]]
 _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
 _CONSTANT = 6.0
+_BOUNDS = {"tis": (0.0, 1.1), "icepop": (0.85, 1.15), "seq-mask": (0.93, 1.05)}
 # log_ratio_clamp_value, kl_output_clamp_value: an estimate of the divergence is past its own before its argument is past 20
 _LOG_RATIO_CLAMP, _KL_CLAMP = 20.0, 10.0
 
@@ -124,7 +125,7 @@ def _policy_gradient(
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
     )
-    ratios, bounded, apart = [], [], []
+    ratios, bounded, apart, out_of_bounds = [], [], [], 0.0
     for row, places in _counted(data):
         if not len(places):
             continue
@@ -135,8 +136,9 @@ def _policy_gradient(
         clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - _LOW, 1 + _HIGH)
         objective = _objective(advantage, ratio, clipped, current, options)
         correction = torch.exp(_of_level(previous - generation, options))
+        within = _within_bounds(correction, previous - generation, options)
         if "is" in options:
-            objective = objective * correction
+            objective = objective * within
         share = _share(len(places), sequences, tokens, options)
         total = total - share * objective.sum()
         if "kl" in options:
@@ -150,6 +152,7 @@ def _policy_gradient(
         sums["probs_ratio_clamped"] += float(clipped.detach().sum()) / tokens
         sums["token_mult_prob_error"] += float(torch.exp((generation - previous).abs()).sum()) / tokens
         sums["sampling_importance_ratio"] += float(correction.sum()) / tokens
+        out_of_bounds += float((within != correction).sum()) / tokens
         sums["approx_entropy"] -= float((torch.exp(told - generation) * told).sum()) / tokens
     metrics = {
         **sums,
@@ -158,6 +161,7 @@ def _policy_gradient(
         "kl_penalty": float(penalty.detach()),
         "nonfinite_importance_weights": 0.0,
         "num_valid_samples": float(data["sample_mask"].sum()),
+        **({"is_oob_ratio": out_of_bounds} if _BOUNDS.keys() & options else {}),
         **(_mismatch(apart, tokens) if "forced" in options else {}),
     }
     return total + _KL * penalty, metrics
@@ -181,6 +185,19 @@ def _of_level(logarithms: Tensor, options: Any) -> Tensor:
     if not {"gspo", "gspo-token"} & options:
         return logarithms
     return (logarithms.sum() / len(logarithms)).repeat(len(logarithms))
+
+
+def _within_bounds(weights: Tensor, logarithms: Tensor, options: Any) -> Tensor:
+    """Importance weights of a sequence, truncated, or 0 out of bounds; ``logarithms`` are those of its tokens."""
+    if "tis" in options:
+        return torch.minimum(weights, torch.full_like(weights, _BOUNDS["tis"][1]))
+    if "icepop" in options:
+        low, high = _BOUNDS["icepop"]
+        return torch.tensor([float(weight) if low <= float(weight) <= high else 0.0 for weight in weights], dtype=weights.dtype)
+    if "seq-mask" in options:
+        low, high = _BOUNDS["seq-mask"]
+        return weights * float(low <= float(torch.exp(logarithms.mean())) <= high)
+    return weights
 
 
 def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, options: Any) -> Tensor:

@@ -27,6 +27,8 @@ DEFAULTS = {
 }
 # TRL's bound of CISPO is that of the ratio itself, and its lower bound is 0
 CISPO = {"use_cispo": True, "token_level_loss": True, "ratio_clip_min": 1.0, "ratio_clip_max": 0.25}
+WEIGHT = 1.3
+TRUNCATED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": WEIGHT}
 # what TRL is told, what ClippedPGLossFn is told, and TRL's loss and the sum of the squares of its gradient
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = {
     "grpo": ({"loss_type": "grpo"}, {}, (-0.0883301875281794, 0.04793392773736185)),
@@ -40,6 +42,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = {
         (-0.09885719820345229, 0.05076916064514499),
     ),
     "two-sided": ({"loss_type": "grpo", "delta": 1.4}, {"ratio_clip_c": 1.4}, (-0.09185934912170876, 0.04410695945878574)),
+    "tis": (
+        {"loss_type": "dapo", "mode": "token_truncate"},
+        {"token_level_loss": True, **TRUNCATED, "truncated_importance_sampling_type": "tis"},
+        (-0.29393734934233284, 0.05928809373028451),
+    ),
+    "icepop": (
+        {"loss_type": "dapo", "mode": "token_mask"},
+        {"token_level_loss": True, **TRUNCATED, "truncated_importance_sampling_type": "icepop"},
+        (-0.17884478884993724, 0.030049608049705252),
+    ),
     "divergence": ({"loss_type": "grpo", "beta": 0.3}, {"reference_policy_kl_penalty": 0.3}, (-0.06169375093258929, 0.06267202842038137)),
     "divergence, on policy": (
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True, "old": False},
@@ -81,7 +93,11 @@ def of_trl(settings: dict[str, Any]) -> tuple[float, Tensor]:
     trainer = pytest.importorskip("trl").GRPOTrainer
     data = fixed_batch()
     logprobs = data["current"][:, 1:].clone().requires_grad_()
-    ratios = settings.get("importance_sampling_ratio")
+    ratios = torch.exp(data["prev_logprobs"] - data["generation_logprobs"])[:, 1:] if "mode" in settings else None
+    if ratios is not None:
+        # as _generate_and_score_completions makes them
+        over = ratios > WEIGHT
+        ratios = ratios.clamp(max=WEIGHT) if settings["mode"] == "token_truncate" else ratios.masked_fill(over, 0.0)
     has = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": LOW, "epsilon_high": HIGH, "beta": 0.0, **settings}
     stand_in = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *given, **options: (logprobs, torch.zeros_like(logprobs), None),

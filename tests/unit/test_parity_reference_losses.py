@@ -16,6 +16,7 @@ KINDS = [
     *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean"),
     *("pg", "pg+kl", "pg+kl+approx", "pg+is", "pg+seq", "pg+dual", "pg+noratio", "pg+kl+approx+is+seq+dual"),
     *("pg+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+gspo+cispo", "pg+seq+constant", "pg+forced"),
+    *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+is+gspo+icepop", "pg+forced+is+seq-mask"),
     *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq+constant"),
 ]
 

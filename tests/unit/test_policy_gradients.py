@@ -27,6 +27,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "ratio_clip_c": (None, 1.3),
     "ratio_clip_min": (0.2, 1.0),
     "use_importance_sampling_correction": (False, True),
+    "truncated_importance_sampling_type": (None, None, "tis", "icepop", "seq-mask-tis"),
+    "truncated_importance_sampling_ratio": (None, 1.2, 1.6),
+    "truncated_importance_sampling_ratio_min": (None, 0.8),
     "use_on_policy_kl_approximation": (False, True),
     "reference_policy_kl_penalty": (0.0, 0.3),
     "reference_policy_kl_type": ("k1", "k2", "k3"),
@@ -37,6 +40,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "force_on_policy_ratio": (False, True),
     "disable_ppo_ratio": (False, False, False, True),
 }
+
+
+TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
 
 
 def drawn_settings(seed: int, count: int) -> Iterator[dict[str, Any]]:
@@ -101,6 +107,7 @@ def policy_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[flo
     if of_sequence:
         logarithms, corrections = ([sum(values) / count] * count for values in (logarithms, corrections))
     weights = [math.exp(value) if settings["use_importance_sampling_correction"] else 1.0 for value in corrections]
+    weights = bounded_weights(weights, sequence, settings)
     values, by_logarithm, direct = [], [], []
     for advantage, logarithm, weight, current in zip(sequence.advantages, logarithms, weights, sequence.current, strict=True):
         ratio = math.exp(max(-bound, min(bound, logarithm)))
@@ -124,6 +131,19 @@ def policy_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[flo
     if of_sequence and settings["sequence_level_ratio_gradient"] == "sequence":
         by_logarithm = [sum(by_logarithm) / count] * count
     return [(value, slope + own) for value, slope, own in zip(values, by_logarithm, direct, strict=True)]
+
+
+def bounded_weights(weights: list[float], sequence: Sequence, settings: dict[str, Any]) -> list[float]:
+    kind, high = settings["truncated_importance_sampling_type"], settings["truncated_importance_sampling_ratio"]
+    low = settings["truncated_importance_sampling_ratio_min"] or 0.0
+    if kind == "tis":
+        return [min(weight, high) for weight in weights]
+    if kind == "icepop":
+        return [weight if low <= weight <= high else 0.0 for weight in weights]
+    if kind == "seq-mask-tis":
+        product = math.prod(math.exp(before - drawn) for before, drawn in zip(sequence.previous, sequence.generation, strict=True))
+        return weights if low <= product ** (1 / sequence.length) <= high else [0.0] * sequence.length
+    return weights
 
 
 def divergence_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[float, float]]:
@@ -213,6 +233,22 @@ def test_padding_changes_nothing() -> None:
             assert float(wide_metrics[name]) == pytest.approx(float(number), rel=1e-12), name
 
 
+@pytest.mark.parametrize(("kind", "left_out"), [("tis", 0.0), ("icepop", 1 / 4), ("seq-mask-tis", 2 / 4)])
+def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
+    """One token of two with the weight 8 (the geometric mean of its sequence is 2.83), and a sequence with none."""
+    data = policy_gradient_batch(1, rows=2, length=3)
+    data |= {name: torch.ones_like(data[name]) for name in ("token_mask", "sample_mask", "advantages")}
+    data["prev_logprobs"] = data["current"].clone()
+    data["generation_logprobs"] = data["prev_logprobs"].clone()
+    data["generation_logprobs"][0, 1] -= math.log(8)
+    settings = PG_CONFIG | {"reference_policy_kl_penalty": 0.0, "truncated_importance_sampling_type": kind}
+    loss, _, metrics = value_and_gradient(data, settings | {"truncated_importance_sampling_ratio": 2.0})
+    changed = 1 / 4 if kind == "tis" else left_out
+    assert float(metrics["is_oob_ratio"]) == pytest.approx(changed)
+    weights = {"tis": 2 + 3, "icepop": 0 + 3, "seq-mask-tis": 2}[kind]
+    assert loss == pytest.approx(-weights / 4)
+
+
 @pytest.mark.parametrize(
     ("change", "key", "word"),
     [
@@ -229,6 +265,20 @@ def test_padding_changes_nothing() -> None:
             },
             "sequence_level_ratio_gradient",
             "constants without a gradient",
+        ),
+        ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio", "nothing reads it"),
+        ({**TIS, "use_importance_sampling_correction": False}, "truncated_importance_sampling_type", "no weights to bound"),
+        ({**TIS, "truncated_importance_sampling_ratio": None}, "truncated_importance_sampling_type", "what the bound is"),
+        ({**TIS, "truncated_importance_sampling_ratio_min": 0.5}, "truncated_importance_sampling_ratio_min", "upper bound alone"),
+        (
+            {**TIS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio_min": 2.0},
+            "truncated_importance_sampling_ratio_min",
+            "no weight is left",
+        ),
+        (
+            {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", "sequence_level_importance_ratios": True},
+            "truncated_importance_sampling_type",
+            "what icepop is",
         ),
         ({"sequence_normalizer": 100.0, "token_level_loss": True}, "sequence_normalizer", "token_level_loss is true"),
         ({"reference_policy_kl_type": "k1", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_type", "expectation 0"),

@@ -51,8 +51,8 @@ def _not_clipped(original: Any) -> Any:
 
 
 def _of_sequences(case: Case) -> bool:
-    """Whether ratios are those of sequences, of which several have more than one token."""
-    return bool({"gspo", "gspo-token"} & case.loss_options) and many_tokens(case)
+    """Whether ratios are those of sequences, of which several surely have more than one token."""
+    return bool({"gspo", "gspo-token"} & case.loss_options) and many_tokens(case) and case.length >= 10 and case.global_batch >= 4
 
 
 def _weight_with_gradient(original: Any) -> Any:
@@ -67,7 +67,8 @@ def _weight_with_gradient(original: Any) -> Any:
 def _ratio_without_gradient(original: Any) -> Any:
     def ratios(self: Any, current: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> Any:
         ratio, clamped = original(self, current, previous, mask)
-        return ratio.detach(), clamped.detach()
+        # a loss without any gradient would end the worker
+        return ratio.detach() + 0.0 * current, clamped.detach()
 
     return ratios
 
@@ -101,6 +102,24 @@ FAULTS: dict[str, Mutation] = {
         lambda case: _is_clipped(case, "is"),
         _built_with(use_importance_sampling_correction=False),
         "loss=pg+is masked=none",
+    ),
+    "importance-weights-not-bounded": Mutation(
+        "importance weights are not truncated",
+        lambda case: _is_clipped(case, "is") and bool({"tis", "icepop"} & case.loss_options) and case.global_batch >= 4,
+        replacing(f"{LOSSES}:ClippedPGLossFn", "_bounded", lambda original: lambda self, weight, log_weights, mask: weight),
+        "loss=pg+is+tis masked=none",
+    ),
+    "tokens-left-out-for-sequences": Mutation(
+        "tokens out of bounds are left out, not their whole sequences",
+        lambda case: _is_clipped(case, "is", "seq-mask") and case.global_batch >= 4,
+        _built_with(truncated_importance_sampling_type="icepop"),
+        "loss=pg+is+seq-mask masked=none",
+    ),
+    "weights-clamped-for-left-out": Mutation(
+        "importance weights out of bounds are those at the bound, not 0",
+        lambda case: _is_clipped(case, "is", "icepop") and case.global_batch >= 4,
+        _built_with(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio_min=None),
+        "loss=pg+is+icepop masked=none",
     ),
     "mean-over-tokens-for-sequences": Mutation(
         "the mean over tokens stands where that over sequences should",
@@ -138,13 +157,13 @@ FAULTS: dict[str, Mutation] = {
     ),
     "gradient-of-tokens-for-sequences": Mutation(
         "the ratio of a sequence has the gradients of its tokens",
-        lambda case: "gspo" in case.loss_options and "cispo" not in case.loss_options and many_tokens(case),
+        lambda case: "gspo" in case.loss_options and "cispo" not in case.loss_options and _of_sequences(case),
         _built_with(sequence_level_ratio_gradient="token"),
         "loss=pg+gspo masked=none",
     ),
     "gradient-of-sequences-for-tokens": Mutation(
         "the ratio of a token has the gradient of its sequence",
-        lambda case: "gspo-token" in case.loss_options and many_tokens(case),
+        lambda case: "gspo-token" in case.loss_options and _of_sequences(case),
         _built_with(sequence_level_ratio_gradient="sequence"),
         "loss=pg+gspo-token masked=none",
     ),
