@@ -55,6 +55,9 @@ CASES = {
         "messages and bytes of driver and ranks of a refit at 8 to 1,024 ranks, counted; fails above its bounds",
         "benchmarks.cases.messages",
     ),
+    "rewards.pool": Case(
+        "512 answers of 12 kB judged by a process a core against one that judges by itself", "benchmarks.cases.rewards_pool"
+    ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "grpo.step": Case("a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"),
     "recipe.step": Case(

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
-from megarl.key import ABOVE_0, AT_LEAST_1, Key, fields_of, keys_of
+from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of
 
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN = "single_turn"
@@ -41,6 +41,41 @@ class RewardOptions(TypedDict):
             Key(
                 "`format`: regular expression that the whole response has to match, in which a dot is any character; when absent "
                 "there is one ``<think>...</think>`` at the beginning and an answer after it."
+            ),
+        ]
+    ]
+    url: NotRequired[Annotated[str, Key("`http`: where the scorer listens, ``http://`` or ``https://``.")]]
+    attempts: NotRequired[
+        Annotated[
+            int, Key("`http`: requests before a response is given up; 3 when absent. They share ``timeout_s``.", Range(low=1, high=20))
+        ]
+    ]
+    code_timeout_s: NotRequired[
+        Annotated[float, Key("`code`: seconds for one test; 4 when absent. All tests of a response share ``timeout_s``.", ABOVE_0)]
+    ]
+    memory_mb: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "`code`: MB of address space of a process, and of resident memory of all processes of a program together; 512 when absent.",
+                AT_LEAST_1,
+            ),
+        ]
+    ]
+    max_processes: NotRequired[Annotated[int, Key("`code`: processes and threads of a program; 16 when absent.", AT_LEAST_1)]]
+    max_file_mb: NotRequired[
+        Annotated[int, Key("`code`: MB of a file, and in namespaces of all files that a program writes; 16 when absent.", AT_LEAST_1)]
+    ]
+    partial: NotRequired[
+        Annotated[bool, Key("`code`: the score is the share of the tests that pass; when absent all of them have to, for 1.")]
+    ]
+    isolation: NotRequired[
+        Annotated[
+            Literal["required", "preferred"],
+            Key(
+                "`code`: where Linux grants no namespaces, programs of a model could reach the network, write files and end "
+                "other processes: `required` refuses to run them (when absent), `preferred` runs them with the other limits alone, and "
+                "says so."
             ),
         ]
     ]
@@ -81,9 +116,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             str | None,
             Key(
-                "the reward function: `exact_match`, `math` (or `math_verify`), `gsm8k`, `multichoice`, `format`, `length`, "
-                "`overlong`, or an import path, `path/to/file.py:function`, see `megarl.rollout.rewards`; null where ``rewards`` names "
-                "several, or the environment has its own.",
+                "the reward function: `exact_match`, `math` (or `math_verify`), `gsm8k`, `multichoice`, `code`, `format`, `length`, "
+                "`overlong`, `http`, or an import path, `path/to/file.py:function`, see `megarl.rollout.rewards`; null where ``rewards`` "
+                "names several, or the environment has its own.",
                 default=None,
             ),
         ]
@@ -111,9 +146,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "a response that cannot be scored, since the reward function raises, returns no finite number or dies: "
-                "`mask` leaves the sample out of training, `raise` ends the run, `zero` counts as 0. A run of which three batches in a row "
-                "cannot be scored at all ends.",
+                "a response that cannot be scored, since the reward function raises, returns no finite number or dies, or a scorer is "
+                "down: `mask` leaves the sample out of training, `raise` ends the run, `zero` counts as 0. A run of which three batches "
+                "in a row cannot be scored at all ends.",
                 default="mask",
             ),
         ]
@@ -137,11 +172,15 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "format": ("pattern",),
         "length": ("max_response_length",),
         "overlong": ("max_response_length", "overlong_buffer_length"),
+        "http": ("url", "attempts", "timeout_s"),
+        "code": ("code_timeout_s", "memory_mb", "max_processes", "max_file_mb", "partial", "isolation"),
     }
 )
 """Name of each built-in reward to the options that it reads."""
 
-REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({"length": OPTIONS["length"], "overlong": OPTIONS["overlong"]})
+REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"length": OPTIONS["length"], "overlong": OPTIONS["overlong"], "http": ("url",)}
+)
 """Options without which a built-in reward is of no use."""
 
 BUILT_IN_REWARDS = tuple(OPTIONS)
@@ -256,3 +295,6 @@ def _faults_of_options(reward: Mapping[str, Any], key: str) -> Iterator[Violatio
             re.compile(reward["pattern"])
         except re.error as error:
             yield Violation(f"{key}.pattern", reward["pattern"], f"it is no regular expression: {error}", "mend it")
+    url = reward.get("url")
+    if url is not None and not re.match(r"https?://[^/\s]+", url):
+        yield Violation(f"{key}.url", url, "an address of http or https is wanted", "write http://host:port/path")

@@ -101,12 +101,14 @@ class _Part:
     Attributes:
         name: of the reward among the others.
         weight: factor in the sum.
+        spec: which reward it is.
         reward: what computes it.
         place: its number in the pool; None where the driver computes it.
     """
 
     name: str
     weight: float
+    spec: RewardSpec
     reward: Reward
     place: int | None
 
@@ -132,9 +134,10 @@ class SingleTurn:
         for key, inner in rewards_of(section).items():
             spec = RewardSpec.of_section(inner)
             reward = get_reward(spec)
-            self._parts.append(
-                _Part(key.rpartition(".")[2], inner.get("weight", 1.0), reward, None if reward.is_immediate else len(pooled))
-            )
+            if reward.notice:
+                logger.warning("%s: %s", key, reward.notice)
+            place = None if reward.is_immediate else len(pooled)
+            self._parts.append(_Part(key.rpartition(".")[2], inner.get("weight", 1.0), spec, reward, place))
             pooled += [] if reward.is_immediate else [spec]
         self._pool: RewardPool | None = None
         if pooled:
@@ -194,7 +197,9 @@ class SingleTurn:
             pooled = self._pool.score(tasks)
         rows = len(full)
         return [
-            [score_of(part.reward, task) for task in full] if part.place is None else pooled[part.place * rows : (part.place + 1) * rows]
+            [score_of(part.reward, task, part.spec) for task in full]
+            if part.place is None
+            else pooled[part.place * rows : (part.place + 1) * rows]
             for part in self._parts
         ]
 

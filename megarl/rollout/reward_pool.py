@@ -137,7 +137,7 @@ class RewardPool:
                 given_twice.add(row)
                 waiting.appendleft(row)
         elif row is not None and time.monotonic() > process.deadline:
-            scores[row] = _late(self.specs[tasks[row][0]].timeout_s)
+            scores[row] = _late(self.specs[tasks[row][0]])
             process.has_ended = True
         if process.has_ended:
             process.kill()
@@ -317,23 +317,23 @@ class _Process:
                     stream.close()
 
 
-def _late(timeout_s: float) -> Score:
-    return Score(None, "timeout", f"no answer within {timeout_s:g} s")
+def _late(spec: RewardSpec) -> Score:
+    return Score(None, "timeout" if spec.blames_answer else "error", f"no answer within {spec.timeout_s:g} s")
 
 
-def score_of(reward: Reward, task: Task, timeout_s: float = math.inf) -> Score:
+def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
     """What a reward makes of a task, here and now.
 
     Args:
         reward: that judges.
         task: that is judged.
-        timeout_s: seconds after which an alarm rings; infinite for none.
+        spec: of the reward, with the seconds after which an alarm rings.
     """
     try:
-        with contextlib.nullcontext() if timeout_s == math.inf else time_limit(timeout_s):
+        with contextlib.nullcontext() if reward.is_immediate else time_limit(spec.timeout_s):
             value, accuracy = verdict(reward.judge(task))
     except (OutOfTimeError, JudgementTimeoutError):
-        return _late(timeout_s)
+        return _late(spec)
     except KeyboardInterrupt:
         raise
     # a user's function may raise anything, SystemExit too
@@ -383,7 +383,7 @@ def main(specs: Sequence[RewardSpec]) -> None:
     tell(-1, _READY, None)
     for line in tasks:
         number, which, *task = json.loads(line)
-        score = score_of(rewards[which], Task(*task), specs[which].timeout_s)
+        score = score_of(rewards[which], Task(*task), specs[which])
         if score.fault is None:
             tell(number, _VALUE, [score.value, score.accuracy])
         else:

@@ -17,17 +17,29 @@ reference answer when the data are read, and says why an answer is of no use, or
 
 from __future__ import annotations
 
+import http.client
 import inspect
+import json
 import re
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from megarl.config.environments import OPTIONS, REWARD, check_reward
-from megarl.errors import ConfigError, Violation
+from megarl.errors import ConfigError, RewardError, Violation
 from megarl.import_path import is_import_path, load_object
-from megarl.rollout import answers, mathematics
+from megarl.rollout import answers, mathematics, programs
+
+_LARGEST_REPLY = 1 << 20
+"""Bytes of a scorer's reply that are read."""
+
+_LONGEST_PAUSE = 0.5
+"""Seconds before the second request at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,11 @@ class RewardSpec:
         name = section["reward"]
         return cls(name, {key: section[key] for key in OPTIONS.get(name, ()) if key in section}, section["timeout_s"])
 
+    @property
+    def blames_answer(self) -> bool:
+        """Whether an answer that it does not judge in time is a bad answer; the silence of a scorer elsewhere has another cause."""
+        return self.name != "http"
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -80,6 +97,7 @@ class Reward:
         is_immediate: it neither fails nor hangs nor takes long, so that the driver may compute it.
         wants_record: it reads the prompt and the record of a task.
         tells_right_from_wrong: its number is also the accuracy of the response. False for what shapes a reward.
+        notice: what a user has to know before it is used; empty for nothing.
     """
 
     judge: Callable[[Task], Any]
@@ -87,6 +105,7 @@ class Reward:
     is_immediate: bool = False
     wants_record: bool = False
     tells_right_from_wrong: bool = True
+    notice: str = ""
 
 
 def _exact_match(strip: bool = True) -> Reward:
@@ -140,6 +159,34 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     return max(min(longest - buffer - length, 0) / buffer, -1.0)
 
 
+def _http(url: str, timeout_s: float, attempts: int = 3) -> Reward:
+    return Reward(lambda task: ask_scorer(url, attempts, timeout_s, task), wants_record=True)
+
+
+def _code(
+    code_timeout_s: float = 4.0,
+    memory_mb: int = 512,
+    max_processes: int = 16,
+    max_file_mb: int = 16,
+    partial: bool = False,
+    isolation: str = "required",
+) -> Reward:
+    fault = programs.fault_of_isolation()
+    if fault is not None and isolation == "required":
+        fix = (
+            "allow user namespaces on the driver's machine, or write preferred, with which programs could reach the network, write files "
+            "and end other processes"
+        )
+        raise ConfigError([Violation("env.isolation", isolation, f"programs of a model cannot be isolated here: {fault}", fix)])
+    limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated=fault is None)
+    notice = (
+        f"programs of the model are not isolated ({fault}): they could reach the network, write files and end other processes"
+        if fault
+        else ""
+    )
+    return Reward(lambda task: programs.judge(task.response, task.answer, limits, partial), programs.fault_of_tests, notice=notice)
+
+
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
     {
         "exact_match": _exact_match,
@@ -150,6 +197,8 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "format": _format,
         "length": _length,
         "overlong": _overlong,
+        "http": _http,
+        "code": _code,
     }
 )
 """Built-in rewards by the name that ``env.reward`` takes; each is made with its options (``RewardOptions``)."""
@@ -203,3 +252,59 @@ def verdict(value: Any) -> tuple[float, float | None]:
         raise ValueError(f"it returned the keys {', '.join(map(str, value))}, and score is wanted")
     accuracy = value.get("acc")
     return float(value["score"]), None if accuracy is None else float(accuracy)
+
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Follow none."""
+
+
+@lru_cache(maxsize=1)
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirection)
+
+
+def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
+    """The reply of a scorer elsewhere: it gets ``{"prompt", "response", "answer", "record"}`` as JSON by POST.
+
+    A connection that fails, a reply of which nothing comes, and the statuses 408, 429 and 5xx are tried again, each time after a pause
+    twice as long. A reply that comes byte by byte is left to the time limit of the pool. A redirection is refused: to follow it would ask
+    without the question.
+
+    Args:
+        url: of the scorer.
+        attempts: requests at most.
+        timeout_s: seconds that all of them share.
+        task: what is asked.
+
+    Returns:
+        A number, or a mapping with ``score``.
+
+    Raises:
+        RewardError: the scorer cannot be reached, refuses, or says what is no JSON.
+    """
+    question = {"prompt": task.prompt, "response": task.response, "answer": task.answer, "record": dict(task.record)}
+    # text of a model may hold halves of surrogate pairs, which JSON writes as escapes
+    body = json.dumps(question).encode("ascii")
+    # all pauses together are less than half of the time
+    pause = min(_LONGEST_PAUSE, timeout_s / 2.0**attempts)
+    each_s = (0.95 * timeout_s - pause * (2.0 ** (attempts - 1) - 1)) / attempts
+    fault = ""
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(pause * 2.0 ** (attempt - 1))
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
+        try:
+            with _opener().open(request, timeout=each_s) as reply:
+                return json.loads(reply.read(_LARGEST_REPLY))
+        except urllib.error.HTTPError as error:
+            fault = f"status {error.code}"
+            if error.code not in (408, 429) and error.code < 500:
+                break
+        except (OSError, http.client.HTTPException) as error:
+            fault = f"{type(error).__name__}: {error}"
+        except (ValueError, RecursionError) as error:
+            raise RewardError(f"the scorer at {url} did not reply with JSON: {error}. Fix: have it return a number or an object") from error
+    raise RewardError(
+        f"the scorer at {url} gave no score in {attempt + 1} attempts ({fault}). Fix: see whether it is up and takes the request"
+    )

@@ -1,0 +1,307 @@
+"""Programs of a model in processes of their own: tests of every form, limits, and what they cannot reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import ConfigError, RewardError
+from megarl.rollout import programs
+from megarl.rollout.programs import Limits, fault_of_isolation, fault_of_tests, judge, same_output
+from megarl.rollout.reward_pool import RewardPool
+from megarl.rollout.rewards import RewardSpec, Task, get_reward
+
+PLAIN = Limits(seconds=20.0, isolated=False)
+ISOLATED = Limits(seconds=20.0)
+needs_namespaces = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no namespaces here: {fault_of_isolation()}")
+
+
+def fenced(code: str, before: str = "") -> str:
+    """A response with a program."""
+    return f"{before}So:\n```python\n{code}\n```\nThat is it."
+
+
+def result_of(code: str, limits: Limits) -> str:
+    """What a program writes; empty where it does not end well."""
+    task = json.dumps({"code": code, "function": "", "statement": ""})
+    with programs._file(task) as source, programs._file() as given, programs._file() as written, programs._file() as told:
+        ends = (source.fileno(), told.fileno())
+        command = [programs.sys.executable, "-s", "-P", "-c", programs._PROGRAM, *map(str, ends)]
+        return programs._text(written) if programs.run(command, limits, given, written, ends) == 0 else ""
+
+
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+SUM = "def add(a, b):\n    return a + b"
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
+TEXT = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+CALLS = json.dumps({"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, ["ab"]]})
+LINES = json.dumps(
+    [
+        {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}},
+        {"input": "[1]\n[2, 3]", "output": "[1, 2, 3]", "testtype": "functional", "fn_name": "add"},
+    ]
+)
+STATEMENTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "score", "share"),
+    [
+        (ADDS, TEXT, 1, 1),
+        (ADDS.replace("a + b", "3"), TEXT, 0, 0.5),
+        ("print(3)\nraise SystemExit(1)", TEXT, 0, 0),
+        ("syntax error", TEXT, 0, 0),
+        (f"import sys\nif __name__ == '__main__':\n    {ADDS.replace(chr(10), chr(10) + '    ')}", TEXT, 1, 1),
+        (SUM, CALLS, 1, 1),
+        (SOLUTION, CALLS, 1, 1),
+        (SUM, LINES, 1, 1),
+        (SUM + "\nif __name__ == '__main__':\n    input()", CALLS, 1, 1),
+        (SUM.replace("a + b", "3"), CALLS, 0, 0.5),
+        ("def add(a, b):\n    return {a}", CALLS, 0, 0),
+        ("add = 3", CALLS, 0, 0),
+        ("def other(): ...", CALLS, 0, 0),
+        (SUM, STATEMENTS, 1, 1),
+        (SUM.replace("a + b", "3"), STATEMENTS, 0, 0.5),
+        # a program that ends before the statement has not passed it
+        (SUM + "\nraise SystemExit(0)", STATEMENTS, 0, 0),
+        (SUM + "\nimport os\nos._exit(0)", STATEMENTS, 0, 0),
+    ],
+)
+def test_tests_of_every_form(code: str, tests: str, score: float, share: float) -> None:
+    assert fault_of_tests(tests) is None
+    assert judge(fenced(code), tests, PLAIN) == score
+    assert judge(fenced(code), tests, PLAIN, partial=True) == share
+
+
+def test_the_last_block_that_ends_is_the_program() -> None:
+    good, bad = f"```python\n{ADDS}\n```\n", "```python\nprint(0)\n```\n"
+    assert judge(bad + "no:\n" + good, TEXT, PLAIN) == 1.0
+    assert judge(good + bad, TEXT, PLAIN) == 0.0
+    assert judge(good.replace("```python", "```"), TEXT, PLAIN) == 1.0
+    assert judge(good.replace("python", "Python3"), TEXT, PLAIN) == 1.0
+    assert judge(f"```python\n{ADDS}", TEXT, PLAIN) == 0.0
+    assert judge(good + "```text\n7\n```\n", TEXT, PLAIN) == 1.0
+    assert judge("```text\n7\n```\nprose\n" + good, TEXT, PLAIN) == 1.0
+    assert judge(ADDS, TEXT, PLAIN) == judge("", TEXT, PLAIN) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "fault"),
+    [
+        ("12", "neither a list nor an object"),
+        ("{", "no JSON"),
+        ("[]", "holds no test"),
+        ('{"inputs": [], "outputs": []}', "holds no test"),
+        ('{"inputs": ["1"], "outputs": []}', "two lists of one length"),
+        ('{"inputs": "1", "outputs": "2"}', "two lists of one length"),
+        ("[1]", "neither a statement nor an object"),
+        ('[{"input": "1"}]', "neither a statement nor an object"),
+        ('[{"input": "1", "output": "1", "testtype": "functional"}]', "names no function"),
+        ('{"fn_name": "f", "inputs": ["[1"], "outputs": ["1"]}', "neither a list nor JSON"),
+        ('{"fn_name": "f", "inputs": [3], "outputs": ["1"]}', "neither a list nor JSON"),
+    ],
+)
+def test_references_that_hold_no_tests_are_found(tests: str, fault: str) -> None:
+    assert fault in str(fault_of_tests(tests))
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("1 2\n", "1  2", True),
+        ("1\n2\n\n", "1\n2", True),
+        ("1.0", "1", True),
+        ("1e3", "1000", True),
+        ("1\n2", "1 2", False),
+        ("a", "A", False),
+        ("1.01", "1", False),
+        ("", "", True),
+        ("", "1", False),
+        ("nan", "nan", True),
+        ("\n1", "1", False),
+    ],
+)
+def test_outputs_are_compared_by_words_and_numbers(written: str, expected: str, same: bool) -> None:
+    assert same_output(written, expected) is same
+
+
+BOTH = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]
+
+
+@pytest.mark.parametrize("limits", BOTH)
+def test_limits(limits: Limits) -> None:
+    """Each is reached, and what stays below it is not harmed."""
+    small = Limits(limits.seconds, 128, 6, 1, limits.isolated)
+    assert result_of("print(len(bytearray(10 << 20)))", small) == f"{10 << 20}\n"
+    assert result_of("bytearray(500 << 20)\nprint(1)", small) == ""
+    assert result_of("open('file', 'wb').write(bytes(1 << 19))\nprint(1)", small) == "1\n"
+    assert result_of("open('file', 'wb', buffering=0).write(bytes(1 << 21))\nopen('file', 'ab').write(b'1' * 99999)\nprint(1)", small) == ""
+    assert result_of("while True: print('x' * 9999)", small) == ""
+    assert result_of("import os\nfor _ in range(99): os.dup(0)\nprint(1)", small) == ""
+    children = "import os, time\nfor _ in range({}):\n    if not os.fork():\n        time.sleep({})\n        os._exit(0)\n{}print(1)"
+    waits = "while True:\n    try: os.wait()\n    except OSError: break\n"
+    roomy = Limits(limits.seconds, 1024, 6, 1, limits.isolated)
+    assert result_of(children.format(3, 0.1, waits), roomy) == "1\n" and result_of(children.format(20, 0.5, waits), roomy) == ""
+
+
+@pytest.mark.parametrize("limits", BOTH)
+def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(limits: Limits) -> None:
+    """Also children that left its session and whose parent is gone."""
+    hasty = Limits(0.5, isolated=limits.isolated)
+    mark = f"megarl-test-{os.getpid()}-{limits.isolated}"
+    code = starts(mark)
+    assert result_of(code + "while True: pass", hasty) == ""
+    assert result_of(code + "print(1, flush=True)\nos._exit(0)", Limits(20.0, isolated=limits.isolated)) == "1\n"
+    assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
+
+
+def starts(mark: str) -> str:
+    """A program that leaves a child in a session of its own, which would go on for ten minutes."""
+    child = f"[sys.executable, '-c', 'import time; time.sleep(600)', '{mark}']"
+    return f"import os, subprocess, sys\nsubprocess.Popen({child}, start_new_session=True)\n"
+
+
+def commands() -> Iterator[Path]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (entry / "cmdline").exists():
+            yield entry / "cmdline"
+
+
+def test_nothing_of_the_run_is_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
+    assert result_of("import os\nprint('SECRET_OF_THE_RUN' in os.environ)", PLAIN) == "False\n"
+    assert result_of("print(list({'a', 'b', 'c', 'd'}))", PLAIN) == result_of("print(list({'a', 'b', 'c', 'd'}))", PLAIN) != ""
+
+
+@needs_namespaces
+def test_what_a_program_in_namespaces_cannot_reach() -> None:
+    """Network, other processes, files that it could change, sockets in directories of temporary files; and it can work in its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\nprint(1)"
+        assert result_of(connect, PLAIN) == "1\n"
+        assert result_of(connect, ISOLATED) == ""
+    kill = f"import os\nos.kill({os.getpid()}, 0)\nprint(1)"
+    assert result_of(kill, PLAIN) == "1\n" and result_of(kill, ISOLATED) == ""
+    for place in (Path.home(), Path(__file__).parent, Path("/dev/shm")):
+        assert result_of(f"open({str(place / 'left-by-a-program')!r}, 'w')\nprint(1)", ISOLATED) == "", place
+        assert not (place / "left-by-a-program").exists()
+    hidden = programs._hideable()[0]
+    there = Path(hidden) / f"megarl-test-{os.getpid()}"
+    there.write_text("x")
+    try:
+        assert (
+            result_of(f"import os\nprint(os.path.exists({str(there)!r}), os.listdir('.'), os.getcwd())", ISOLATED) == f"False [] {hidden}\n"
+        )
+    finally:
+        there.unlink()
+    assert result_of("open('own', 'w').write('x' * 999)\nprint(open('own').read()[:3])", ISOLATED) == "xxx\n"
+    assert result_of("import os\nprint(os.getuid() == 0, os.getpid())", ISOLATED) == "False 1\n"
+    # capabilities inside are gone, so that nothing can be mounted anew
+    status = result_of("print([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNewPrivs'))])", ISOLATED)
+    assert "CapEff:\\t0000000000000000" in status and "NoNewPrivs:\\t1" in status
+    # all files together are bounded, not each alone
+    many = "for number in range(20):\n    open(str(number), 'wb', buffering=0).write(bytes(1 << 19))\nprint(1)"
+    small = Limits(20.0, file_mb=1)
+    assert result_of(many, small) == ""
+
+
+def test_a_pool_tests_programs() -> None:
+    """Through the pool, where the limit of all tests is over while a program runs: it is gone, and the next answer is judged."""
+    mark = f"megarl-test-pool-{os.getpid()}"
+    sleeps = starts(mark) + "import time\ntime.sleep(600)"
+    options = {"isolation": "preferred", "code_timeout_s": 600.0, "partial": True}
+    pool = RewardPool([RewardSpec("code", options, timeout_s=2.0)], 1)
+    try:
+        tasks = [Task(fenced(code), TEXT) for code in (ADDS, sleeps, ADDS.replace("a + b", "3"))]
+        scores = pool.score([(0, task) for task in tasks])
+        assert [(score.value, score.fault) for score in scores] == [(1.0, None), (None, "timeout"), (0.5, None)]
+        assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
+    finally:
+        pool.close()
+
+
+def test_isolation_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "fault_of_isolation", lambda: "unshare: Operation not permitted")
+    with pytest.raises(ConfigError, match=r"env\.isolation = 'required': .*unshare: Operation not permitted.*preferred"):
+        get_reward(RewardSpec("code"))
+    reward = get_reward(RewardSpec("code", {"isolation": "preferred"}))
+    assert "could reach the network" in str(reward.notice)
+    assert reward.judge(Task(fenced(ADDS), TEXT)) == 1.0
+
+
+def test_a_program_that_cannot_be_started_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs.sys, "executable", "/no/such/python")
+    with pytest.raises(RewardError, match=r"no program can be started: FileNotFoundError"):
+        judge(fenced(ADDS), TEXT, PLAIN)
+
+
+CALLS_LINUX = "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"
+
+
+@needs_namespaces
+def test_a_program_cannot_end_its_supervisor_and_go_on() -> None:
+    """A signal to its group reaches over namespaces; with its parent gone, and no wish to die with it, it would run for ever."""
+    mark = f"megarl-test-group-{os.getpid()}"
+    code = f"{starts(mark)}{CALLS_LINUX}libc.prctl(1, 0)\nos.kill(0, 9)\nos.kill(-1, 9)\nprint(os.getppid(), flush=True)\ntime.sleep(600)"
+    assert result_of(code, Limits(1.0)) == ""
+    assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
+    assert result_of(f"{CALLS_LINUX}print(os.getppid())", ISOLATED) == "0\n"
+
+
+@needs_namespaces
+def test_a_program_gets_no_namespaces_of_its_own() -> None:
+    """In which it could mount file systems that have no limit."""
+    new_user = 0x10000000
+    code = f"{CALLS_LINUX}print(libc.unshare({new_user}))"
+    assert result_of(code, PLAIN) == "0\n" and result_of(code, ISOLATED) == "-1\n"
+    empty = "for number in range({}): open(str(number), 'w').close()\nprint(1)"
+    assert result_of(empty.format(500), ISOLATED) == "1\n" and result_of(empty.format(5000), ISOLATED) == ""
+
+
+@pytest.mark.parametrize("limits", BOTH)
+def test_programs_that_multiply_or_share_memory_out_are_ended(limits: Limits) -> None:
+    small = Limits(limits.seconds, 96, 8, 1, limits.isolated)
+    mark = f"megarl-test-bomb-{os.getpid()}-{limits.isolated}"
+    # no more than 256 of them, should nothing stop it
+    assert result_of(f"{starts(mark)}import time\nfor _ in range(8): os.fork()\ntime.sleep(600)", small) == ""
+    hold = "import os, time\nfor _ in range({}):\n    if not os.fork(): break\nheld = bytearray(40 << 20)\ntime.sleep(0.5)\nprint(1)"
+    assert "1" in result_of(hold.format(0), small) and result_of(hold.format(3), small) == ""
+    assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
+
+
+@pytest.mark.parametrize("limits", BOTH)
+def test_a_program_may_treat_its_files_as_it_likes(limits: Limits) -> None:
+    """It closes them, writes for ever and hears of no error, or leaves them to a child that goes on: the end comes in time."""
+    assert result_of("import os\nos.close(0)\nos.close(2)\nprint(1)", limits) == "1\n"
+    assert result_of("import os\nos.close(1)", limits) == ""
+    hasty = Limits(0.5, file_mb=1, isolated=limits.isolated)
+    deaf = "import os\nwhile True:\n    try: os.write(1, b'x' * 99999)\n    except OSError: pass"
+    assert result_of(deaf, hasty) == ""
+    leaves = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(600)\nprint(1, flush=True)\nos._exit(0)"
+    assert result_of(leaves, limits) == "1\n"
+
+
+def test_why_namespaces_are_not_granted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "unshare: Operation not permitted")
+
+    monkeypatch.setattr(programs, "_hideable", lambda: ("/tmp",))
+    monkeypatch.setattr(programs, "_enter_namespaces", refuse)
+    with pytest.raises(RewardError, match=r"no program can be started: .*unshare: Operation not permitted"):
+        result_of("print(1)", ISOLATED)
+    assert result_of("print(1)", PLAIN) == "1\n"
+
+
+def test_isolation_is_looked_for_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = fault_of_isolation.__wrapped__
+    assert find() == fault_of_isolation()
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(programs.sys, "executable", "/no/such/python")
+    assert "FileNotFoundError" in str(find())
+    monkeypatch.setattr(programs.sys, "executable", "/bin/false")
+    assert find() == "exit code 1"
