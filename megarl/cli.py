@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check configuration and model, show ranks, batches and memory, and start nothing"
     )
     train.add_argument("--data", action="store_true", help="with --dry-run: check tokenizer, chat template and all records as well")
+    add_eval(commands)
     listed = commands.add_parser(
         "recipes",
         help="list the configurations that ship with megarl",
@@ -59,6 +60,31 @@ def build_parser() -> argparse.ArgumentParser:
     add_parity(commands)
     add_convert(commands)
     return parser
+
+
+def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The sub-command ``eval``."""
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model or a checkpoint on the validation sets of a configuration",
+        usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR | --checkpoint DIR] [--json FILE] [--dry-run]",
+        description="Sample and score answers to the validation sets of a configuration, without a trainer: no optimizer, no reference "
+        "policy, no training data. The figures are those that a run of it logs for these weights, to the last digit where it generates on "
+        "the same ranks by the same engine.",
+        epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a worker or a node was lost, 1 "
+        "any other failure, 130 interrupted.",
+    )
+    evaluate.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
+    add_layers(evaluate)
+    weights = evaluate.add_mutually_exclusive_group()
+    weights.add_argument("--model", metavar="DIR", help="evaluate this Hugging Face model in place of policy.model_name")
+    weights.add_argument("--checkpoint", metavar="DIR", type=Path, help="take the weights of this checkpoint of a run, a directory step_N")
+    evaluate.add_argument(
+        "--json", metavar="FILE", type=Path, help="write the result there (default evaluations/NAME.json in the run's directory)"
+    )
+    evaluate.add_argument(
+        "--dry-run", action="store_true", help="check configuration, model and checkpoint, show the sets, and start nothing"
+    )
 
 
 def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -153,7 +179,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The parsed command line, and the overrides of a configuration wherever among the options they stand."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    configures = arguments.command == "train" or (arguments.command == "doctor" and arguments.config is not None)
+    configures = arguments.command in {"train", "eval"} or (arguments.command == "doctor" and arguments.config is not None)
     for word in rest:
         if not configures or word.startswith("-"):
             parser.error(f"unrecognized argument: {word}")
@@ -201,6 +227,15 @@ def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: b
     from megarl.algorithms.run import run
 
     return int(run(config) or 0)
+
+
+def evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Evaluate a model on the validation sets of a configuration."""
+    chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
+    config = load_and_check(arguments.config, [*overrides, *chosen], arguments.layers)
+    from megarl.algorithms.evaluate import run
+
+    return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
 
 
 def show(config: Config, data: bool) -> None:
@@ -286,6 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "train":
             return train(arguments.config, overrides, arguments.layers, arguments.dry_run, arguments.data)
+        if arguments.command == "eval":
+            return evaluate(arguments, overrides)
         if arguments.command == "recipes":
             return list_recipes(arguments.json)
         if arguments.command == "parity":

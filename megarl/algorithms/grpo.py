@@ -53,8 +53,31 @@ class GRPOConfig(TypedDict):
     ]
     val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
     val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
-    max_val_samples: NotRequired[Annotated[int | None, Key("prompts of a validation; null for all.", AT_LEAST_1, default=None)]]
-    val_batch_size: NotRequired[Annotated[int, Key("prompts of a validation that are generated together.", AT_LEAST_1)]]
+    max_val_samples: NotRequired[
+        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
+    ]
+    val_batch_size: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "prompts of a validation set that are generated together; null for the whole set in one call. A policy that generates "
+                "itself takes ``policy.generation_batch_size`` answers at a time even so.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    val_num_generations_per_prompt: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "k, answers a prompt of a validation: several give mean@k, pass@k and majority@k, and need "
+                "``policy.generation.val_temperature``. A source of ``data.validation`` may say otherwise.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
+    ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
     max_token_mult_prob_error: NotRequired[
         Annotated[
@@ -83,7 +106,7 @@ class GRPO(Algorithm):
 
         super().__init__(parts)
         assert parts.environment is not None
-        self.config = parts.config["grpo"]
+        self.run_config, self.config = parts.config, parts.config["grpo"]
         self.seed = parts.config["seed"]
         self.policy = parts.models[ACTOR]
         self.refit = parts.refit
@@ -137,34 +160,17 @@ class GRPO(Algorithm):
         return not self.loss_fn.force_on_policy_ratio or self.config["max_token_mult_prob_error"] is not None
 
     def validate(self) -> dict[str, float]:
-        """Greedy responses to the first ``max_val_samples`` prompts: ``accuracy``, ``samples``, lengths."""
-        import torch
-
-        from megarl.rollout.collector import accuracies_of, add_metrics, part_metrics
+        """Figures of all validation sets (``validation_metrics``)."""
+        from megarl.rollout.evaluation import answer_set, validation_metrics, validation_sets
 
         if self.validation_data is None:
             return {}
-        examples = self.validation_data.examples[: self.config["max_val_samples"]]
         size = self.config["val_batch_size"]
-        collected = [
-            # Whole batches only: a batch that the data-parallel ranks cannot share equally would be refused.
-            self.collector.collect(examples[start : start + size], greedy=True, pad_to=size)
-            for start in range(0, len(examples), size)
-        ]
+        validated = [answer_set(self.collector, each, size) for each in validation_sets(self.run_config, self.validation_data)]
         if self.refit is not None:
             # the engines may have had its devices; whoever saves or exports next finds it there again
             self.policy.prepare_for_lp_inference()
-        names = ("masked", "generation_lengths", "truncated")
-        column = {name: torch.cat([rollouts.samples[name] for rollouts in collected]) for name in names}
-        accuracies = torch.cat([accuracies_of(rollouts.samples) for rollouts in collected])
-        own = {
-            "accuracy": _mean(accuracies[~column["masked"] & ~accuracies.isnan()]),
-            **part_metrics([rollouts.samples for rollouts in collected]),
-            "samples": len(examples),
-            "generation_length": float(column["generation_lengths"].double().mean()),
-            "truncated": float(column["truncated"].double().mean()),
-        }
-        return add_metrics(own, [rollouts.metrics for rollouts in collected])
+        return validation_metrics(validated)
 
     def _advantages(self, samples: BatchedDataDict[Any]) -> Tensor:
         """[B] float32."""

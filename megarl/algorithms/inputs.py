@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,24 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
         MegarlError: data, model, tokenizer or environment cannot be used.
         ConversionError: the model cannot be carried over.
     """
+    tokenizer, environment, load = _opened(config, stack)
+    data = config["data"]
+    train = load(data["train"])
+    validation = load(data["validation"]) if data["validation"] else None
+    _warn_of_few_records(len(train), step_size(config)[0])
+    return Inputs(tokenizer, environment, train, validation)
+
+
+def read_validation(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
+    """Read what a validation alone needs: tokenizer, environment and validation data, as ``read_inputs`` does; errors as there."""
+    tokenizer, environment, load = _opened(config, stack)
+    return tokenizer, environment, load(config["data"]["validation"])
+
+
+def _opened(
+    config: Config, stack: ExitStack
+) -> tuple[PreTrainedTokenizerBase, Environment | None, Callable[[DataSource | list[DataSource]], Dataset]]:
+    """The tokenizer, the environment, and what reads sources for them; the model is looked at before."""
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
@@ -84,10 +102,7 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
         check_tokens(dataset, tokenizer, vocab_size, with_answers)
         return dataset
 
-    train = load(data["train"])
-    validation = load(data["validation"]) if data["validation"] else None
-    _warn_of_few_records(len(train), step_size(config)[0])
-    return Inputs(tokenizer, environment, train, validation)
+    return tokenizer, environment, load
 
 
 def _environment(config: Config, stack: ExitStack) -> Environment | None:

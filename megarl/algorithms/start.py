@@ -123,9 +123,11 @@ def _refuse_the_cpu_where_gpus_are_expected() -> None:
     raise ConfigError([Violation("cluster.device", "auto", f"Ray has no GPU, although {where}: it would silently train on the CPU", fix)])
 
 
-def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack, role: Role = ACTOR) -> Policy:
+def start_policy(
+    config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, *, trains: bool = True
+) -> Policy:
     """Reserve bundles for the workers and build the policy of a role on them, on a Ray that is started where none runs yet; the stack takes
-    all of it down again."""
+    all of it down again. One that does not train has neither an optimizer nor a reference policy."""
     start_ray(stack)
     import ray
 
@@ -150,8 +152,9 @@ def start_policy(config: Config, tokenizer: PreTrainedTokenizerBase, start: Resu
         config["policy"],
         tokenizer,
         weights_path=_text(start.weights_path(role)),
-        optimizer_path=_text(start.optimizer_path(role)),
-        init_reference_model=has_reference_policy(config),
+        init_optimizer=trains,
+        optimizer_path=_text(start.optimizer_path(role)) if trains else None,
+        init_reference_model=trains and has_reference_policy(config),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
         call_timeout_s=max(config["deadlines"]["step_s"], config["deadlines"]["save_s"]),

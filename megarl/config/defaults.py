@@ -165,8 +165,6 @@ def _complete_environments(run: Config) -> None:
 
 
 def _fill_sizes_of_validation(run: Config) -> None:
-    if isinstance(run.get("grpo"), dict) and "num_prompts_per_step" in run["grpo"]:
-        run["grpo"].setdefault("val_batch_size", run["grpo"]["num_prompts_per_step"])
     if isinstance(run.get("sft"), dict):
         for key in ("global_batch_size", "micro_batch_size"):
             if f"train_{key}" in run["policy"]:

@@ -26,6 +26,7 @@ from megarl.config.memory_run import (
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
+from megarl.config.validation_sets import set_plans, validation_sources
 from megarl.models.generation.engines import engine_kind, is_engine
 
 WIDTH = 100
@@ -81,6 +82,8 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     console.print(yaml.safe_dump(dict(config), sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
     console.print(batch_table(batch_plan(config, layout), generates=generates(config)))
+    if generates(config) and validation_sources(config):
+        console.print(validation_table(config))
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
@@ -133,6 +136,19 @@ def batch_table(plan: BatchPlan, generates: bool) -> Table:
         tokens = f"{plan.micro_batch_size} x {plan.sequence_length} tokens at most"
         table.add_row("tokens a micro-batch", tokens, f"{plan.tokens_per_micro_batch:,}")
     table.add_row("tokens a step", f"{plan.samples} x {plan.sequence_length} tokens at most", f"{plan.tokens_per_step:,}")
+    return table
+
+
+def validation_table(config: Mapping[str, Any]) -> Table:
+    """The validation sets of a checked run that generates, one a row."""
+    table = Table(title="validation")
+    for heading in ("set", "sources", "prompts", "answers a prompt", "drawn"):
+        table.add_column(heading, justify="right" if heading in {"prompts", "answers a prompt"} else "left")
+    sources = validation_sources(config)
+    for plan in set_plans(config):
+        names = [str(sources[place].get("path") or sources[place].get("name")) for place in plan.places]
+        prompts = "all" if plan.max_prompts is None else f"at most {plan.max_prompts:,}"
+        table.add_row(plan.name, ", ".join(names), prompts, f"{plan.generations:,}", plan.drawn)
     return table
 
 

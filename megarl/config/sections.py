@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
-from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, Key, Range
 from megarl.models.policy import PolicyConfig
 
 
@@ -62,6 +62,23 @@ class DataSource(TypedDict):
     max_samples: NotRequired[Annotated[int | None, Key("only the first so many records; null for all.", AT_LEAST_1)]]
 
 
+class ValidationSource(DataSource):
+    """Validation source: a data source, and how answers to its prompts are sampled. Sources with one ``val_set`` are one set, and agree on
+    that; SFT takes all sources as one set."""
+
+    val_set: NotRequired[
+        Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
+    ]
+    val_num_generations_per_prompt: NotRequired[
+        Annotated[int, Key("answers a prompt; ``grpo.val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
+    ]
+    val_temperature: NotRequired[
+        Annotated[float, Key("0 takes the likeliest token always; ``policy.generation.val_temperature`` when absent.", AT_LEAST_0)]
+    ]
+    val_top_p: NotRequired[Annotated[float, Key("``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)]]
+    val_top_k: NotRequired[Annotated[int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)]]
+
+
 class PreferenceSource(DataSource):
     """Source of pairs of answers, for programs: no algorithm that the configuration knows reads it. ``prompt_key`` may be absent where the
     fields of the answers hold whole conversations."""
@@ -75,7 +92,10 @@ class DataConfig(TypedDict):
 
     train: Annotated[DataSource | list[DataSource], Key("training data: a source or a list of them.")]
     validation: NotRequired[
-        Annotated[DataSource | list[DataSource] | None, Key("validation data: a source or a list of them; null for none.", default=None)]
+        Annotated[
+            ValidationSource | list[ValidationSource] | None,
+            Key("validation data: a source or a list of them, each a set with figures of its own; null for none.", default=None),
+        ]
     ]
     max_input_seq_length: Annotated[int, Key("longest prompt (SFT: prompt and answer) in tokens.", AT_LEAST_1)]
     filter_overlong_prompts: NotRequired[

@@ -34,8 +34,11 @@ _STYLES = {
 }
 
 
-_FAULTS = frozenset({"reward_errors", "reward_timeouts", "validation/reward_errors", "validation/reward_timeouts"})
+_FAULTS = frozenset({"reward_errors", "reward_timeouts"})
 """Figures of a validation that are shown where they are not 0."""
+
+_OF_A_SET = "/samples"
+"""Ends the name of the metric that every validation set has."""
 
 
 class TrainingConsole:
@@ -118,10 +121,18 @@ class TrainingConsole:
             self._progress.update(self._task, completed=step, eta=f"ETA {format_seconds(remaining_s)}")
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a validation, in the order they come."""
-        numbers = {name.removeprefix("validation/"): _number(value) for name, value in metrics.items() if value or name not in _FAULTS}
-        shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
-        self._say(Text(f"validation after step {step}", style="bold blue").append(f"  {shown}", style="blue"))
+        """Show the numbers of a validation, in the order they come; those of a set among several on a line of their own."""
+        lines: dict[str, dict[str, str]] = {"": {}}
+        sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET) and name != f"validation{_OF_A_SET}"]
+        for name, value in metrics.items():
+            of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
+            bare = name.removeprefix(f"{of_set}/" if of_set else "validation/")
+            if value or bare not in _FAULTS:
+                lines.setdefault(of_set, {})[bare] = _number(value)
+        for of_set, numbers in lines.items():
+            title = f"validation after step {step}" if not of_set else f"  {of_set.removeprefix('validation/')}"
+            shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
+            self._say(Text(title, style="bold blue").append(f"  {shown}", style="blue"))
 
     def note(self, text: str) -> None:
         """Show a line of text, for example that a checkpoint was written."""

@@ -49,8 +49,22 @@ def gsm8k(response: str, answer: str, method: str = "strict") -> float:
         answer: a whole solution with ``####``, as the data set has it, or a number.
         method: ``flexible`` takes the last number of the response, wherever it stands.
     """
+    found = _last_number(response, method)
+    return float(found is not None and found == _reference_number(answer))
+
+
+def gsm8k_answer(response: str, method: str = "strict") -> str | None:
+    """The number that ``gsm8k`` compares, written one way whatever way the response writes it; None where there is none."""
+    found = _last_number(response, method)
+    if found is None:
+        return None
+    text = f"{found or Decimal(0):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _last_number(response: str, method: str) -> Decimal | None:
     found = _ANY_NUMBER.findall(response) if method == "flexible" else _marked_numbers(response)
-    return float(bool(found) and found[-1] is not None and _number(found[-1]) == _reference_number(answer))
+    return None if not found or found[-1] is None else _number(found[-1])
 
 
 def _marked_numbers(response: str) -> list[str | None]:
@@ -82,9 +96,15 @@ def multichoice(response: str, answer: str) -> float:
         response: the model's.
         answer: a capital letter, alone or in brackets.
     """
+    chosen = chosen_letter(response)
+    return float(chosen is not None and chosen == _reference_letter(answer))
+
+
+def chosen_letter(response: str) -> str | None:
+    """The letter that ``multichoice`` takes a response to choose; None where it chooses none."""
     alone = _ONLY_A_LETTER.fullmatch(response)
-    chosen = [alone[1]] if alone else _CHOICE.findall(response)
-    return float(bool(chosen) and chosen[-1] == _reference_letter(answer))
+    chosen: list[str] = [alone[1]] if alone else _CHOICE.findall(response)
+    return chosen[-1] if chosen else None
 
 
 def fault_of_choice(answer: str) -> str | None:
@@ -103,8 +123,14 @@ def dapo_match(response: str, answer: str) -> float:
     The final answer is what follows the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to the end of its line. A box
     alone is none, and 1/2 is not 0.5 to this rule.
     """
+    stated = dapo_answer(response)
+    return float(stated is not None and stated == simplified(answer))
+
+
+def dapo_answer(response: str) -> str | None:
+    """The final answer that ``dapo_match`` compares, simplified; None where none is stated."""
     stated = _ANSWER.findall(response[-LONGEST_ENDING:])
-    return float(bool(stated) and simplified(stated[-1]) == simplified(answer))
+    return simplified(stated[-1]) if stated else None
 
 
 def fault_of_text(answer: str) -> str | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megarl.data.datasets import Example
     from megarl.distributed.batched_data_dict import BatchedDataDict
-    from megarl.models.generation.interfaces import GenerationInterface
+    from megarl.models.generation.interfaces import GenerationInterface, Sampling
     from megarl.observe.timing import PhaseTimer
 
 
@@ -89,7 +89,7 @@ class Collector:
         *,
         weight_version: int | None = None,
         greedy: bool = False,
-        pad_to: int = 0,
+        sampling: Sampling | None = None,
     ) -> Rollouts:
         """Sample responses to the prompts of some records and have them rewarded.
 
@@ -99,21 +99,15 @@ class Collector:
             seeds: P * G seeds, see ``sampling_seeds``; None where the engine may sample as it likes.
             weight_version: finished steps of training; None where nobody trains on the samples: they do not have that column.
             greedy: take the likeliest token always.
-            pad_to: generate for at least so many prompts; what comes of the further ones is dropped.
+            sampling: in place of the configured temperature, top-p and top-k; None for those.
 
         Raises:
             BatchError: what came back does not fit the prompts, or the environment's answer does not fit the responses.
         """
         if not records:
             raise BatchError("there are no records to collect samples for. Fix: give at least one")
-        further = max(pad_to - len(records), 0)
-        filled = [*records, *[records[0]] * further]
-        if seeds is not None:
-            seeds = [*seeds, *list(seeds[:1]) * further * generations]
-        samples = self._generate([record.prompt_ids for record in filled], generations, seeds, greedy)
+        samples = self._generate([record.prompt_ids for record in records], generations, seeds, greedy, sampling)
         rows = len(records) * generations
-        if len(filled) > len(records):
-            samples = samples.slice(0, rows)
         of_rows = [record for record in records for _ in range(generations)]
         with self.timer.phase("reward"):
             result = self.environment.step(_turn(samples, of_rows, self.tokenizer))
@@ -128,7 +122,12 @@ class Collector:
         return Rollouts(samples, of_rows, result.metrics)
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], generations: int, seeds: Sequence[int] | None, greedy: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        generations: int,
+        seeds: Sequence[int] | None,
+        greedy: bool,
+        sampling: Sampling | None,
     ) -> BatchedDataDict[Any]:
         """The responses, see ``generate_samples``."""
         engine = self.policy
@@ -139,7 +138,7 @@ class Collector:
         with self.timer.phase("generation"):
             if self.engine is None:
                 engine.prepare_for_generation()
-            samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids)
+            samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids, sampling)
             engine.finish_generation()
             lengths = {name: samples[name].numpy() for name in ("input_lengths", "prompt_lengths")}
             self.timer.passed(Sequences(lengths["input_lengths"], lengths["prompt_lengths"], np.array([len(prompt) for prompt in prompts])))

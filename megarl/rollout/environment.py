@@ -30,6 +30,9 @@ _T = TypeVar("_T")
 _TOLD = 3
 """Rewards of a batch that are missing and reported one by one."""
 
+_ANSWER_SECONDS = 5.0
+"""How long the final answer of one response may be looked for."""
+
 _BATCHES = 3
 """Batches in a row that may be left without any score."""
 
@@ -175,6 +178,12 @@ class SingleTurn:
                 return f"{part.name}: {said}" if self._has_several else said
         return None
 
+    @property
+    def final_answer(self) -> Callable[[str], str | None] | None:
+        """Return what says the final answer of a response: the first reward that tells right from wrong and knows of one; None without."""
+        rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
+        return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
+
     def close(self) -> None:
         """End the processes of the pool."""
         if self._pool is not None:
@@ -316,6 +325,10 @@ class NamedEnvironments:
             return f"its record names the environment {name!r}, and there are {names}" if name else f"its record names none of {names}"
         return self._environments[name].fault_of_reference(answer)
 
+    def of(self, record: Example) -> Environment:
+        """The environment that a record meets."""
+        return self._environments[self._name_of(record)]
+
     def close(self) -> None:
         """Close all."""
         with contextlib.ExitStack() as stack:
@@ -429,6 +442,34 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
             return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
 
     return find
+
+
+def final_answers(environment: Environment, records: Sequence[Example], responses: Sequence[str]) -> list[str | None] | None:
+    """The final answers of responses, as texts that equal answers share; None for a response that has none.
+
+    Args:
+        environment: that knows the answers; one of a user's own has an attribute ``final_answer``, ``(response) -> str | None``, or not.
+        records: B records.
+        responses: B texts.
+
+    Returns:
+        B answers; None where an environment of these records does not know of any.
+    """
+    met = [environment.of(record) if isinstance(environment, NamedEnvironments) else environment for record in records]
+    finders = [finder for each in met if (finder := getattr(each, "final_answer", None)) is not None]
+    if len(finders) < len(met):
+        return None
+    return [_final_answer(finder, response) for finder, response in zip(finders, responses, strict=True)]
+
+
+def _final_answer(find: Callable[[str], str | None], response: str) -> str | None:
+    try:
+        with time_limit(_ANSWER_SECONDS):
+            found = find(response)
+    except (OutOfTimeError, Exception) as error:
+        logger.debug("no final answer was found: %s", error)
+        return None
+    return None if found is None else str(found)
 
 
 def make_environment(section: Mapping[str, Any]) -> Environment:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.errors import DeadlineError
+from megarl.rollout.answers import gsm8k_answer
 from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
 CHECK_SECONDS = 5.0
@@ -50,6 +51,15 @@ def math_verify(response: str, answer: str) -> float:
         if _loses_a_part(answer, reference):
             return float(_as_text(_last_box(response)) == _as_text(_last_box(answer) or answer))
         return float(_or_none(lambda: library.verify(list(reference), _parse(response), timeout_seconds=None)) or False)
+
+
+def math_answer(response: str) -> str | None:
+    """The final answer of a response as text, by which a majority votes: its last box, else its last number; None where it has neither.
+
+    1/2 and 0.5 are two answers here: to compare every two by value would take the library as many calls as there are pairs.
+    """
+    box = _last_box(response)
+    return _as_text(box) if box else gsm8k_answer(response, "flexible")
 
 
 def fault_of_reference(answer: str) -> str | None:

@@ -12,7 +12,8 @@ or a dictionary with the number under ``score`` and, under ``acc``, whether the 
 
 ``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names it. ``record`` has ``answer``, ``index`` and the fields of the
 data record, as far as the data set keeps them. An attribute ``fault_of_reference`` of the function, where it has one, is called with every
-reference answer when the data are read, and says why an answer is of no use, or returns None.
+reference answer when the data are read, and says why an answer is of no use, or returns None. An attribute ``final_answer``,
+``(response) -> str | None``, says what a response answers in the end, so that a validation can report the answer of the majority.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Reward:
         wants_record: it reads the prompt and the record of a task.
         tells_right_from_wrong: its number is also the accuracy of the response. False for what shapes a reward.
         notice: what a user has to know before it is used; empty for nothing.
+        final_answer: what a response answers in the end, as a text that equal answers share, by which a majority votes; None where it has
+            no answer. Itself None where the reward knows of none.
     """
 
     judge: Callable[[Task], Any]
@@ -106,26 +109,35 @@ class Reward:
     wants_record: bool = False
     tells_right_from_wrong: bool = True
     notice: str = ""
+    final_answer: Callable[[str], str | None] | None = None
 
 
 def _exact_match(strip: bool = True) -> Reward:
     if strip:
-        return Reward(lambda task: float(task.response.strip() == task.answer.strip()), is_immediate=True)
-    return Reward(lambda task: float(task.response == task.answer), is_immediate=True)
+        return Reward(lambda task: float(task.response.strip() == task.answer.strip()), is_immediate=True, final_answer=str.strip)
+    return Reward(lambda task: float(task.response == task.answer), is_immediate=True, final_answer=str)
 
 
 def _math(math_verify_impl: str = "hf_math_verify") -> Reward:
     if math_verify_impl == "dapo_math_verify":
-        return Reward(lambda task: answers.dapo_match(task.response, task.answer), answers.fault_of_text)
-    return Reward(lambda task: mathematics.math_verify(task.response, task.answer), mathematics.fault_of_reference)
+        return Reward(lambda task: answers.dapo_match(task.response, task.answer), answers.fault_of_text, final_answer=answers.dapo_answer)
+    return Reward(
+        lambda task: mathematics.math_verify(task.response, task.answer),
+        mathematics.fault_of_reference,
+        final_answer=mathematics.math_answer,
+    )
 
 
 def _gsm8k(gsm8k_method: str = "strict") -> Reward:
-    return Reward(lambda task: answers.gsm8k(task.response, task.answer, gsm8k_method), answers.fault_of_gsm8k)
+    return Reward(
+        lambda task: answers.gsm8k(task.response, task.answer, gsm8k_method),
+        answers.fault_of_gsm8k,
+        final_answer=lambda response: answers.gsm8k_answer(response, gsm8k_method),
+    )
 
 
 def _multichoice() -> Reward:
-    return Reward(lambda task: answers.multichoice(task.response, task.answer), answers.fault_of_choice)
+    return Reward(lambda task: answers.multichoice(task.response, task.answer), answers.fault_of_choice, final_answer=answers.chosen_letter)
 
 
 def _format(pattern: str | None = None) -> Reward:
@@ -218,11 +230,11 @@ def get_reward(spec: RewardSpec) -> Reward:
 
 def _of_function(name: str, function: Callable[..., Any]) -> Reward:
     """A user's function, which says by its parameters what it takes."""
-    fault = getattr(function, "fault_of_reference", None)
+    fault, final = (getattr(function, name, None) for name in ("fault_of_reference", "final_answer"))
     if _takes(function, 2):
-        return Reward(lambda task: function(task.response, task.answer), fault)
+        return Reward(lambda task: function(task.response, task.answer), fault, final_answer=final)
     if _takes(function, 3):
-        return Reward(lambda task: function(task.prompt, task.response, dict(task.record)), fault, wants_record=True)
+        return Reward(lambda task: function(task.prompt, task.response, dict(task.record)), fault, wants_record=True, final_answer=final)
     bound = f"it takes {inspect.signature(function)}, and (response, answer) or (prompt, response, record) is wanted"
     raise ConfigError([Violation(REWARD, name, bound, "give it one of these two lists of parameters")])
 

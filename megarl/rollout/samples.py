@@ -19,7 +19,7 @@ from megarl.rollout.texts import decode_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.models.generation.interfaces import GenerationInterface
+    from megarl.models.generation.interfaces import GenerationInterface, Sampling
 
 
 def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -27,13 +27,25 @@ def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int
 
     A hash of its arguments, so that a resumed run, or one with other workers, draws the same answer.
     """
-    text = f"{run_seed}:{step}:{prompt_index}:{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    return _seed_of(f"{run_seed}:{step}:{prompt_index}:{sample_index}")
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
     """The seeds of a step's answers, in the order of ``generate_samples``; a prompt counts by its place in the step."""
     return [sampling_seed(run_seed, step, prompt, sample) for prompt in range(num_prompts) for sample in range(num_generations)]
+
+
+def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[int]:
+    """The seeds of the answers to a validation set, in the order of ``generate_samples``.
+
+    They depend on the name of the set and the places of prompt and answer alone, so that every validation of every run draws alike and
+    ``megarl eval`` finds the figures of a step again.
+    """
+    return [_seed_of(f"validation:{name}:{prompt}:{sample}") for prompt in range(num_prompts) for sample in range(num_generations)]
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generate_samples(
@@ -44,6 +56,7 @@ def generate_samples(
     seeds: Sequence[int] | None = None,
     greedy: bool = False,
     stop_token_ids: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
 ) -> BatchedDataDict[Any]:
     """Answers to prompts.
 
@@ -55,6 +68,7 @@ def generate_samples(
         seeds: B = P * G sampling seeds, or None where the policy may draw as it likes.
         greedy: take the likeliest token always.
         stop_token_ids: tokens that end an answer; the end-of-sequence token when None.
+        sampling: in place of the configured temperature, top-p and top-k; None for those.
 
     Returns:
         B rows, the answers to one prompt next to each other: ``input_ids`` [B, S] int64 (prompt and answer), ``input_lengths`` [B],
@@ -72,7 +86,8 @@ def generate_samples(
         if len(seeds) != rows:
             raise BatchError(f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and generation")
         request["sampling_seeds"] = torch.tensor(list(seeds), dtype=torch.int64)
-    output = policy.generate(request, greedy=greedy)
+    # a generator without that parameter serves where nobody asks for another distribution
+    output = policy.generate(request, greedy=greedy, **({} if sampling is None else {"sampling": sampling}))
 
     input_ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"].long()
     _check_answers(input_ids, lengths, output["generation_lengths"], prompt_ids, prompt_lengths)

@@ -12,6 +12,7 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
+from megarl.config.validation_sets import TEMPERATURE, TOP_K, TOP_P, SetPlan
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.generation import configure_generation_config
@@ -93,7 +94,7 @@ def scored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampled answers to prompts of several lengths."""
+    """Sampled answers to prompts of several lengths, and those of a validation."""
     worker = _worker(config, optimizer=False)
     lengths = torch.tensor([2, 5, 3, 4])
     prompts = make_batch(4, 5, seed=9)["input_ids"].clamp(min=3) * (torch.arange(5)[None] < lengths[:, None])
@@ -107,6 +108,8 @@ def generated(config: Mapping[str, Any]) -> dict[str, Any]:
             "logprobs": output["logprobs"],
             "rows_at_once": [shape[0] for shape in watch.tokens],
         }
+    plan = SetPlan("set", (0,), 1, *(worker.cfg["generation"][key] for key in (TEMPERATURE, TOP_P, TOP_K)))
+    seen["validated"] = worker.generate(data=data, greedy=plan.sampling is None, sampling=plan.sampling)["output_ids"]
     worker.backend.close()
     return seen
 

@@ -14,6 +14,7 @@ PACKED = {**SHORT, "sequence_packing": {"enabled": True, "train_mb_tokens": 26, 
 DYNAMIC = {**SHORT, "dynamic_batching": {"enabled": True, "train_mb_tokens": 26, "logprob_mb_tokens": 26, "sequence_length_round": 1}}
 SEQUENCE: list[dict[str, Any]] = [WARM_UP, {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}]
 
+VALIDATES_BY_SAMPLING = {"generation.val_temperature": 1.5}
 COLOCATED = {"generation.colocated.enabled": True}
 
 GENERATION: dict[str, Demonstration] = {
@@ -21,6 +22,9 @@ GENERATION: dict[str, Demonstration] = {
     "generation.temperature": Changes(0.5, "scored.logprobs"),
     "generation.top_p": Changes(0.05, "generated.ids"),
     "generation.top_k": Changes(1, "generated.ids"),
+    "generation.val_temperature": Changes(1.5, "generated.validated"),
+    "generation.val_top_p": Changes(0.05, "generated.validated", beside=VALIDATES_BY_SAMPLING),
+    "generation.val_top_k": Changes(1, "generated.validated", beside=VALIDATES_BY_SAMPLING),
     "generation.stop_token_ids": Changes(list(range(101)), "generated.answers"),
     "generation.stop_strings": Changes(["w"], "generated.answers"),
     "generation.pad_token_id": Changes(7, "generated.ids", beside={"generation.stop_token_ids": list(range(50))}),

@@ -31,6 +31,7 @@ OWN = {"algorithm": f"{Path(__file__).parents[1]}/toys/reinforce.py:Reinforce"}
 SELECTIVE = {"m.activation_checkpointing": True, "m.recompute_granularity": "selective"}
 KEYS = {"prompt_key": "question", "answer_key": "answer"}
 A = {"path": "a.jsonl", **KEYS}
+B = {"path": "b.jsonl", **KEYS}
 MIXTURE = {"mixture": mixture()}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
@@ -377,6 +378,44 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"data.train.0.repeat", "data.train.1.max_samples"},
     ),
     ("sources_can_be_mixed", {"data.validation.weight": 1}, {}, {"data.validation.weight"}),
+    (
+        "sources_can_be_mixed",
+        {"data.validation": [{**A, "val_top_p": 0.0}, {**B, "val_num_generations_per_prompt": 0}]},
+        {},
+        {"data.validation.0.val_top_p", "data.validation.1.val_num_generations_per_prompt"},
+    ),
+    (
+        "values_in_range",
+        {"data.validation.val_top_p": 2, "data.validation.val_temperature": -1},
+        {},
+        {"data.validation.val_top_p", "data.validation.val_temperature"},
+    ),
+    ("validation_sets_are_told_apart", {"data.validation": [A, {**A, "path": "b/a.jsonl"}]}, {}, {"data.validation.1.val_set"}),
+    ("validation_sets_are_told_apart", {"data.validation": [A, {**B, "val_set": "a"}]}, {}, {"data.validation.0.val_set"}),
+    ("validation_sets_are_told_apart", {"data.validation": [{**A, "val_set": "a b"}, B]}, {}, {"data.validation.0.val_set"}),
+    (
+        "validation_sets_are_told_apart",
+        {"data.validation": [{**A, "val_set": "x", "val_top_p": 0.9}, {**B, "val_set": "x", "val_top_k": 5}]},
+        {},
+        {"data.validation.1.val_top_p", "data.validation.1.val_top_k"},
+    ),
+    ("several_answers_differ", {"grpo.val_num_generations_per_prompt": 2}, {}, {"policy.generation.val_temperature"}),
+    (
+        "several_answers_differ",
+        {"data.validation": [{**A, "val_num_generations_per_prompt": 8}, B], "policy.generation.val_temperature": 0},
+        {},
+        {"policy.generation.val_temperature"},
+    ),
+    (
+        "several_answers_differ",
+        {
+            "data.validation": [{**A, "val_temperature": 0}, B],
+            "grpo.val_num_generations_per_prompt": 2,
+            "policy.generation.val_temperature": 1,
+        },
+        {},
+        {"data.validation.0.val_temperature"},
+    ),
     ("prompt_template_has_place", {"data.prompt_template": "Answer: {question}"}, {}, {"data.prompt_template"}),
     ("validation_has_data", {"data.validation": None, "grpo.val_at_end": True}, {}, {"grpo.val_at_end"}),
     ("single_turn", {"grpo.max_rollout_turns": 2}, {}, {"grpo.max_rollout_turns"}),
@@ -411,6 +450,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
 SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("validation_batch_divides", {"sft.val_global_batch_size": 16}, {"sft.val_global_batch_size"}),
     ("validation_batch_divides", {"sft.val_global_batch_size": 12, "sft.val_micro_batch_size": 3}, {"sft.val_micro_batch_size"}),
+    (
+        "validation_that_scores_draws_nothing",
+        {
+            "data.validation.val_set": "x",
+            "data.validation.val_top_k": 4,
+            "policy.generation": {"max_new_tokens": 5, "val_temperature": 0.6},
+        },
+        {"data.validation.val_set", "data.validation.val_top_k", "policy.generation.val_temperature"},
+    ),
     ("example_fits", {"data.max_input_seq_length": 611}, {"data.max_input_seq_length"}),
     ("sections_of_algorithm", {"sft": ...}, {"sft"}),
     (

@@ -171,15 +171,14 @@ def parts(turn: Turn) -> tuple[Sequence[Example], Sequence[str], Sequence[Sequen
     return turn.records, turn.responses, turn.response_ids
 
 
-@pytest.mark.parametrize("pad_to", [0, 5])
-def test_each_reward_is_that_of_its_row(model: str, tmp_path: Path, data: str, pad_to: int) -> None:
+def test_each_reward_is_that_of_its_row(model: str, tmp_path: Path, data: str) -> None:
     config = validate_config(make_config("grpo", tmp_path, model, data))["policy"]
     tokenizer = get_tokenizer({"name": model}, False)
     config["generation"] = configure_generation_config(config["generation"], tokenizer)
     policy: Any = ReferencePolicy(config, tokenizer)
     records = [Example(30 - row, tuple(range(4, 6 + row)), (), "") for row in range(3)]
     collector = Collector(policy, tokenizer, Telling(2), PhaseTimer())
-    samples = collector.collect(records, 2, sampling_seeds(3, 1, 3, 2), weight_version=9, pad_to=pad_to).samples
+    samples = collector.collect(records, 2, sampling_seeds(3, 1, 3, 2), weight_version=9).samples
     assert samples.size == 6 and samples["weight_version"].tolist() == [9] * 6
     for row in range(6):
         record = records[row // 2]

@@ -44,7 +44,7 @@ class PlayedEngine:
         if method == "collective_rpc":
             return [None]
         if method in {"generate", "enqueue"}:
-            self.seeds = [options["seed"] for options in arguments[1]]
+            self.seeds, self.options = [options["seed"] for options in arguments[1]], arguments[1]
         if method in {"generate", "wait_for_completion"}:
             answer = SimpleNamespace(token_ids=[9], logprobs=None, finish_reason="stop")
             return [SimpleNamespace(outputs=[answer]) for _ in self.seeds]
@@ -171,3 +171,11 @@ def test_megarl_that_is_on_the_path_alone_is_refused(gpus: None, monkeypatch: py
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other] if group == plugin.GROUP else [])
     with pytest.raises(ConfigError, match=r"no installed distribution has megarl's entry point in vllm\.general_plugins"):
         made()
+
+
+def test_a_validation_draws_otherwise_than_training(gpus: None) -> None:
+    one = refitted()
+    for sampling, expected in ((None, (1.0, 0, 1.0)), ({"temperature": 0.6, "top_p": 0.9, "top_k": 5}, (0.6, 5, 0.9))):
+        one.generate(PROMPTS, greedy=False, version=4, sampling=sampling)
+        asked = [tuple(options[name] for name in ("temperature", "top_k", "top_p")) for options in one._engine.options]  # type: ignore[attr-defined]
+        assert asked == [expected] * 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, is_file, key_steps, set_module, sources_of
+from megarl.config.environments import fault_of_name, faults_of_ranges
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
+from megarl.config.sections import ValidationSource
+from megarl.config.validation_sets import GENERATIONS, SAMPLING_KEYS, TEMPERATURE, TOP_K, TOP_P, set_name
 from megarl.errors import Violation
+from megarl.key import defaults_of
+from megarl.models.generation.interfaces import GenerationConfig
 
 _SETS = ("train", "validation")
 
@@ -79,7 +83,8 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
         if not sources:
             yield Violation(f"data.{key}", sources, "a list of sources has at least one", "add a source")
         for section, source in _of_set(view, key):
-            yield from _out_of_bounds(section, source)
+            # in a list the general rule does not look
+            yield from faults_of_ranges(source, ValidationSource, section)
     sources = dict(_of_set(view, "train"))
     weighted = [section for section, source in sources.items() if source.get("weight") is not None]
     if weighted and len(weighted) < len(sources):
@@ -107,14 +112,61 @@ def environments_are_there(view: View) -> Iterator[Violation]:
             yield Violation(f"{section}.env_name", name, f"the environments with names are {', '.join(names) or 'none'}", fix)
 
 
-def _out_of_bounds(section: str, source: Mapping[str, Any]) -> Iterator[Violation]:
-    """Bounds of the numbers of a source in a list, where the general rule does not look."""
-    weight = source.get("weight")
-    if isinstance(weight, int | float) and not (math.isfinite(weight) and weight > 0):
-        yield Violation(f"{section}.weight", weight, "it must be more than 0", "remove the source, or write a weight that is more than 0")
-    for key in ("repeat", "max_samples"):
-        if isinstance(source.get(key), int) and source[key] < 1:
-            yield Violation(f"{section}.{key}", source[key], "it must be at least 1", "write a value that is at least 1")
+def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
+    """Each validation set of a run that generates has a name of its own, and its sources agree on how answers are sampled."""
+    view.require(view.algorithm.GENERATES)
+    sets: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for section, source in _of_set(view, "validation"):
+        sets.setdefault(set_name(source), {})[section] = source
+        if source.get("val_set") is not None:
+            yield from fault_of_name(f"{section}.val_set", source["val_set"])
+    for name, members in sets.items():
+        (first, known), *others = members.items()
+        for section, source in others:
+            unnamed = next((each for each in (section, first) if members[each].get("val_set") is None), None)
+            if unnamed is not None:
+                bound = f"{first} and {section} would both be the set {name}"
+                yield Violation(f"{unnamed}.val_set", ABSENT, bound, "name both by val_set; sources with one name are one set")
+                continue
+            for key in SAMPLING_KEYS:
+                if source.get(key, ABSENT) != known.get(key, ABSENT):
+                    bound = f"{first} is of the same set, {name}, and says {known.get(key, ABSENT)!r}"
+                    fix = "write the same in both, or give one of them another val_set"
+                    yield Violation(f"{section}.{key}", source.get(key, ABSENT), bound, fix)
 
 
-DATA_RULES: tuple[Rule, ...] = (one_source, fields_are_named, sources_can_be_mixed, environments_are_there)
+def several_answers_differ(view: View) -> Iterator[Violation]:
+    """Several answers to a prompt of a validation are sampled: greedy ones would all be the same."""
+    view.require(view.algorithm.GENERATES)
+    shared = {GENERATIONS: f"{view.algorithm.section()}.{GENERATIONS}", TEMPERATURE: f"policy.generation.{TEMPERATURE}"}
+    for section, source in _of_set(view, "validation"):
+        keys = {name: f"{section}.{name}" if name in source else path for name, path in shared.items()}
+        answers, temperature = (source[name] if name in source else view.get(path) for name, path in shared.items())
+        if answers is not None and answers > 1 and temperature == 0:
+            bound = f"{keys[GENERATIONS]} = {answers}, and greedy answers to a prompt are all the same"
+            yield Violation(keys[TEMPERATURE], temperature, bound, "write for example 0.6, or ask for one answer a prompt")
+
+
+def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
+    """A validation that only scores given answers, as that of SFT, has one set and samples nothing."""
+    view.require(not view.algorithm.GENERATES)
+    bound = f"the validation of {view['algorithm']} scores the answers of the data, all together"
+    for section, source in _of_set(view, "validation"):
+        for key in ("val_set", *SAMPLING_KEYS):
+            if key in source:
+                yield Violation(f"{section}.{key}", source[key], bound, "remove it")
+    for key in (TEMPERATURE, TOP_P, TOP_K):
+        path, default = f"policy.generation.{key}", defaults_of(GenerationConfig)[key]
+        if view.get(path, default) != default:
+            yield Violation(path, view[path], bound, "remove it")
+
+
+DATA_RULES: tuple[Rule, ...] = (
+    one_source,
+    fields_are_named,
+    sources_can_be_mixed,
+    environments_are_there,
+    validation_sets_are_told_apart,
+    several_answers_differ,
+    validation_that_scores_draws_nothing,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+
+Sampling: TypeAlias = Mapping[str, Any]
+"""How tokens are drawn: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
 
 LENGTH_KEYS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
 
@@ -163,6 +166,26 @@ class GenerationConfig(TypedDict):
             ),
         ]
     ]
+    val_temperature: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "the temperature of a validation; 0 takes the likeliest token always. A source of ``data.validation`` may have its own, "
+                "and its own ``val_top_p`` and ``val_top_k``.",
+                AT_LEAST_0,
+                default=0.0,
+            ),
+        ]
+    ]
+    val_top_p: NotRequired[Annotated[float, Key("``top_p`` of a validation that samples.", POSITIVE_SHARE, default=1.0)]]
+    val_top_k: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "``top_k`` of a validation that samples; null keeps all.", AT_LEAST_1, default=None, advice="write null to keep all tokens"
+            ),
+        ]
+    ]
     model_name: NotRequired[Annotated[str, Key("model of the engine; the policy's, also when absent.")]]
     stop_token_ids: NotRequired[
         Annotated[list[int] | None, Key("tokens that end an answer; null or absent for the tokenizer's end of sequence.", default=None)]
@@ -286,8 +309,17 @@ class GenerationInterface(ABC):
         """Join the process group that weights arrive by. Returns futures."""
 
     @abstractmethod
-    def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt; ``greedy`` takes the likeliest token instead of sampling."""
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, sampling: Sampling | None = None
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt.
+
+        Args:
+            data: the prompts.
+            greedy: take the likeliest token instead of sampling.
+            sampling: ``temperature``, ``top_p`` and ``top_k`` in place of the configured ones; an engine that is never validated by
+                sampling need not take it.
+        """
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:

@@ -19,6 +19,7 @@ from megarl.models.dtensor.mesh import ROTATE_METHODS, context_parallel
 from megarl.models.dtensor.mover import move_buffers, move_model
 from megarl.models.dtensor.parallelize import reshard, sharded_modules
 from megarl.models.engine.worker import EngineWorker
+from megarl.models.generation.interfaces import Sampling
 
 
 @contextlib.contextmanager
@@ -61,10 +62,10 @@ class DTensorPolicyWorker(EngineWorker):
 
     # generation
 
-    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the model itself; see ``DTensorBackend.generate``."""
         self.offload_states.require("parameters", "generate", "prepare_for_generation")
-        return self.backend.generate(data, self.cfg["generation"] or {}, self.tokenizer, greedy=greedy)
+        return self.backend.generate(data, {**(self.cfg["generation"] or {}), **(sampling or {})}, self.tokenizer, greedy=greedy)
 
     # context parallelism for callers that bring their own loop
 

@@ -13,6 +13,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.worker import EngineWorker
 from megarl.models.fsdp1.backend import FSDP1Backend
+from megarl.models.generation.interfaces import Sampling
 
 
 class FSDP1PolicyWorker(EngineWorker):
@@ -26,10 +27,10 @@ class FSDP1PolicyWorker(EngineWorker):
         del seed
         return FSDP1Backend(config, open_source(config["model_name"]), runtime, with_optimizer=with_optimizer)
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
         self.offload_states.require("parameters", "generate", "prepare_for_generation")
-        return self.backend.generate(data, self.cfg["generation"], self.tokenizer, greedy=greedy)
+        return self.backend.generate(data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)
 
     # placement by hand
 

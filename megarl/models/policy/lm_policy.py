@@ -29,7 +29,7 @@ from megarl.errors import BatchError, ConfigError, NonFiniteError, RefitError, S
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
 from megarl.models.generation.engines import is_engine
-from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec, Sampling
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
@@ -239,7 +239,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # generation
 
-    def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, sampling: Sampling | None = None
+    ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``.
 
         ``truncated`` [B] bool comes on top of that API's keys: True where a length limit and not a stop ended the answer. Rows that
@@ -266,7 +268,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
         self._generate_calls += 1
-        results = self._call_sharded("generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), {"greedy": greedy})
+        options = {"greedy": greedy, "sampling": sampling}
+        results = self._call_sharded("generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options)
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
             if missing:

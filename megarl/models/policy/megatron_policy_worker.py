@@ -11,6 +11,7 @@ from converters.family_file import load_family_file
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.worker import EngineWorker
+from megarl.models.generation.interfaces import Sampling
 from megarl.models.megatron.backend import MegatronBackend
 from megarl.models.megatron.generation import generate
 
@@ -28,7 +29,7 @@ class MegatronPolicyWorker(EngineWorker):
             load_family_file(Path(family_file))
         return MegatronBackend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
 
-    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with Megatron itself; see ``generate``."""
         self.offload_states.require("parameters", "generate", "prepare_for_generation")
-        return generate(self.backend, data, self.cfg["generation"], self.tokenizer, greedy=greedy)
+        return generate(self.backend, data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)

@@ -20,7 +20,7 @@ from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
 from megarl.models.generation.engines import SharesDevices, started_on_empty_devices
-from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine
+from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.vllm.options import completed, ranks_of
 from megarl.weight_sync.manifest import Manifest
@@ -276,7 +276,9 @@ class VllmGeneration(RolloutEngine):
 
     # generation
 
-    def generate(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> BatchedDataDict[GenerationOutputSpec]:
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, sampling: Sampling | None = None
+    ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the NeMo-RL policy API's keys.
 
         Raises:
@@ -299,7 +301,7 @@ class VllmGeneration(RolloutEngine):
             "generate",
             data=needed.deal(self._engines, allow_uneven_shards=True),
             in_sharded_axes=["data_parallel"],
-            common_kwargs={"greedy": greedy, "version": self.expected_version},
+            common_kwargs={"greedy": greedy, "version": self.expected_version, "sampling": sampling},
         )
         results = self._results(future)
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})

@@ -23,6 +23,7 @@ from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.errors import ClusterError, ConfigError, RefitError
+from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import ONLY_ON_GPUS
 from megarl.models.generation.vllm.options import engine_options, ranks_of
@@ -276,7 +277,9 @@ class VllmGenerationWorker:
 
     # generation
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool, version: int | None) -> BatchedDataDict[Any]:
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool, version: int | None, sampling: Sampling | None = None
+    ) -> BatchedDataDict[Any]:
         """Complete every prompt with the weights of ``version``.
 
         Raises:
@@ -288,7 +291,8 @@ class VllmGenerationWorker:
             )
         from vllm import SamplingParams
 
-        requests = requests_of(data, self._config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
+        config = {**self._config, **(sampling or {})}
+        requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
         seed = None if greedy else seed_of_call(data, self._config)

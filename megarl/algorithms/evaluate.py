@@ -1,0 +1,214 @@
+"""Evaluation of a model by the validation of a configuration, without a trainer: what ``megarl eval`` runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl import __version__
+from megarl.algorithms.algorithm import ACTOR
+from megarl.algorithms.inputs import read_validation
+from megarl.algorithms.resume import ResumePoint
+from megarl.algorithms.run import Config, PolicyFactory
+from megarl.algorithms.start import check_engine, engine_of, start_engines, start_policy, start_ray
+from megarl.checkpoint.atomic import write_bytes_durably
+from megarl.checkpoint.manager import read_info
+from megarl.checkpoint.manifest import verify
+from megarl.config.algorithms import generates, own_section
+from megarl.config.report import layout_table, validation_table
+from megarl.config.rules.parallel import layout_of
+from megarl.config.rules.view import View
+from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
+from megarl.observe.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from megarl.rollout.evaluation import ValidatedSet
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "evaluations"
+"""Of a run's directory, where results go that are not sent elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        validated: the samples of all sets.
+        seconds: that sampling and scoring took.
+    """
+
+    validated: tuple[ValidatedSet, ...]
+    seconds: float
+
+
+def check_evaluation(config: Config) -> None:
+    """Refuse a configuration that has nothing to evaluate by.
+
+    Raises:
+        ConfigError: its algorithm generates no answers, or it has no validation data.
+    """
+    if not generates(config):
+        bound = "megarl eval samples answers and scores them, which this algorithm does not"
+        raise ConfigError([Violation("algorithm", config["algorithm"], bound, "give the configuration of a GRPO run with the same model")])
+    if not config["data"]["validation"]:
+        raise ConfigError([Violation("data.validation", None, "there is nothing to evaluate on", "give data.validation")])
+
+
+def weights_to_evaluate(checkpoint: Path | None) -> ResumePoint:
+    """Where the weights come from: a checkpoint of a run, or for None the configured model.
+
+    Names and sizes of its files are compared with its manifest, not their hashes: the optimizer's state, which is most of it, is not read.
+
+    Raises:
+        ConfigError: the directory is no checkpoint.
+        UnusableCheckpointError: it is damaged.
+    """
+    if checkpoint is None:
+        return ResumePoint()
+    try:
+        step = int(read_info(checkpoint)["step"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        near = sorted((*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")), key=lambda path: (len(path.name), path.name))
+        fix = f"give one of {', '.join(map(str, near))}" if near else "give the directory step_N of a run's checkpoints"
+        bound = "it is no checkpoint: it has no training_info.json with a step"
+        raise ConfigError([Violation("--checkpoint", str(checkpoint), bound, fix)]) from None
+    problems = verify(checkpoint, hashes=False)
+    if problems:
+        raise UnusableCheckpointError(f"checkpoint {checkpoint} is damaged: {'; '.join(problems[:5])}. Fix: evaluate another one")
+    return ResumePoint(step, None, checkpoint.absolute())
+
+
+def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | None = None) -> Evaluation:
+    """Sample and score the answers to all validation sets, as a validation of a run with these weights does.
+
+    Nothing is trained: the policy has no optimizer and no reference beside it, and the training data are not read.
+
+    Args:
+        config: of a run, checked by ``check_evaluation`` too.
+        weights: see ``weights_to_evaluate``.
+        make_policy: makes the policy; None for a real one on Ray.
+
+    Raises:
+        MegarlError: the data, the model, the checkpoint or a worker is at fault.
+        ConversionError: the model cannot be carried over.
+    """
+    with ExitStack() as stack:
+        check_engine(config)
+        if make_policy is None:
+            start_ray(stack)
+        tokenizer, environment, dataset = read_validation(config, stack)
+        assert environment is not None
+        make = make_policy or functools.partial(start_policy, trains=False)
+        policy = make(config, tokenizer, weights, stack, ACTOR)
+        refit = start_engines(config, policy, stack)
+
+        from megarl.rollout.collector import Collector
+        from megarl.rollout.evaluation import answer_set, validation_sets
+
+        stop_token_ids = config["policy"]["generation"]["stop_token_ids"]
+        collector = Collector(policy, tokenizer, environment, PhaseTimer(), stop_token_ids, refit)
+        size = own_section(config).get("val_batch_size")
+        begun = time.monotonic()
+        validated = tuple(answer_set(collector, each, size) for each in validation_sets(config, dataset))
+        return Evaluation(validated, time.monotonic() - begun)
+
+
+def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> dict[str, Any]:
+    """The result as plain values: ``metrics`` under the names that a run logs, the same to the last digit; and ``sets``, each with how it
+    was sampled and all its figures."""
+    from megarl.rollout.evaluation import metrics_of_set, validation_metrics
+
+    metrics = validation_metrics(evaluation.validated)
+    return {
+        "megarl": __version__,
+        "model": config["policy"]["model_name"],
+        "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
+        "step": None if weights.checkpoint is None else weights.step,
+        "engine": config["policy"]["generation"]["backend"],
+        "seconds": evaluation.seconds,
+        "metrics": {f"validation/{name}": value for name, value in metrics.items()},
+        "sets": {
+            each.plan.name: {
+                "answers_a_prompt": each.plan.generations,
+                **{name: getattr(each.plan, name) for name in ("temperature", "top_p", "top_k")},
+                "not_scored": int(each.accuracies.isnan().sum()),
+                **metrics_of_set(each),
+            }
+            for each in evaluation.validated
+        },
+    }
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """The figures of each set of ``result_of``, one a row."""
+    table = Table(title=f"{result['checkpoint'] or result['model']}: {result['seconds']:.1f} s")
+    headings = ("set", "answers", "not scored", "k", "mean@k", "95 % interval", "pass@k", "majority@k", "truncated", "mean length")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for name, found in result["sets"].items():
+        k = found["answers_a_prompt"]
+        half = found.get(f"mean@{k}_ci95")
+        figures = (f"mean@{k}", f"pass@{k}", f"majority@{k}", "truncated")
+        mean, passed, majority, truncated = (f"{found[figure]:.4f}" if figure in found else "" for figure in figures)
+        cells = (f"{found['samples']:,}", f"{found['not_scored']:,}", str(k), mean, "" if half is None else f"± {half:.4f}")
+        table.add_row(name, *cells, passed, majority, truncated, f"{found['generation_length']:.1f}")
+    return table
+
+
+def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: bool) -> int:
+    """Evaluate, print a table and write the result as JSON; with ``dry_run`` check everything that needs no data and say what would be
+    done. Returns the exit code.
+
+    Args:
+        config: of a run, checked.
+        checkpoint: whose weights are taken; None for the configured model.
+        out: where the result goes; None for a file in the run's directory.
+        dry_run: start nothing.
+
+    Raises:
+        MegarlError, ConversionError: as ``evaluate``, ``check_evaluation`` and ``weights_to_evaluate``.
+    """
+    check_evaluation(config)
+    weights = weights_to_evaluate(checkpoint)
+    name = Path(config["policy"]["model_name"]).name if checkpoint is None else f"step_{weights.step}"
+    path = out or Path(config["run_dir"]) / DIRECTORY / f"{name}.json"
+    console = Console(highlight=False)
+    if dry_run:
+        _describe(config, weights, path, console)
+        return 0
+    result = result_of(evaluate(config, weights), config, weights)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_durably(path, json.dumps(result, indent=1).encode())
+    console.print(result_table(result))
+    console.print(f"written to {path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _describe(config: Config, weights: ResumePoint, path: Path, console: Console) -> None:
+    """Say what would be evaluated by what; the model's files are looked at."""
+    from megarl.algorithms.model_check import check_model_on_disk
+
+    check_model_on_disk(config["policy"])
+    kind = engine_of(config)
+    console.print(layout_table(layout_of(View(config))))
+    console.print(validation_table(config))
+    facts = {
+        "model": config["policy"]["model_name"],
+        "weights": "of the model" if weights.checkpoint is None else f"of {weights.checkpoint}",
+        "generates": "the policy itself" if kind is None else kind.title,
+        "result": path,
+    }
+    for name, fact in facts.items():
+        console.print(f"{name}: {fact}", markup=False, soft_wrap=True)

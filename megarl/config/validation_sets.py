@@ -1,0 +1,107 @@
+"""Validation sets as the configuration has them: which sources make one, what it is called, and how answers to its prompts are sampled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config.algorithms import own_section
+
+GENERATIONS, TEMPERATURE, TOP_P, TOP_K = "val_num_generations_per_prompt", "val_temperature", "val_top_p", "val_top_k"
+SAMPLING_KEYS = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
+"""Keys of a validation source that hold for its whole set; absent, they are those of the algorithm's section and of the generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetPlan:
+    """Plan of a validation set.
+
+    Attributes:
+        name: of the set, in metrics and of its random numbers.
+        places: of its sources in the list of validation sources.
+        generations: k, answers a prompt.
+        temperature: 0 takes the likeliest token always.
+        top_p, top_k: as in a generation configuration.
+        max_prompts: only the first so many; None for all.
+    """
+
+    name: str
+    places: tuple[int, ...]
+    generations: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_prompts: int | None = None
+
+    @property
+    def sampling(self) -> Mapping[str, Any] | None:
+        """How tokens are drawn, in the words of a generation configuration; None for greedy answers."""
+        if self.temperature == 0:
+            return None
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    @property
+    def drawn(self) -> str:
+        """How answers are drawn, in words."""
+        if self.temperature == 0:
+            return "greedy"
+        top_k = "" if self.top_k is None else f", top-k {self.top_k}"
+        return f"temperature {self.temperature:g}, top-p {self.top_p:g}{top_k}"
+
+
+@dataclass(slots=True)
+class _Members:
+    """Sources of one set: their places, and what they say of its sampling."""
+
+    places: list[int] = field(default_factory=list)
+    said: dict[str, Any] = field(default_factory=dict)
+
+
+def set_name(source: Mapping[str, Any]) -> str:
+    """Name of the set of a validation source: ``val_set``, else the end of its name or path, as far as metrics can bear it."""
+    given = source.get("val_set")
+    if given is not None:
+        return str(given)
+    name = source.get("name")
+    end = str(name).rstrip("/").rpartition("/")[2] if name is not None else Path(str(source.get("path"))).stem
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "_", end)
+    return plain if re.match(r"[A-Za-z]", plain) else f"set_{plain}"
+
+
+def validation_sources(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The validation sources of a run, in order; none where it has no validation data."""
+    value = config["data"].get("validation")
+    return [value] if isinstance(value, Mapping) else list(value or [])
+
+
+def set_plans(config: Mapping[str, Any]) -> list[SetPlan]:
+    """The validation sets of a checked run that generates, in the order of their first sources."""
+    section, generation = own_section(config), config["policy"]["generation"]
+    shared = {GENERATIONS: section.get(GENERATIONS, 1), **{key: generation[key] for key in (TEMPERATURE, TOP_P, TOP_K)}}
+    plans = []
+    for name, members in _members(validation_sources(config)).items():
+        chosen = {**shared, **members.said}
+        plans.append(
+            SetPlan(
+                name,
+                tuple(members.places),
+                chosen[GENERATIONS],
+                float(chosen[TEMPERATURE]),
+                float(chosen[TOP_P]),
+                chosen[TOP_K],
+                section.get("max_val_samples"),
+            )
+        )
+    return plans
+
+
+def _members(sources: Sequence[Mapping[str, Any]]) -> dict[str, _Members]:
+    sets: dict[str, _Members] = {}
+    for place, source in enumerate(sources):
+        members = sets.setdefault(set_name(source), _Members())
+        members.places.append(place)
+        members.said |= {key: source[key] for key in SAMPLING_KEYS if key in source}
+    return sets

@@ -1,0 +1,438 @@
+"""Figures of validation sets against brute force, and whole runs with several sets whose figures ``megarl eval`` finds again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms import evaluate as evaluation_command
+from megarl.algorithms.evaluate import evaluate, result_of, weights_to_evaluate
+from megarl.algorithms.run import run
+from megarl.cli import main
+from megarl.config import validate_config
+from megarl.config.validation_sets import SetPlan, set_plans
+from megarl.data.datasets import Example
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import ConfigError, UnusableCheckpointError
+from megarl.rollout.collector import Rollouts
+from megarl.rollout.environment import final_answers, make_environment
+from megarl.rollout.evaluation import ValidatedSet, estimates_of, half_interval, majority, metrics_of_set, pass_at, validation_metrics
+from megarl.rollout.samples import validation_seeds
+from tests.unit.driver_runs import PolicyMaker, make_config, rows
+from tests.unit.reference_policy import ReferencePolicy
+
+TAUGHT = 70
+
+
+def pass_by_subsets(k: int, answers: Sequence[bool]) -> Fraction:
+    """The share of all k answers out of these among which one is right."""
+    subsets = list(itertools.combinations(answers, k))
+    return Fraction(sum(any(subset) for subset in subsets), len(subsets))
+
+
+def test_pass_at_k_is_that_of_all_subsets() -> None:
+    for answered in range(1, 10):
+        for right in range(answered + 1):
+            for k in range(1, answered + 1):
+                expected = pass_by_subsets(k, [place < right for place in range(answered)])
+                assert pass_at(k, answered, right) == pytest.approx(float(expected), rel=1e-14, abs=1e-15), (k, answered, right)
+
+
+def test_pass_at_k_of_many_answers_is_stable() -> None:
+    """The binomial coefficients here have thousands of digits."""
+    for k, answered, right in ((100, 20_000, 3), (9_000, 10_000, 1), (1, 10_000, 9_999), (5_000, 10_000, 2)):
+        exact = 1 - Fraction(math.comb(answered - right, k), math.comb(answered, k))
+        assert pass_at(k, answered, right) == pytest.approx(float(exact), rel=1e-11)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_pass_at_more_than_there_are_answers_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k = {k}: must be at least 1 and at most the 4 answers"):
+        pass_at(k, 4, 2)
+
+
+def majority_by_draws(answers: Sequence[str | None], right: Sequence[bool]) -> Fraction:
+    """In slow words: of every answer with the most votes, the share of its responses that are right; the mean over such answers."""
+    votes = {answer: answers.count(answer) for answer in answers if answer is not None}
+    if not votes:
+        return Fraction(0)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    shares = [Fraction(sum(ok for each, ok in zip(answers, right, strict=True) if each == winner), votes[winner]) for winner in winners]
+    return sum(shares, Fraction(0)) / len(shares)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "expected"),
+    [
+        (["4", "4", "5"], [True, True, False], 1.0),
+        (["5", "5", "4"], [False, False, True], 0.0),
+        (["4", "5"], [True, False], 0.5),  # a tie: a fair draw
+        (["5", "4"], [False, True], 0.5),  # whichever comes first
+        (["4", "5", "6"], [True, False, False], 1 / 3),
+        (["4", "4", "5", "5", "6"], [True, True, False, False, False], 0.5),
+        ([None, None, "4"], [False, False, True], 1.0),  # no answer is no vote
+        ([None, None], [False, False], 0.0),
+        (["4", "4"], [True, False], 0.5),  # one answer, and one of two in the right form
+        ([], [], 0.0),
+    ],
+)
+def test_the_majority_and_its_ties(answers: list[str | None], right: list[bool], expected: float) -> None:
+    assert majority(answers, right) == pytest.approx(expected)
+
+
+def drawn_accuracies(generator: random.Random, prompts: int, k: int) -> tuple[list[float], list[str | None]]:
+    accuracies, answers = [], []
+    for _ in range(prompts):
+        for _ in range(k):
+            accuracies.append(generator.choice([0.0, 0.0, 1.0, 0.5, nan]))
+            answers.append(generator.choice(["a", "b", "c", None]))
+    return accuracies, answers
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_figures_of_a_set_are_those_of_a_slow_loop(seed: int) -> None:
+    generator = random.Random(seed)
+    prompts, k = generator.randint(1, 9), generator.choice([1, 2, 3, 6, 8])
+    accuracies, answers = drawn_accuracies(generator, prompts, k)
+    means, passes, votes = [], {}, []
+    for prompt in range(prompts):
+        of_prompt = [(accuracies[prompt * k + sample], answers[prompt * k + sample]) for sample in range(k)]
+        kept = [(accuracy, answer) for accuracy, answer in of_prompt if accuracy == accuracy]
+        if not kept:
+            continue
+        means.append(sum(accuracy for accuracy, _ in kept) / len(kept))
+        right = [accuracy == 1.0 for accuracy, _ in kept]
+        for j in (2, 4, 8, 3, 6):
+            if j <= len(kept):
+                passes.setdefault(j, []).append(float(pass_by_subsets(j, right)))
+        votes.append(float(majority_by_draws([answer for _, answer in kept], right)))
+    expected = {f"mean@{k}": sum(means) / len(means) if means else 0.0}
+    if len(means) > 1:
+        spread = sum((mean - expected[f"mean@{k}"]) ** 2 for mean in means) / (len(means) - 1)
+        expected[f"mean@{k}_ci95"] = 1.959963984540054 * math.sqrt(spread / len(means))
+    if k > 1 and means:
+        shown = {2: [2], 3: [2, 3], 6: [2, 4, 6], 8: [2, 4, 8]}[k]
+        expected |= {f"pass@{j}": sum(passes[j]) / len(passes[j]) for j in shown if j in passes}
+        expected[f"majority@{k}"] = sum(votes) / len(votes)
+    assert estimates_of(accuracies, k, answers) == pytest.approx(expected, abs=1e-12), f"seed {seed}"
+    without = {name: value for name, value in expected.items() if "majority" not in name}
+    assert estimates_of(accuracies, k) == pytest.approx(without, abs=1e-12), f"seed {seed}"
+
+
+def test_the_interval_is_over_prompts_not_over_answers() -> None:
+    """Eight answers to a prompt that are all alike say no more than one."""
+    once, eight = [1.0, 0.0, 1.0, 1.0], [value for value in (1.0, 0.0, 1.0, 1.0) for _ in range(8)]
+    assert estimates_of(eight, 8)["mean@8_ci95"] == estimates_of(once, 1)["mean@1_ci95"] > 0.4
+    assert half_interval([0.5, 0.5]) == 0.0
+
+
+def test_a_set_of_one_prompt_has_no_interval_and_one_answer_no_estimates() -> None:
+    assert estimates_of([1.0, 0.0, 0.0, 1.0], 4, ["a", "b", "c", "a"]) == {
+        "mean@4": 0.5,
+        "pass@2": pytest.approx(5 / 6),
+        "pass@4": 1.0,
+        "majority@4": 1.0,
+    }
+    assert estimates_of([1.0], 1, ["a"]) == {"mean@1": 1.0}
+    assert estimates_of([nan, nan], 2, ["a", "b"]) == {"mean@2": 0.0}
+
+
+def test_a_random_number_of_a_validation_depends_on_set_prompt_and_answer_alone() -> None:
+    small, large = validation_seeds("few", 2, 3), validation_seeds("few", 5, 3)
+    assert small == large[:6] and len(set(large)) == 15
+    assert not set(large) & set(validation_seeds("many", 5, 3))
+    assert all(0 <= seed < 2**63 for seed in large)
+
+
+# final answers
+
+
+@pytest.mark.parametrize(
+    ("reward", "response", "answer"),
+    [
+        ("exact_match", " 4 ", "4"),
+        ("math", r"so \boxed{\frac{1}{2}}", r"\frac12"),
+        ("math", r"first \boxed{3}, then \boxed{ 4 }", "4"),
+        ("math", "it is 1,234.50", "1234.5"),
+        ("math", "nothing", None),
+        ("gsm8k", "#### 72", "72"),
+        ("gsm8k", "#### 072.0", "72"),
+        ("gsm8k", "#### -0", "0"),
+        ("gsm8k", "72", None),
+        ("gsm8k", "#### 3/4", None),
+        ("gsm8k", f"#### 1{'0' * 60}1", f"1{'0' * 60}1"),
+        ("multichoice", "Answer: (B)", "B"),
+        ("multichoice", "no idea", None),
+    ],
+)
+def test_a_final_answer_is_what_the_reward_compares(reward: str, response: str, answer: str | None, tmp_path: Path) -> None:
+    assert _answers_of({"reward": reward}, response) == [answer]
+
+
+def _answers_of(env: dict[str, Any], *responses: str) -> list[str | None] | None:
+    environment = make_environment(
+        {"environment": "single_turn", "on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0, **env}
+    )
+    try:
+        return final_answers(environment, [Example(0, (), (), "")] * len(responses), responses)
+    finally:
+        environment.close()
+
+
+def test_dapo_answers_are_simplified() -> None:
+    section = {"reward": "math", "math_verify_impl": "dapo_math_verify"}
+    assert _answers_of(section, "Answer: $12$", "answer: 12 cm", r"\boxed{12}") == ["12", "12", None]
+
+
+def test_a_user_s_function_may_tell_the_final_answer(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    functions = "def silent(response, answer): return 1.0\ndef telling(response, answer): return 1.0\n"
+    file.write_text(functions + "telling.final_answer = lambda response: len(response) or None\n")
+    assert _answers_of({"reward": f"{file}:silent"}, "a") is None
+    assert _answers_of({"reward": f"{file}:telling"}, "abc", "") == ["3", None]
+    several = {"rewards": {"form": {"reward": "format"}, "mine": {"reward": f"{file}:telling"}}}
+    assert _answers_of(several, "ab") == ["2"]
+    failing = tmp_path / "failing.py"
+    failing.write_text(functions + "telling.final_answer = lambda response: 1 / len(response)\n")
+    assert _answers_of({"reward": f"{failing}:telling"}, "ab", "") == ["0.5", None]
+
+
+# figures of made-up samples
+
+
+def validated(name: str, k: int, accuracies: list[float], answers: list[str | None] | None = None, **columns: Any) -> ValidatedSet:
+    rows = len(accuracies)
+    samples: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "reward": torch.tensor(accuracies),
+            "masked": torch.zeros(rows, dtype=torch.bool),
+            "generation_lengths": torch.arange(1, rows + 1),
+            "truncated": torch.arange(rows) % 4 == 0,
+            **columns,
+        }
+    )
+    return ValidatedSet(SetPlan(name, (0,), k), [Rollouts(samples, [], {"reward_errors": 1})], answers)
+
+
+def test_one_set_of_one_answer_has_the_names_and_values_that_it_always_had() -> None:
+    values, masked = [1.0, 0.0, 0.1, 1.0, 0.3], torch.tensor([False, False, False, True, False])
+    found = validation_metrics([validated("only", 1, values, masked=masked)])
+    assert found == {
+        "accuracy": float(torch.tensor([1.0, 0.0, 0.1, 0.3]).mean()),
+        "samples": 5,
+        "generation_length": 3.0,
+        "truncated": 0.4,
+        "reward_errors": 1,
+    }
+    assert list(found) == ["accuracy", "samples", "generation_length", "truncated", "reward_errors"]
+
+
+def test_several_sets_have_figures_of_their_own_and_a_mean_over_sets() -> None:
+    few, many = validated("few", 2, [1.0, 0.0], ["a", "b"]), validated("many", 1, [0.0, 0.0, 1.0, 0.0])
+    found = validation_metrics([few, many])
+    assert found["accuracy"] == statistics.fmean([0.5, 0.25]), "not 2 of 6"
+    assert (found["samples"], found["generation_length"], found["truncated"]) == (6, 13 / 6, 2 / 6)
+    assert found["reward_errors"] == 2
+    for one in (few, many):
+        for name, value in metrics_of_set(one).items():
+            assert found[f"{one.plan.name}/{name}"] == value
+    assert {"few/mean@2", "few/pass@2", "few/majority@2", "many/mean@1", "many/mean@1_ci95"} <= found.keys()
+    assert not {"few/mean@2_ci95", "many/pass@1", "many/majority@1"} & found.keys()
+
+
+def test_an_answer_that_could_not_be_scored_is_in_no_figure() -> None:
+    masked = torch.tensor([False, True, False, True])
+    found = metrics_of_set(validated("set", 2, [1.0, 0.0, 0.0, 1.0], ["a", "b", "c", "d"], masked=masked))
+    assert (found["accuracy"], found["mean@2"], found["majority@2"]) == (0.5, 0.5, 0.5)
+    assert "pass@2" not in found, "no prompt has two scored answers"
+    assert found["samples"] == 4 and found["truncated"] == 0.25
+
+
+# configuration
+
+
+def several_sets(tmp_path: Path, model: str, data: str, **grpo: Any) -> dict[str, Any]:
+    """A GRPO run with two validation sets: seven sums at mean@4, and three of them answered once."""
+    config = make_config("grpo", tmp_path, model, data, **grpo)
+    source = config["data"]["train"]
+    few = {**source, "val_set": "few", "max_samples": 3, "val_num_generations_per_prompt": 1, "val_temperature": 0.0}
+    config["data"]["validation"] = [{**source, "val_temperature": 0.8}, few]
+    config["grpo"] |= {"val_num_generations_per_prompt": 4, "val_batch_size": None}
+    return config
+
+
+def test_keys_of_a_set_go_before_those_of_all(tmp_path: Path, model: str, data: str) -> None:
+    config = several_sets(tmp_path, model, data, max_val_samples=5)
+    config["policy"]["generation"] |= {"val_top_p": 0.9, "val_top_k": 7}
+    config["data"]["validation"][1] |= {"val_top_k": None}
+    sums, few = set_plans(validate_config(config))
+    assert sums == SetPlan("sums", (0,), 4, 0.8, 0.9, 7, 5) and sums.sampling == {"temperature": 0.8, "top_p": 0.9, "top_k": 7}
+    assert few == SetPlan("few", (1,), 1, 0.0, 0.9, None, 5) and few.sampling is None
+    config["data"]["validation"][0]["val_set"] = "few"
+    config["data"]["validation"][1] |= {"val_num_generations_per_prompt": 4, "val_temperature": 0.8}
+    for key in ("val_num_generations_per_prompt", "val_top_k"):
+        for source in config["data"]["validation"]:
+            source.pop(key, None)
+    assert [plan.places for plan in set_plans(validate_config(config))] == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ({"name": "HuggingFaceH4/MATH-500"}, "MATH-500"),
+        ({"name": "AIME2024", "path": "elsewhere.parquet"}, "AIME2024"),
+        ({"path": "data/my set.v2.jsonl"}, "my_set_v2"),
+        ({"path": "data/2024.jsonl"}, "set_2024"),
+        ({"path": "data/2024.jsonl", "val_set": "aime"}, "aime"),
+    ],
+)
+def test_a_set_without_a_name_has_one(source: dict[str, str], name: str) -> None:
+    from megarl.config.validation_sets import set_name
+
+    assert set_name(source) == name
+
+
+# whole runs
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> str:
+    """A model that is right now and then."""
+    run_dir = tmp_path_factory.mktemp("taught")
+    config = make_config("sft", run_dir, model, data, max_num_steps=TAUGHT, val_period=0)
+    config["checkpointing"]["enabled"] = False
+    run(config, PolicyMaker())
+    return str(run_dir / "hf" / f"step_{TAUGHT}")
+
+
+def of_validation(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name.startswith("validation/")}
+
+
+def test_a_checkpoint_evaluated_alone_has_the_figures_of_its_step(tmp_path: Path, taught: str, data: str) -> None:
+    config = several_sets(tmp_path, taught, data, max_num_steps=2)
+    config["checkpointing"] |= {"metric_name": "validation/sums/mean@4", "keep_top_k": 1}
+    maker = PolicyMaker()
+    assert run(config, maker) == 0
+    first, _, last = rows(tmp_path)
+    assert 0 < first["validation/sums/mean@4"] < 1 and of_validation(first) != of_validation(last)
+    # each set in one call
+    calls = [call for call in maker.policies[0].generations if call[2] is not None or call[1]]
+    assert calls == [(28, False, {"temperature": 0.8, "top_p": 1.0, "top_k": None}), (3, True, None)] * 2
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    info = json.loads((checkpoint / "training_info.json").read_text())["metrics"]
+    assert info["val_sums/mean@4"] == info["validation/sums/mean@4"] == last["validation/sums/mean@4"]
+    checked = validate_config(config)
+    for weights, row in ((weights_to_evaluate(checkpoint), last), (weights_to_evaluate(None), first)):
+        result = result_of(evaluate(checked, weights, PolicyMaker()), checked, weights)
+        assert result["metrics"] == of_validation(row)
+        assert result["step"] == (2 if row is last else None)
+        assert {name: found["samples"] for name, found in result["sets"].items()} == {"sums": 28, "few": 3}
+        assert result["sets"]["sums"]["mean@4_ci95"] == row["validation/sums/mean@4_ci95"]
+    # neither the order of the sets, nor the seed of the run, nor how many prompts go together changes an answer
+    config["data"]["validation"].reverse()
+    config |= {"seed": 12}
+    config["grpo"]["val_batch_size"] = 2
+    checked = validate_config(config)
+    weights = weights_to_evaluate(checkpoint)
+    assert result_of(evaluate(checked, weights, PolicyMaker()), checked, weights)["metrics"] == of_validation(last)
+
+
+def test_a_metric_of_no_set_ranks_no_checkpoint(tmp_path: Path, taught: str, data: str) -> None:
+    config = several_sets(tmp_path, taught, data)
+    config["checkpointing"]["metric_name"] = "validation/sums/mean@8"
+    with pytest.raises(ConfigError, match=r"'validation/sums/mean@8': this run has no such metric\. Fix: write validation/sums/mean@4"):
+        run(config, PolicyMaker())
+
+
+def test_a_validation_of_one_set_is_cut_to_its_first_prompts(tmp_path: Path, taught: str, data: str) -> None:
+    config = make_config("grpo", tmp_path, taught, data, max_num_steps=1, val_period=0, max_val_samples=5)
+    maker = PolicyMaker()
+    run(config, maker)
+    [row, _] = rows(tmp_path)
+    assert list(of_validation(row)) == [f"validation/{name}" for name in ("accuracy", "samples", "generation_length", "truncated", *FAULTS)]
+    assert row["validation/samples"] == 5
+    # val_batch_size = 3
+    assert [call for call in maker.policies[0].generations if call[1]] == [(3, True, None), (2, True, None)]
+
+
+FAULTS = ("reward_errors", "reward_timeouts")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, taught: str, data: str) -> None:
+    run(make_config("grpo", tmp_path, taught, data, max_num_steps=2, val_period=0, val_at_start=False), PolicyMaker())
+    step = tmp_path / "checkpoints" / "step_2"
+    with pytest.raises(ConfigError, match=rf"no training_info\.json with a step\. Fix: give one of {step}"):
+        weights_to_evaluate(tmp_path)
+    with pytest.raises(ConfigError, match="Fix: give the directory step_N"):
+        weights_to_evaluate(tmp_path / "nothing")
+    next(path for path in (step / "policy" / "weights").iterdir() if path.suffix == ".safetensors").write_bytes(b"")
+    with pytest.raises(UnusableCheckpointError, match="step_2 is damaged"):
+        weights_to_evaluate(step)
+
+
+def written(config: dict[str, Any], path: Path) -> str:
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return str(path)
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, taught: str, model: str, data: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    made: list[ReferencePolicy] = []
+
+    def without_workers(config: Any, weights: Any) -> Any:
+        maker = PolicyMaker()
+        found = evaluate(config, weights, maker)
+        made.extend(maker.policies)
+        return found
+
+    monkeypatch.setattr(evaluation_command, "evaluate", without_workers)
+    file = written(several_sets(tmp_path / "run", model, data), tmp_path / "run.yaml")
+    assert main(["eval", file, "--dry-run", "--model", taught]) == 0
+    said = capsys.readouterr().out
+    assert "sums" in said and "temperature 0.8, top-p 1" in said and "greedy" in said and f"model: {taught}" in said
+    assert not made and not (tmp_path / "run").exists()
+    assert main(["eval", file, "--model", taught, "grpo.val_num_generations_per_prompt=2"]) == 0
+    said = capsys.readouterr().out
+    path = tmp_path / "run" / "evaluations" / f"step_{TAUGHT}.json"
+    assert f"written to {path}" in said
+    result = json.loads(path.read_text())
+    assert result["model"] == taught and result["checkpoint"] is None
+    assert f"{result['sets']['sums']['mean@2']:.4f}" in said and "majority@k" in said
+    assert main(["eval", file, "--json", str(tmp_path / "there.json")]) == 0
+    assert json.loads((tmp_path / "there.json").read_text())["model"] == model
+    assert not list((tmp_path / "run").glob("checkpoints")), "nothing but the result is left"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: config["data"].pop("validation"), "data.validation = None: there is nothing to evaluate on"),
+        (lambda config: config["data"]["validation"][0].update(val_temperature=0), "greedy answers to a prompt are all the same"),
+    ],
+)
+def test_an_evaluation_that_says_nothing_is_refused(
+    change: Callable[[Any], Any], said: str, tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = several_sets(tmp_path, model, data, val_period=0, val_at_start=False)
+    change(config)
+    assert main(["eval", written(config, tmp_path / "run.yaml"), "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_supervised_training_has_nothing_to_evaluate_by(tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", written(make_config("sft", tmp_path, model, data), tmp_path / "run.yaml"), "--dry-run"]) == 2
+    assert "algorithm = 'sft': megarl eval samples answers and scores them" in capsys.readouterr().err
