@@ -121,18 +121,19 @@ class TrainingConsole:
             self._progress.update(self._task, completed=step, eta=f"ETA {format_seconds(remaining_s)}")
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a validation, in the order they come; those of a set among several on a line of their own."""
-        lines: dict[str, dict[str, str]] = {"": {}}
-        sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET) and name != f"validation{_OF_A_SET}"]
+        """Show the numbers of a validation, in the order they come; those of a set among several (``NAME/...``) on a line of their own."""
+        sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
+        lines: dict[str, dict[str, str]] = {"": {}, **{name: {} for name in sets}}
         for name, value in metrics.items():
             of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
-            bare = name.removeprefix(f"{of_set}/" if of_set else "validation/")
+            bare = name.removeprefix(f"{of_set}/") if of_set else name
             if value or bare not in _FAULTS:
-                lines.setdefault(of_set, {})[bare] = _number(value)
+                lines[of_set][bare] = _number(value)
         for of_set, numbers in lines.items():
-            title = f"validation after step {step}" if not of_set else f"  {of_set.removeprefix('validation/')}"
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
-            self._say(Text(title, style="bold blue").append(f"  {shown}", style="blue"))
+            self._say(
+                Text(f"  {of_set}" if of_set else f"validation after step {step}", style="bold blue").append(f"  {shown}", style="blue")
+            )
 
     def note(self, text: str) -> None:
         """Show a line of text, for example that a checkpoint was written."""

@@ -16,9 +16,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megarl.algorithms.evaluate import evaluate, result_of, weights_to_evaluate
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.refit import Refit, connect, refit_policy_generation
 from megarl.algorithms.run import run
+from megarl.config import validate_config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
@@ -306,7 +308,8 @@ def test_the_engines_have_the_environment_of_their_section(colocated: VllmGenera
 @slow
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
 def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool) -> None:
-    """Two steps, each with a validation and a checkpoint; a second launch goes on from there and stops at a bound of no difference."""
+    """Two steps, each with a validation and a checkpoint, which has the validation's figures by itself too; a second launch goes on from there
+    and stops at a bound of no difference."""
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)))
     # the policy's tokenizer is elsewhere than its model
@@ -321,6 +324,8 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
         "backend": "vllm",
         "max_new_tokens": 5,
         "temperature": 0.7,
+        "val_temperature": 0.9,
+        "val_top_k": 30,
         "stop_strings": ["w7"],
         "colocated": {"enabled": True} if shared else {"enabled": False, "resources": {"gpus_per_node": 1}},
         "vllm_cfg": settings,
@@ -330,7 +335,14 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
         "seed": 3,
         "run_dir": str(tmp_path / "run"),
         "policy": {**policy, "tokenizer": {"name": str(words), "chat_template": None}},
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 2, "val_period": 1, "max_val_samples": 6},
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": 2,
+            "val_period": 1,
+            "max_val_samples": 6,
+            "val_num_generations_per_prompt": 3,
+        },
         "loss_fn": {
             "reference_policy_kl_penalty": 0.0,
             "ratio_clip_min": 0.2,
@@ -351,7 +363,10 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
     for row in rows:
         assert 0 < row["train/mismatch_mean"] < 1e-5 and row["train/mismatch_share_above_0.05"] == 0
         assert row["train/token_mult_prob_error"] == pytest.approx(1 + row["train/mismatch_mean"], rel=1e-6)
-        assert row["timing/refit_s"] > 0 and "validation/accuracy" in row
+        assert row["timing/refit_s"] > 0 and row["validation/samples"] == 18
+    checked, weights = validate_config(copy.deepcopy(config)), weights_to_evaluate(tmp_path / "run" / "checkpoints" / "step_2")
+    alone = result_of(evaluate(checked, weights), checked, weights)["metrics"]
+    assert alone == {name: value for name, value in rows[1].items() if name.startswith("validation/")}
     if shared:
         config["grpo"] |= {"max_num_steps": 3, "max_token_mult_prob_error": 1.0}
         with pytest.raises(MismatchError, match="step 3: token_mult_prob_error"):

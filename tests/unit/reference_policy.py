@@ -46,7 +46,7 @@ class ReferencePolicy:
         self.trained_steps = 0
         self.train_calls = 0
         self.profiled: list[tuple[str, Any]] = []
-        self.generations: list[tuple[int, bool, Any]] = []
+        self.generations: list[tuple[int, bool, Any, list[int]]] = []
         self._prepared = ""
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))
@@ -188,7 +188,7 @@ class ReferencePolicy:
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False, sampling: Mapping[str, Any] | None = None) -> BatchedDataDict[Any]:
         """One row at a time, the whole sequence again for every token; of ``sampling`` the temperature alone counts."""
         self._require("generation")
-        self.generations.append((data.size, greedy, sampling))
+        self.generations.append((data.size, greedy, sampling, data.get("sampling_seeds", torch.empty(0)).tolist()))
         settings = {**self.cfg["generation"], **(sampling or {})}
         stops = set(settings.get("stop_token_ids") or [self.tokenizer.eos_token_id])
         rows, logprob_rows, new_lengths = [], [], []

@@ -329,7 +329,8 @@ def test_a_checkpoint_evaluated_alone_has_the_figures_of_its_step(tmp_path: Path
     assert 0 < first["validation/sums/mean@4"] < 1 and of_validation(first) != of_validation(last)
     # each set in one call
     calls = [call for call in maker.policies[0].generations if call[2] is not None or call[1]]
-    assert calls == [(28, False, {"temperature": 0.8, "top_p": 1.0, "top_k": None}), (3, True, None)] * 2
+    sampling = {"temperature": 0.8, "top_p": 1.0, "top_k": None}
+    assert calls == [(28, False, sampling, validation_seeds("sums", 7, 4)), (3, True, None, [])] * 2
     checkpoint = tmp_path / "checkpoints" / "step_2"
     info = json.loads((checkpoint / "training_info.json").read_text())["metrics"]
     assert info["val_sums/mean@4"] == info["validation/sums/mean@4"] == last["validation/sums/mean@4"]
@@ -364,7 +365,7 @@ def test_a_validation_of_one_set_is_cut_to_its_first_prompts(tmp_path: Path, tau
     assert list(of_validation(row)) == [f"validation/{name}" for name in ("accuracy", "samples", "generation_length", "truncated", *FAULTS)]
     assert row["validation/samples"] == 5
     # val_batch_size = 3
-    assert [call for call in maker.policies[0].generations if call[1]] == [(3, True, None), (2, True, None)]
+    assert [call for call in maker.policies[0].generations if call[1]] == [(3, True, None, []), (2, True, None, [])]
 
 
 FAULTS = ("reward_errors", "reward_timeouts")

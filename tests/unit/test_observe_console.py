@@ -44,7 +44,7 @@ def shown(terminal: bool, width: int = 100, quiet: bool = False, total: int = 20
             clock.now += 4.2
             view.step(step, FULL)
             if step == 10:
-                view.validation(step, {"validation/accuracy": 0.4123, "num_samples": 64, "text": "skip", "list": [1]})
+                view.validation(step, {"accuracy": 0.4123, "num_samples": 64, "text": "skip", "list": [1]})
                 view.note("checkpoint [saved] step_10")
     return stream.getvalue()
 
@@ -65,6 +65,25 @@ def test_title_notes_and_validation_are_taken_literally() -> None:
     assert "checkpoint [saved] step_10" in text
     assert "validation after step 10  accuracy 0.412  num_samples 64\n" in text
     assert text.splitlines()[-1] == "finished: step 20/20 in 1m24s"
+
+
+def test_each_of_several_validation_sets_has_a_line() -> None:
+    stream = io.StringIO()
+    metrics = {"accuracy": 0.5, "samples": 20, "reward_errors": 3, "reward_timeouts": 0}
+    of_sets = {
+        "validation/samples": 8,
+        "validation/mean@8": 0.25,
+        "validation/reward_errors": 0,
+        "aime/reward/right": 0.75,
+        "aime/samples": 12,
+    }
+    with TrainingConsole(20, "GRPO", console=Console(file=stream, width=100)) as view:
+        view.validation(10, {**metrics, **of_sets})
+    assert stream.getvalue().splitlines()[1:4] == [
+        "validation after step 10  accuracy 0.500  samples 20  reward_errors 3",
+        "  validation  samples 8  mean@8 0.250",
+        "  aime  reward/right 0.750  samples 12",
+    ]
 
 
 def test_terminal_gets_a_bar_and_is_given_back() -> None:
