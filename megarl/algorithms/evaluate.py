@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.checkpoint.manager import read_info
 from megarl.checkpoint.manifest import verify
 from megarl.config.algorithms import generates, own_section
-from megarl.config.report import layout_table, validation_table
+from megarl.config.report import WIDTH, layout_table, validation_table
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
@@ -33,8 +33,6 @@ from megarl.observe.timing import PhaseTimer
 
 if TYPE_CHECKING:
     from megarl.rollout.evaluation import ValidatedSet
-
-logger = logging.getLogger(__name__)
 
 DIRECTORY = "evaluations"
 """Of a run's directory, where results go that are not sent elsewhere."""
@@ -154,16 +152,14 @@ def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> d
 def result_table(result: Mapping[str, Any]) -> Table:
     """The figures of each set of ``result_of``, one a row."""
     table = Table(title=f"{result['checkpoint'] or result['model']}: {result['seconds']:.1f} s")
-    headings = ("set", "answers", "not scored", "k", "mean@k", "95 % interval", "pass@k", "majority@k", "truncated", "mean length")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for heading in ("set", "answers", "unscored", "k", "mean@k", "± 95 %", "pass@k", "majority@k", "truncated", "tokens"):
+        table.add_column(heading, justify="left" if heading == "set" else "right", overflow="fold", min_width=len(heading))
     for name, found in result["sets"].items():
         k = found["answers_a_prompt"]
-        half = found.get(f"mean@{k}_ci95")
-        figures = (f"mean@{k}", f"pass@{k}", f"majority@{k}", "truncated")
-        mean, passed, majority, truncated = (f"{found[figure]:.4f}" if figure in found else "" for figure in figures)
-        cells = (f"{found['samples']:,}", f"{found['not_scored']:,}", str(k), mean, "" if half is None else f"± {half:.4f}")
-        table.add_row(name, *cells, passed, majority, truncated, f"{found['generation_length']:.1f}")
+        figures = (f"mean@{k}", f"mean@{k}_ci95", f"pass@{k}", f"majority@{k}", "truncated")
+        shown = (f"{found[figure]:.4f}" if figure in found else "" for figure in figures)
+        counts = (f"{found['samples']:,}", f"{found['not_scored']:,}", str(k))
+        table.add_row(name, *counts, *shown, f"{found['generation_length']:.1f}")
     return table
 
 
@@ -184,7 +180,7 @@ def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: b
     weights = weights_to_evaluate(checkpoint)
     name = Path(config["policy"]["model_name"]).name if checkpoint is None else f"step_{weights.step}"
     path = out or Path(config["run_dir"]) / DIRECTORY / f"{name}.json"
-    console = Console(highlight=False)
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     if dry_run:
         _describe(config, weights, path, console)
         return 0

@@ -143,7 +143,7 @@ def validation_table(config: Mapping[str, Any]) -> Table:
     """The validation sets of a checked run that generates, one a row."""
     table = Table(title="validation")
     for heading in ("set", "sources", "prompts", "answers a prompt", "drawn"):
-        table.add_column(heading, justify="right" if heading in {"prompts", "answers a prompt"} else "left")
+        table.add_column(heading, justify="right" if heading in {"prompts", "answers a prompt"} else "left", overflow="fold")
     sources = validation_sources(config)
     for plan in set_plans(config):
         names = [str(sources[place].get("path") or sources[place].get("name")) for place in plan.places]

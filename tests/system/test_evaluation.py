@@ -1,4 +1,4 @@
-"""``megarl eval`` as a user starts it: from a checkpoint, and from the exported model, the figures that the run logged, to the last digit."""
+"""``megarl eval`` as a user starts it: of a checkpoint, and of the exported model, the figures that the run logged, to the last digit."""
 
 from __future__ import annotations
 

@@ -308,8 +308,8 @@ def test_the_engines_have_the_environment_of_their_section(colocated: VllmGenera
 @slow
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
 def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool) -> None:
-    """Two steps, each with a validation and a checkpoint, which has the validation's figures by itself too; a second launch goes on from there
-    and stops at a bound of no difference."""
+    """Two steps, each with a validation and a checkpoint, which has the validation's figures by itself too; a second launch goes on from
+    there and stops at a bound of no difference."""
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)))
     # the policy's tokenizer is elsewhere than its model

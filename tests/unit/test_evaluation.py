@@ -391,7 +391,6 @@ def written(config: dict[str, Any], path: Path) -> str:
 def test_the_command_prints_a_table_and_writes_json(
     tmp_path: Path, taught: str, model: str, data: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
     made: list[ReferencePolicy] = []
 
     def without_workers(config: Any, weights: Any) -> Any:
