@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megarl.models.policy.lm_policy import Policy
     from megarl.observe.timing import PhaseTimer
     from megarl.rollout.environment import Environment
+    from megarl.rollout.sample_log import SampleLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Parts:
         sampler: the order of the training data.
         timer: told the phases of a step.
         skipped: trains, and keeps batches that could not be trained on.
+        sample_log: keeps samples for people to read; None for none.
     """
 
     config: Mapping[str, Any]
@@ -73,6 +75,7 @@ class Parts:
     sampler: Sampler
     timer: PhaseTimer
     skipped: SkippedBatches
+    sample_log: SampleLog | None = None
 
 
 class Algorithm(ABC):

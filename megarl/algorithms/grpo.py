@@ -112,6 +112,7 @@ class GRPO(Algorithm):
         self.refit = parts.refit
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
         self.timer, self.skipped = parts.timer, parts.skipped
+        self.sample_log, self.done_steps = parts.sample_log, 0
         self.loss_fn = ClippedPGLossFn(parts.config["loss_fn"])
         stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
         self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
@@ -135,6 +136,10 @@ class GRPO(Algorithm):
         with self.timer.phase("reward"):
             advantages = self._advantages(samples)
         batch = self._training_batch(samples, advantages)
+        if self.sample_log is not None:
+            # before anything can refuse to train on them: then they are needed most
+            previous, sources = batch.get("prev_logprobs"), self.train_data.sources
+            self.sample_log.train(step, rollouts, generations, advantages, previous, sources)
         mismatch: dict[str, float] = {}
         if self.needs_previous_logprobs:
             mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
@@ -147,6 +152,7 @@ class GRPO(Algorithm):
             self.timer.passed(trained_sequences(batch, result, self.loss_fn))
         if self.refit is not None:
             self.refit.stale = True
+        self.done_steps = step
         of_samples = {**_sample_metrics(samples, advantages), **part_metrics([samples])}
         own = {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
@@ -170,6 +176,8 @@ class GRPO(Algorithm):
         if self.refit is not None:
             # the engines may have had its devices; whoever saves or exports next finds it there again
             self.policy.prepare_for_lp_inference()
+        if self.sample_log is not None:
+            self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
         return validation_metrics(validated)
 
     def _advantages(self, samples: BatchedDataDict[Any]) -> Tensor:

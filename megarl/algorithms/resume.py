@@ -122,6 +122,7 @@ class CheckpointWriter:
         save_period: steps between checkpoints.
         run_config: kept beside every checkpoint.
         committed: told the step of every checkpoint from which another start would go on.
+        before_commit: called when all of a checkpoint is written but its name.
     """
 
     manager: CheckpointManager
@@ -129,6 +130,7 @@ class CheckpointWriter:
     save_period: int
     run_config: Mapping[str, Any] = field(default_factory=dict)
     committed: Callable[[int], None] = lambda step: None
+    before_commit: Callable[[], None] = lambda: None
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether a checkpoint follows this step; one always follows the last."""
@@ -166,6 +168,7 @@ class CheckpointWriter:
                     weights_path=str(of_role / WEIGHTS), optimizer_path=str(of_role / OPTIMIZER), tokenizer_path=str(of_role / TOKENIZER)
                 )
         yield
+        self.before_commit()
         self.manager.finalize_checkpoint(path)
         self.committed(step)
 

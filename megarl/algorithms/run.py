@@ -25,7 +25,7 @@ from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.config.algorithms import algorithm_class, own_section, roles, step_size
+from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
 from megarl.config.model_facts import read_model_facts
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
@@ -37,6 +37,8 @@ from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.redact import redacted
+from megarl.observe.sample_files import DIRECTORY as SAMPLES
+from megarl.observe.sample_files import SampleFiles
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
 from megarl.throughput.step import Devices, StepThroughput
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.stopping import Attempt, StopRequest
     from megarl.models.policy.lm_policy import Policy
+    from megarl.observe.sinks import MetricSinks
+    from megarl.rollout.sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +108,12 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures, throughput=_throughput(config, policy))
         skipped = SkippedBatches(run_dir / DIRECTORY)
+        samples = _open_samples(config, run_dir, start, reporting.sinks, tokenizer, stack)
         parts = Parts(
-            config, models, refit, tokenizer, inputs.environment, train_data, inputs.validation, sampler, reporting.timer, skipped
+            config, models, refit, tokenizer, inputs.environment, train_data, inputs.validation, sampler, reporting.timer, skipped, samples
         )
         algorithm = algorithm_class(config["algorithm"])(parts)
-        writer = _writer(manager, models, config, attempt)
+        writer = _writer(manager, models, config, attempt, samples)
 
         reporting.console.start(start.step)
         with stop.deferred():
@@ -149,10 +154,14 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
         raise ConfigError([Violation(key, str(directory), bound, "give a directory that you may write to")]) from error
 
 
-def _writer(manager: CheckpointManager | None, models: Mapping[Role, Policy], config: Config, attempt: Attempt) -> CheckpointWriter | None:
+def _writer(
+    manager: CheckpointManager | None, models: Mapping[Role, Policy], config: Config, attempt: Attempt, samples: SampleLog | None
+) -> CheckpointWriter | None:
     if manager is None:
         return None
-    return CheckpointWriter(manager, models, config["checkpointing"]["save_period"], config, attempt.checkpoint_committed)
+    save_period = config["checkpointing"]["save_period"]
+    flush = samples.files.flush if samples is not None else lambda: None
+    return CheckpointWriter(manager, models, save_period, config, attempt.checkpoint_committed, flush)
 
 
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
@@ -192,12 +201,27 @@ def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: Re
     """Sinks, with what an interrupted launch logged after the checkpoint taken back, console and timer."""
     if config["checkpointing"]["resume"] == "never":
         _set_aside(run_dir / METRICS_FILE)
+        _set_aside(run_dir / SAMPLES)
     sinks = stack.enter_context(open_sinks(config["logger"], run_dir, config))
     sinks.truncate_after(start.step if start.step else -1)
     section = algorithm_class(config["algorithm"]).section()
     console = TrainingConsole(schedule.total_steps, f"{section.upper()} {Path(config['policy']['model_name']).name}")
     stack.push(console)
     return Reporting(sinks, console, PhaseTimer())
+
+
+def _open_samples(
+    config: Config, run_dir: Path, start: ResumePoint, sinks: MetricSinks, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
+) -> SampleLog | None:
+    """What keeps samples, without those of steps that come again; None for a run that has none, or is to keep none."""
+    section = config["logger"]["samples"]
+    if not section["enabled"] or not generates(config):
+        return None
+    from megarl.rollout.sample_log import SampleLog
+
+    files = stack.enter_context(SampleFiles(run_dir / SAMPLES, section["max_files"]))
+    files.truncate_after(start.step if start.step else -1)
+    return SampleLog(files, section, tokenizer, sinks)
 
 
 def _throughput(config: Config, policy: Policy) -> StepThroughput:

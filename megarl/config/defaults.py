@@ -22,6 +22,7 @@ from megarl.config.sections import (
     DeadlinesConfig,
     LoggerConfig,
     ProfilerConfig,
+    SamplesConfig,
 )
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
@@ -65,6 +66,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     _fill_sizes_of_validation(run)
     run["checkpointing"] = fill(_section(run, "checkpointing"), defaults_of(CheckpointingConfig))
     run["logger"] = fill(_section(run, "logger"), defaults_of(LoggerConfig))
+    run["logger"]["samples"] = fill(_section(run["logger"], "samples"), defaults_of(SamplesConfig))
     run["profiler"] = fill(_section(run, "profiler"), defaults_of(ProfilerConfig))
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))

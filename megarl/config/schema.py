@@ -41,7 +41,7 @@ INSTEAD: Mapping[str, str] = {
     "NeMo-RL's names without the keys",
     "data.prompt_file": "write the text itself in data.prompt_template, with {prompt} where the problem goes",
     "data.system_prompt_file": "write the text itself in data.system_prompt",
-    "logger.num_val_samples_to_print": "remove it",
+    "logger.num_val_samples_to_print": "write logger.samples.num_validation_samples; megarl samples RUN --validation shows them",
     "logger.mlflow_enabled": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
     "logger.mlflow": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
     "logger.swanlab_enabled": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",

@@ -166,8 +166,45 @@ class TensorboardConfig(TypedDict):
     log_dir: NotRequired[Annotated[str | None, Key("where; ``tensorboard`` in the logger's directory when absent or null.")]]
 
 
+class SamplesConfig(TypedDict):
+    """Samples config: prompts and answers that a run leaves for people to read, as ``samples/train_step_N.jsonl`` and
+    ``samples/validation_step_N.jsonl`` in its directory; of algorithms that generate answers."""
+
+    enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
+    num_train_samples: NotRequired[
+        Annotated[int | None, Key("samples of a training step, the first ones; 0 for none, null for all.", AT_LEAST_0, default=32)]
+    ]
+    num_validation_samples: NotRequired[
+        Annotated[int | None, Key("samples of each set of a validation, likewise.", AT_LEAST_0, default=64)]
+    ]
+    period: NotRequired[
+        Annotated[
+            int, Key("every how many training steps; the first one's are always written, and every validation's.", AT_LEAST_1, default=1)
+        ]
+    ]
+    max_characters: NotRequired[
+        Annotated[int, Key("of a prompt, an answer or a reference; longer ones lose their middle.", AT_LEAST_1, default=16384)]
+    ]
+    max_files: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "files of training steps, and as many of validations; the oldest one and the newest ones stay, null keeps all.",
+                Range(low=2),
+                default=200,
+            ),
+        ]
+    ]
+    token_ids: NotRequired[Annotated[bool, Key("with the token ids of prompt and answer.", default=False)]]
+    wandb_table: NotRequired[
+        Annotated[
+            bool, Key("send them to Weights & Biases too, as the tables ``samples/train`` and ``samples/validation``.", default=False)
+        ]
+    ]
+
+
 class LoggerConfig(TypedDict):
-    """Logger config: where metrics go besides ``metrics.jsonl``, which is always written."""
+    """Logger config: where metrics go besides ``metrics.jsonl``, which is always written, and what is kept of samples."""
 
     log_dir: NotRequired[
         Annotated[str, Key("where TensorBoard and Weights & Biases put their files; ``logs`` in the run's directory when absent.")]
@@ -176,6 +213,7 @@ class LoggerConfig(TypedDict):
     tensorboard_enabled: NotRequired[Annotated[bool, Key("write TensorBoard files.", default=False)]]
     wandb: NotRequired[Annotated[WandbConfig | None, Key("settings of Weights & Biases.")]]
     tensorboard: NotRequired[Annotated[TensorboardConfig | None, Key("settings of TensorBoard.")]]
+    samples: NotRequired[Annotated[SamplesConfig, Key("prompts and answers for people to read.")]]
 
 
 class ClusterConfig(TypedDict):

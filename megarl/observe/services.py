@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,11 +71,24 @@ class WandbSink:
         module = _import("wandb", "logger.wandb_enabled", "wandb")
         log_dir.mkdir(parents=True, exist_ok=True)
         identity = {"id": _remembered_id(log_dir / _WANDB_ID_FILE), "resume": "allow"}
+        self._module = module
         self._run = module.init(**{"dir": str(log_dir), **identity, **_without_nulls(settings)}, config=redacted(run_config))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send one row."""
         self._run.log({name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"])
+
+    def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send the samples of a step as a table, ``samples/KIND``.
+
+        Token ids stay here; the parts of a reward are columns ``reward/NAME``.
+        """
+        rows = [_as_columns(sample) for sample in samples]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[row.get(name) for name in columns] for row in rows]
+        # a number that is infinite is a text
+        table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
+        self._run.log({f"samples/{kind}": table}, step=step)
 
     def truncate_after(self, step: int) -> None:
         """Nothing to do: W&B itself ignores a step that it already has."""
@@ -83,6 +96,11 @@ class WandbSink:
     def close(self) -> None:
         """Finish the upload."""
         self._run.finish()
+
+
+def _as_columns(sample: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in sample.items() if not isinstance(value, Mapping | list)}
+    return {**plain, **{f"reward/{name}": value for name, value in sample["rewards"].items()}}
 
 
 def _without_nulls(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -91,6 +91,18 @@ class MetricSinks:
                     logger.warning("metric %s is not logged: %s", name, error)
         for sink in self._sinks:
             self._guard(sink, "write", row)
+
+    def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Hand the samples of a step to the sinks that take such; before the step is logged.
+
+        Args:
+            kind: ``train`` or ``validation``.
+            step: of the run.
+            samples: see ``megarl.rollout.sample_log``.
+        """
+        for sink in self._sinks:
+            if isinstance(sink, WandbSink):
+                self._guard(sink, "write_samples", kind, step, samples)
 
     def truncate_after(self, step: int) -> None:
         """Forget, on resume from the checkpoint of ``step``, what an earlier launch logged for later steps."""

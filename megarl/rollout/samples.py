@@ -152,8 +152,7 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
         any token 0, 0, 0 and 1.
     """
     counted = mask.reshape(-1).nonzero().squeeze(1)
-    difference = (generation.reshape(-1)[counted].double() - policy.reshape(-1)[counted].double()).abs()
-    difference = torch.where(difference.isnan(), torch.inf, difference)
+    difference = _differences(generation.reshape(-1)[counted], policy.reshape(-1)[counted])
     if difference.numel() == 0:
         return {MISMATCH_MEAN: 0.0, MISMATCH_MAX: 0.0, MISMATCH_SHARE: 0.0, TOKEN_MULT_PROB_ERROR: 1.0}
     return {
@@ -162,6 +161,26 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
         MISMATCH_SHARE: float((difference > FAR).double().mean()),
         TOKEN_MULT_PROB_ERROR: float(difference.exp().mean()),
     }
+
+
+def row_mismatch(generation: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
+    """The mean absolute difference of two log-probabilities over the tokens of each row.
+
+    Args:
+        generation, policy, mask: as of ``mismatch_metrics``.
+
+    Returns:
+        [B] float64; infinite where a difference is not a number, NaN for a row without any token.
+    """
+    counted = mask != 0
+    difference = torch.where(counted, _differences(generation, policy), 0.0)
+    return difference.sum(1) / counted.sum(1)
+
+
+def _differences(generation: Tensor, policy: Tensor) -> Tensor:
+    """Absolute differences in float64; one that is not a number counts as infinite."""
+    difference = (generation.double() - policy.double()).abs()
+    return torch.where(difference.isnan(), torch.inf, difference)
 
 
 def check_mismatch(metrics: dict[str, float], bound: float | None, step: int) -> None:

@@ -424,6 +424,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("environments_in_range", {"env": {"math": {"timeout_s": 0}, "a b": {"reward": "math"}}}, {}, {"env.math.timeout_s", "env.a b"}),
     ("environments_have_names", {"env.math": {}}, {}, {"env.reward"}),
     ("wandb_is_named", {"logger.wandb_enabled": True}, {}, {"logger.wandb"}),
+    ("table_of_samples_has_a_place", {"logger.samples.wandb_table": True}, {}, {"logger.samples.wandb_table"}),
+    (
+        "table_of_samples_has_a_place",
+        {"logger": {"wandb_enabled": True, "wandb": {"project": "p"}, "samples": {"enabled": False, "wandb_table": True}}},
+        {},
+        {"logger.samples.wandb_table"},
+    ),
     (
         "values_in_range",
         {"grpo.num_generations_per_prompt": 1, "g.temperature": 0},

@@ -177,6 +177,16 @@ def wandb_is_named(view: View) -> Iterator[Violation]:
         )
 
 
+def table_of_samples_has_a_place(view: View) -> Iterator[Violation]:
+    """A table of samples has samples in it, and somebody who takes it."""
+    key = "logger.samples.wandb_table"
+    view.require(view[key])
+    if not view["logger.samples.enabled"]:
+        yield Violation(key, True, "logger.samples.enabled is false: there are no samples", "write logger.samples.enabled: true")
+    elif not view["logger.wandb_enabled"]:
+        yield Violation(key, True, "logger.wandb_enabled is false: nobody takes the table", "write logger.wandb_enabled: true")
+
+
 def profiled_steps(view: View) -> Iterator[Violation]:
     """The profiled steps are steps of the run, and something records them."""
     key, steps = "profiler.steps", view["profiler.steps"]
@@ -222,6 +232,7 @@ RUN_RULES: tuple[Rule, ...] = (
     environments_in_range,
     environments_have_names,
     wandb_is_named,
+    table_of_samples_has_a_place,
     profiled_steps,
     profiled_workers,
 )

@@ -1,0 +1,209 @@
+"""Sample files: ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` of a run, one JSON object a sample.
+
+They are written by a thread of their own. Whatever keeps it from writing costs samples, never the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "samples"
+"""Below the run's directory."""
+
+TRAIN, VALIDATION = "train", "validation"
+"""Kinds of files."""
+
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+"""Characters that a terminal may obey, that turn the direction of text around, or that are no text; tab and line feed are not in it."""
+
+_NAME = re.compile(rf"({TRAIN}|{VALIDATION})_step_(\d+)\.jsonl")
+_MOST_WAITING = 4
+_PATIENCE_S = 10.0
+
+
+class SampleFiles:
+    """Sample files of a run that trains.
+
+    ``write`` hands rows over and returns at once. A disk that is full, slow or gone costs the samples of a step: the first time with a
+    warning, in the end with the number of such steps.
+    """
+
+    def __init__(self, directory: Path, most_files: int | None = None, patience_s: float = _PATIENCE_S) -> None:
+        """Args:
+        directory: of the files; made when there is something to write.
+        most_files: of each kind; the oldest one and the newest ones stay. None keeps all.
+        patience_s: seconds that ``flush`` and ``close`` wait for a disk.
+        """
+        self._directory, self._most_files, self._patience_s = directory, most_files, patience_s
+        self._waiting: deque[tuple[str, int, Sequence[Mapping[str, Any]]]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._stalled = False
+        self._lost = 0
+
+    def write(self, kind: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Have the samples of a step written, in the place of those that it may have already.
+
+        Args:
+            kind: ``TRAIN`` or ``VALIDATION``.
+            step: of the run.
+            rows: what JSON holds; not changed afterwards.
+        """
+        with self._changed:
+            full = len(self._waiting) >= _MOST_WAITING
+            if not full and not self._closed:
+                self._waiting.append((kind, step, rows))
+                self._changed.notify_all()
+        if full:
+            self._lose(f"the disk is slower than the steps: {_MOST_WAITING} of them wait")
+        elif self._thread is None:
+            # a daemon, so that a disk that does not answer cannot keep the process from ending
+            self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until all that was handed over is on disk, as long as a disk is given; for one that hangs only once."""
+        with self._changed:
+            self._stalled = not self._changed.wait_for(lambda: not self._waiting, 0.0 if self._stalled else self._patience_s)
+        if self._stalled:
+            self._lose(f"the disk has not taken them within {self._patience_s:g} s")
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the files of later steps, which are computed again, and what a killed run left unfinished."""
+        try:
+            late = [path for kind in (TRAIN, VALIDATION) for number, path in list_samples(self._directory, kind) if number > step]
+            for path in [*late, *self._directory.glob(".*.tmp")]:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("samples of steps after %d cannot be removed from %s: %s", step, self._directory, error)
+
+    def close(self) -> None:
+        """Flush and end the thread; a second call does nothing."""
+        if self._closed:
+            return
+        self.flush()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._lost > 1:
+            logger.warning("samples were lost %d times, see the first warning of %s", self._lost, self._directory)
+
+    def __enter__(self) -> SampleFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write_all(self) -> None:
+        """The thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                kind, step, rows = self._waiting[0]
+            try:
+                _replace(self._directory / f"{kind}_step_{step}.jsonl", b"".join(map(_line, rows)))
+                self._prune(kind)
+            except Exception as error:
+                self._lose(f"{kind}_step_{step}.jsonl cannot be written ({type(error).__name__}: {error})")
+            # removed only now: flush waits for what is being written too
+            with self._changed:
+                self._waiting.popleft()
+                self._stalled = False
+                self._changed.notify_all()
+
+    def _prune(self, kind: str) -> None:
+        if self._most_files is not None:
+            for _, path in list_samples(self._directory, kind)[1 : -(self._most_files - 1) or None]:
+                path.unlink(missing_ok=True)
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            self._lost += 1
+            first = self._lost == 1
+        if first:
+            logger.warning("samples are lost, training goes on without them: %s in %s", why, self._directory)
+
+
+def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
+    """The files of one kind with their steps, in the order of these; none where there is no such directory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = ((match, name) for name in names if (match := _NAME.fullmatch(name)) is not None)
+    return sorted((int(match[2]), directory / name) for match, name in found if match[1] == kind)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of a file; lines that are none, as somebody may have edited it, are left out with a warning.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    rows: list[dict[str, Any]] = []
+    damaged = 0
+    # by line feeds alone: texts may hold other characters that Python takes for an end of line
+    for line in path.read_bytes().split(b"\n"):
+        row = _parse(line) if line.strip() else None
+        if row is not None:
+            rows.append(row)
+        elif line.strip():
+            damaged += 1
+    if damaged:
+        logger.warning("%s: %d lines are no samples and are left out", path, damaged)
+    return rows
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text, without its middle where it is longer than ``limit`` characters: what matters of an answer is how it ends."""
+    if len(text) <= limit:
+        return text
+    head = limit // 2
+    return f"{text[:head]}\n[... {len(text) - limit:,} characters left out ...]\n{text[len(text) - (limit - head) :]}"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        return None
+    is_sample = isinstance(row, dict) and all(isinstance(row.get(name), str) for name in ("prompt", "answer"))
+    return row if is_sample else None
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    """A row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that ``cat`` shows it too."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

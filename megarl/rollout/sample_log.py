@@ -1,0 +1,164 @@
+"""Sample log: what the samples of a step or a validation are in the run's sample files, and which of them are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from megarl.observe.sample_files import TRAIN, VALIDATION, SampleFiles, shorten
+from megarl.rollout.collector import PART, Rollouts
+from megarl.rollout.samples import row_mismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.datasets import Example, SourceRange
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.observe.sinks import MetricSinks
+    from megarl.rollout.evaluation import ValidatedSet
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLog:
+    """Sample log of a run.
+
+    A sample is ``step``, ``set``, ``group`` (number of its prompt in the step), ``generation`` (its number among the answers to it),
+    ``record`` (place of the prompt in its data), ``source``, ``env``, ``prompt`` (as the policy saw it, with special tokens), ``answer``
+    (without), ``reference``, ``reward``, ``rewards`` (its parts by name, without weights), ``accuracy``, ``advantage``, ``length``
+    (tokens of the answer), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute difference
+    of the log-probabilities of engine and policy), ``weight_version`` and, where they are asked for, ``prompt_ids`` and ``answer_ids``.
+    What is not known is null, an infinite number the text ``inf``. Texts longer than ``max_characters`` lose their middle.
+
+    Attributes:
+        files: where they go.
+        section: ``logger.samples`` of the configuration.
+        tokenizer: of the policy.
+        sinks: for a table of the samples, where the section asks for one.
+    """
+
+    files: SampleFiles
+    section: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    sinks: MetricSinks | None = None
+
+    def train(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        generations: int,
+        advantages: Tensor,
+        previous_logprobs: Tensor | None = None,
+        sources: Sequence[SourceRange] = (),
+    ) -> None:
+        """Keep the first samples of a step that is due.
+
+        Args:
+            step: of the run.
+            rollouts: B samples, those of one prompt next to each other.
+            generations: samples of a prompt.
+            advantages: [B] float.
+            previous_logprobs: [B, S] float, of the policy before its update; None where nobody computed them.
+            sources: of the training data.
+        """
+        if step != 1 and step % self.section["period"]:
+            return
+        samples, number = rollouts.samples, self._number("num_train_samples", len(rollouts.records))
+        known: dict[str, Tensor] = {"advantage": advantages[:number]}
+        if previous_logprobs is not None:
+            mask = samples["token_mask"][:number] * samples["sample_mask"][:number].unsqueeze(1)
+            known["mismatch"] = row_mismatch(samples["generation_logprobs"][:number], previous_logprobs[:number], mask)
+        self._write(TRAIN, step, self._rows(rollouts, number, generations, {"step": step, "set": None}, known, sources))
+
+    def validation(self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()) -> None:
+        """Keep the first samples of each set of a validation. An only set has no name there.
+
+        Args:
+            step: finished steps.
+            validated: the sets with their samples.
+            sources: of the validation data.
+        """
+        rows: list[dict[str, Any]] = []
+        for each in validated:
+            generations, name = each.plan.generations, each.plan.name if len(validated) > 1 else None
+            left, group = self._number("num_validation_samples", sum(len(part.records) for part in each.batches)), 0
+            for part in each.batches:
+                number = min(left, len(part.records))
+                rows += self._rows(part, number, generations, {"step": step, "set": name}, {}, sources, group)
+                left, group = left - number, group + len(part.records) // generations
+        self._write(VALIDATION, step, rows)
+
+    def _write(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        self.files.write(kind, step, rows)
+        if self.sinks is not None and self.section["wandb_table"]:
+            self.sinks.log_samples(kind, step, rows)
+
+    def _number(self, key: str, there: int) -> int:
+        wanted: int | None = self.section[key]
+        return there if wanted is None else min(wanted, there)
+
+    def _rows(
+        self,
+        rollouts: Rollouts,
+        number: int,
+        generations: int,
+        place: Mapping[str, Any],
+        known: Mapping[str, Tensor],
+        sources: Sequence[SourceRange],
+        first_group: int = 0,
+    ) -> list[dict[str, Any]]:
+        """The first ``number`` samples. Texts and plain numbers alone, so that what is written later keeps no tensor alive."""
+        samples, limit = rollouts.samples, self.section["max_characters"]
+        masked = (samples["sample_mask"][:number] == 0).tolist()
+        columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
+        versions = samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
+        figures = {name: _numbers(values) for name, values in known.items()} | {"reward": _numbers(samples["reward"][:number])}
+        if "accuracy" in samples:
+            figures["accuracy"] = _numbers(samples["accuracy"][:number])
+        parts = {name.removeprefix(PART): _numbers(samples[name][:number]) for name in samples if name.startswith(PART)}
+        rows, prompt = [], ""
+        for row, record in enumerate(islice(rollouts.records, number)):
+            if row % generations == 0:
+                prompt = self.tokenizer.decode(list(record.prompt_ids), skip_special_tokens=False)
+            rows.append(
+                {
+                    **place,
+                    "group": first_group + row // generations,
+                    "generation": row % generations,
+                    "record": record.index,
+                    "source": next((source.name for source in sources if source.start <= record.index < source.end), None),
+                    "env": record.env_name,
+                    "prompt": shorten(prompt, limit),
+                    "answer": shorten(samples["response_text"][row], limit),
+                    "reference": shorten(record.answer, limit),
+                    **{name: figures[name][row] if name in figures else None for name in _FIGURES},
+                    "rewards": {name: values[row] for name, values in parts.items()},
+                    **{name: values[row] for name, values in columns.items()},
+                    "masked": masked[row],
+                    "weight_version": versions[row],
+                    **(_token_ids(samples, row, record) if self.section["token_ids"] else {}),
+                }
+            )
+        return rows
+
+
+_COLUMNS = {"length": "generation_lengths", "truncated": "truncated"}
+_FIGURES = ("reward", "accuracy", "advantage", "mismatch")
+
+
+def _token_ids(samples: BatchedDataDict[Any], row: int, record: Example) -> dict[str, list[int]]:
+    ids = samples["input_ids"][row, : int(samples["input_lengths"][row])].tolist()
+    begun = len(record.prompt_ids)
+    return {"prompt_ids": ids[:begun], "answer_ids": ids[begun:]}
+
+
+def _numbers(values: Tensor) -> list[float | str | None]:
+    """Numbers as JSON has them, in as few digits as give the same float32 back; None for NaN, ``inf`` or ``-inf`` for what is infinite."""
+    plain: list[float | str | None] = [float(str(value)) for value in values.detach().float().numpy()]
+    return [value if np.isfinite(value) else None if np.isnan(value) else str(value) for value in plain]  # type: ignore[arg-type]
