@@ -88,7 +88,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The sub-commands that look at runs and machines: ``status``, ``plot`` and ``doctor``."""
+    """The sub-commands that look at runs and machines: ``status``, ``plot``, ``samples`` and ``doctor``."""
     status = commands.add_parser(
         "status",
         help="say where a run stands",
@@ -107,6 +107,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     plot.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
     plot.add_argument("--out", metavar="FILE", help="write the page there, and no pictures")
+    add_samples(commands)
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has, what works, and how to get what is missing",
@@ -131,6 +132,26 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="with --nodes: the run that the cluster is for, as of megarl train")
     add_layers(doctor)
+
+
+def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The sub-command ``samples``."""
+    samples = commands.add_parser(
+        "samples",
+        help="show prompts and answers of a run",
+        description="Prompts, answers, rewards and lengths that a run has left in its directory (logger.samples), of the newest step "
+        "unless another is given. megarl plot has them in report.html, with the same choices.",
+    )
+    samples.add_argument("run", metavar="RUN", help="directory of the run")
+    samples.add_argument("--step", type=int, metavar="N", help="of this step")
+    samples.add_argument("--validation", action="store_true", help="of validations, not of training steps")
+    chosen = samples.add_mutually_exclusive_group()
+    chosen.add_argument("--worst", dest="order", action="store_const", const="worst", help="those with the lowest reward first")
+    chosen.add_argument("--best", dest="order", action="store_const", const="best", help="those with the highest reward first")
+    chosen.add_argument("--longest", dest="order", action="store_const", const="longest", help="those of the most tokens first")
+    chosen.add_argument("--grep", metavar="TEXT", help="only those with this text, in any case; without --step, of all steps, newest first")
+    chosen.add_argument("--diff", type=int, metavar="STEP", help="answers to the same prompts at that step and at --step, side by side")
+    samples.add_argument("--number", type=int, default=5, metavar="K", help="show at most so many (default 5)")
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
@@ -185,6 +206,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"unrecognized argument: {word}")
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
+    if arguments.command == "samples" and arguments.number < 1:
+        parser.error(f"--number {arguments.number} is below 1")
     if arguments.command == "doctor" and arguments.nodes and arguments.transformer_engine:
         parser.error("--transformer-engine looks at this machine; with --nodes, CONFIG says what a run needs")
     if arguments.command == "doctor" and arguments.config is not None and not arguments.nodes:
@@ -274,6 +297,15 @@ def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return run_on_nodes(config, arguments.json)
 
 
+def samples(arguments: argparse.Namespace) -> int:
+    """Show samples of a run."""
+    from megarl.observe.sample_files import TRAIN, VALIDATION
+    from megarl.watch.samples import Selection, run
+
+    kind = VALIDATION if arguments.validation else TRAIN
+    return run(arguments.run, Selection(arguments.step, kind, arguments.order, arguments.grep, arguments.diff, arguments.number))
+
+
 def parity(arguments: argparse.Namespace) -> int:
     """Compare with plain transformers."""
     from megarl.parity.command import Options, run
@@ -335,6 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megarl.watch.status import run as status
 
             return status(arguments.run, arguments.json, arguments.hashes)
+        if arguments.command == "samples":
+            return samples(arguments)
         if arguments.command == "doctor":
             return doctor(arguments, overrides)
         from megarl.watch.report import run as plot

@@ -19,6 +19,8 @@ from megarl.observe.plots import plot_run
 from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES, format_number, format_seconds
 from megarl.watch.configured import CONFIG_FILE
 from megarl.watch.run_state import RunState, read_run_state, require_run
+from megarl.watch.sample_page import STYLE as SAMPLES_STYLE
+from megarl.watch.sample_page import content_policy, samples_panel
 from megarl.watch.status import not_finite_text
 
 REPORT, COMPARISON = "report.html", "comparison.html"
@@ -105,9 +107,11 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
 
 def _page(title: str, states: Sequence[RunState], labels: Sequence[str], pictures: dict[str, str]) -> Iterator[str]:
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+    samples = samples_panel(Path(states[0].directory)) if len(states) == 1 else ""
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+    yield f'<meta http-equiv="Content-Security-Policy" content="{content_policy(bool(samples))}">'
+    yield f"<title>{html.escape(title)}</title><style>{_STYLE}{SAMPLES_STYLE}</style></head>\n<body>\n"
     yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, drawn {made}</p>\n'
     yield f'<div class="card scroll">{_summary(states, labels)}</div>\n'
     if len(states) > 1:
@@ -121,6 +125,7 @@ def _page(title: str, states: Sequence[RunState], labels: Sequence[str], picture
         wide = " wide" if name == "Time by phase" else ""
         yield f'<section class="card{wide}"><h2>{html.escape(name)}</h2>{picture}</section>\n'
     yield "</div>\n"
+    yield samples
     for state, label in zip(states, labels, strict=True):
         config = Path(state.directory) / CONFIG_FILE
         if config.is_file():

@@ -1,0 +1,228 @@
+"""Samples in the report: a panel that filters, sorts and compares answers in the browser, within the one page.
+
+Samples are what a model wrote, so nothing of them becomes markup: they stand in the page as JSON in which no tag can begin, and reach it as
+text nodes alone. The page's own policy lets the browser run this one script and fetch nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, VALIDATION, list_samples, read_samples, shorten
+
+logger = logging.getLogger(__name__)
+
+_MOST_STEPS = 12
+_MOST_BYTES = 3 * 2**20
+_MOST_CHARACTERS = 6000
+"""Of each kind of samples: steps and bytes in a page; and characters of a text."""
+
+_LEFT_OUT = ("prompt_ids", "answer_ids")
+_TEXTS = ("prompt", "answer", "reference")
+
+STYLE = """
+.samples { margin-top: 16px; }
+.samples .bar { display: flex; flex-wrap: wrap; gap: 8px 14px; align-items: center; font-size: 13px; margin: 8px 0 12px; }
+.samples select, .samples input, .samples button { font: inherit; padding: 2px 6px; }
+.samples .note, .samples .place { color: #66747e; font-size: 13px; margin: 0 0 8px; }
+.samples .sample { border-top: 1px solid #e2e6e9; padding: 10px 0; }
+.samples .text { white-space: pre-wrap;
+  overflow-wrap: anywhere; unicode-bidi: plaintext; margin: 4px 0; max-height: 420px; overflow-y: auto; }
+.samples .prompt { color: #66747e; border-left: 3px solid #e2e6e9; padding-left: 10px; }
+.samples .answer { background: #f6f7f8; border-radius: 6px; padding: 8px 10px; }
+.samples .pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 14px; }
+.samples .figures span { display: inline-block; 
+  background: #eef1f3; border-radius: 4px; padding: 0 7px; margin: 0 6px 4px 0; font-size: 13px; }
+.samples .figures .bad { background: #fbe3dd; color: #c0492b; }
+"""
+
+_SCRIPT = r"""
+(() => {
+"use strict";
+const data = JSON.parse(document.getElementById("samples-data").textContent);
+const root = document.getElementById("samples");
+const unsafe = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
+const visible = text => text.replace(unsafe, one => "\\u" + one.codePointAt(0).toString(16).padStart(4, "0"));
+const make = (tag, name, text) => {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (text !== undefined) made.textContent = visible(String(text));
+  return made;
+};
+const known = value => value !== null && value !== undefined;
+const number = value => value === "inf" ? Infinity : value === "-inf" ? -Infinity : typeof value === "number" ? value : NaN;
+const short = value => typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value);
+
+const matches = (row, wanted) =>
+  (!wanted.text || (row.prompt + "\n" + row.answer).toLowerCase().includes(wanted.text.toLowerCase())) &&
+  (!wanted.set || row.set === wanted.set) &&
+  (!wanted.only || row[wanted.only] === true);
+const by = (key, sign) => (one, other) => {
+  const [a, b] = [number(key(one)), number(key(other))];
+  return Number.isNaN(a) ? (Number.isNaN(b) ? 0 : 1) : Number.isNaN(b) ? -1 : a === b ? 0 : sign * (a < b ? -1 : 1);
+};
+const reward = row => row.masked === true ? NaN : row.reward;
+const orders = {worst: by(reward, 1), best: by(reward, -1), longest: by(row => row.length, -1)};
+const choose = (rows, wanted) => {
+  const kept = rows.filter(row => matches(row, wanted) && !((wanted.order === "worst" || wanted.order === "best") && row.masked === true));
+  return wanted.order ? kept.sort(orders[wanted.order]) : kept;
+};
+const identity = row => JSON.stringify([row.set ?? null, row.record ?? null, row.prompt, row.generation ?? null]);
+
+const figures = row => {
+  const line = make("div", "figures");
+  const shown = {};
+  for (const name of ["reward", "accuracy", "advantage", "mismatch"]) if (known(row[name])) shown[name] = row[name];
+  for (const [name, value] of Object.entries(row.rewards || {})) shown["part " + name] = value;
+  for (const [name, value] of Object.entries(shown)) line.append(make("span", "", name + " " + short(value)));
+  line.append(make("span", "", row.length + " tokens"));
+  if (known(row.weight_version)) line.append(make("span", "", "weights " + row.weight_version));
+  for (const name of ["truncated", "masked"]) if (row[name] === true) line.append(make("span", "bad", name));
+  if (typeof row.reference === "string") line.append(make("span", "", "reference " + row.reference));
+  return line;
+};
+const place = row => [row.set ? "set " + row.set : "", "prompt " + row.record + " of " + (row.source ?? "the data"),
+  row.env ? "environment " + row.env : "", "answer " + row.generation].filter(Boolean).join(", ");
+const answer = (row, title) => {
+  const part = make("div");
+  if (title) part.append(make("strong", "", title));
+  part.append(figures(row), make("div", "text answer", row.answer));
+  return part;
+};
+const sample = (row, other, steps) => {
+  const card = make("div", "sample");
+  card.append(make("p", "place", place(row)), make("div", "text prompt", row.prompt));
+  if (!other) {
+    card.append(answer(row));
+    return card;
+  }
+  const pair = make("div", "pair");
+  const sides = [[steps[0], row], [steps[1], other]].sort((a, b) => a[0] - b[0]);
+  for (const [step, side] of sides) pair.append(answer(side, "step " + step));
+  card.append(pair);
+  return card;
+};
+
+const bar = make("div", "bar"), note = make("p", "note"), list = make("div"), more = make("button", "", "show more");
+const option = (value, text) => { const made = make("option", "", text); made.value = value; return made; };
+const field = (title, input) => { const label = make("label", "", title + " "); label.append(input); bar.append(label); return input; };
+const select = (title, options) => { const made = make("select"); made.append(...options); return field(title, made); };
+const kinds = Object.keys(data);
+const kind = select("samples of", kinds.map(name => option(name, name)));
+const step = select("step", []), against = select("beside step", []);
+const set = select("set", []);
+const order = select("order", [option("", "as sampled"), ...Object.keys(orders).map(name => option(name, name))]);
+const only = select("only", [option("", "all"), option("truncated", "truncated"), option("masked", "masked")]);
+const text = field("with the text", make("input"));
+text.type = "search";
+let limit = 20;
+
+const refill = () => {
+  const {steps} = data[kind.value];
+  const names = Object.keys(steps).map(Number).sort((a, b) => a - b);
+  step.replaceChildren(...names.map(name => option(name, name)));
+  step.value = String(names[names.length - 1]);
+  against.replaceChildren(option("", "none"), ...names.map(name => option(name, name)));
+  const sets = [...new Set(Object.values(steps).flat().map(row => row.set).filter(name => typeof name === "string"))];
+  set.replaceChildren(option("", "all"), ...sets.map(name => option(name, name)));
+  set.parentElement.hidden = sets.length === 0;
+};
+const draw = () => {
+  const {steps, written} = data[kind.value];
+  const wanted = {text: text.value, set: set.value, order: order.value, only: only.value};
+  let rows = choose(steps[step.value].slice(), wanted);
+  let others = null;
+  if (against.value) {
+    others = new Map(steps[against.value].map(row => [identity(row), row]));
+    rows = rows.filter(row => others.has(identity(row)));
+  }
+  const pair = [Number(step.value), Number(against.value)];
+  list.replaceChildren(...rows.slice(0, limit).map(row => sample(row, others && others.get(identity(row)), pair)));
+  more.hidden = rows.length <= limit;
+  const count = Object.keys(steps).length, here = steps[step.value].length, there = data[kind.value].rows[step.value];
+  const notes = [`${rows.length} of ${here} samples.`];
+  if (others && !rows.length) notes.push("The two steps have no prompt in common.");
+  if (here < there) notes.push(`Of this step the page has the first ${here} of ${there} samples.`);
+  if (count < written) notes.push(`The page has ${count} of ${written} steps; megarl samples shows all.`);
+  note.textContent = notes.join(" ");
+};
+kind.addEventListener("change", () => { refill(); limit = 20; draw(); });
+for (const input of [step, against, set, order, only, text]) input.addEventListener("input", () => { limit = 20; draw(); });
+more.addEventListener("click", () => { limit += 20; draw(); });
+root.append(bar, note, list, more);
+refill();
+draw();
+})();
+"""
+
+
+def content_policy(with_samples: bool) -> str:
+    """What a browser may do with a page: show what is in it; of scripts run the panel's own alone."""
+    script = f" script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}';" if with_samples else ""
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:;{script}"
+
+
+def samples_panel(run_dir: Path) -> str:
+    """The panel with samples of a run, of some of its steps where there are many; empty for a run without any."""
+    try:
+        data = {kind: found for kind in (TRAIN, VALIDATION) if (found := _of_kind(run_dir / DIRECTORY, kind)) is not None}
+    except OSError as error:
+        logger.warning("samples are not in the page: %s", error)
+        return ""
+    if not data:
+        return ""
+    return (
+        '<section class="card samples" id="samples"><h2>Samples</h2></section>\n'
+        f'<script type="application/json" id="samples-data">{_json(data)}</script>\n'
+        f"<script>{_SCRIPT}</script>\n"
+    )
+
+
+def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
+    """Samples of some steps with how many there are, of as many bytes as the page has room for; None where there are none."""
+    files = list_samples(directory, kind)
+    if not files:
+        return None
+    chosen = [files[place] for place in spread(len(files), _MOST_STEPS)]
+    read = {step: read_samples(path) for step, path in chosen}
+    read = {step: rows for step, rows in read.items() if rows}
+    if not read:
+        return None
+    kept = {step: _within(rows, _MOST_BYTES // len(read)) for step, rows in read.items()}
+    return {"written": len(files), "rows": {step: len(rows) for step, rows in read.items()}, "steps": kept}
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of the places [0, count), the first and the last among them, at like distances."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+
+
+def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
+    """The first samples, without what the panel does not show; at least one."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
+        shown |= {name: shorten(row[name], _MOST_CHARACTERS) for name in _TEXTS if isinstance(row.get(name), str)}
+        try:
+            most_bytes -= len(json.dumps(shown, ensure_ascii=False, allow_nan=False))
+        except ValueError:
+            # a number that is too large for a float, in a file that somebody edited
+            continue
+        if most_bytes < 0 and kept:
+            break
+        kept.append(shown)
+    return kept
+
+
+def _json(data: Any) -> str:
+    """JSON in which nothing can end the element around it or begin another one."""
+    text = UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

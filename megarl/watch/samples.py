@@ -1,0 +1,224 @@
+"""``megarl samples``: what a run was asked and what it answered, in the terminal."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megarl.config.report import WIDTH
+from megarl.errors import DataError
+from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, list_samples, read_samples
+from megarl.observe.step_line import format_number
+from megarl.watch.run_state import require_run
+
+Sample = Mapping[str, Any]
+Order = Literal["worst", "best", "longest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Selection of samples.
+
+    Attributes:
+        step: whose; None for the newest that has some.
+        kind: ``TRAIN`` or ``VALIDATION``.
+        order: None for the order in which they were written.
+        text: only samples with it in prompt or answer, in letters of either case; without a step those of all steps, the newest first.
+        against: the step whose answers to the same prompts are shown beside them.
+        number: at most so many.
+    """
+
+    step: int | None = None
+    kind: str = TRAIN
+    order: Order | None = None
+    text: str | None = None
+    against: int | None = None
+    number: int = 5
+
+
+def run(directory: str, selection: Selection) -> int:
+    """Show samples of a run.
+
+    Raises:
+        DataError: the directory is not that of a run, or there are no such samples.
+    """
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+    for part in render(Path(directory), selection):
+        # soft wrap: a pipe gets every line of an answer whole
+        console.print(part, soft_wrap=not isinstance(part, Table))
+    return 0
+
+
+def render(run_dir: Path, selection: Selection) -> Iterator[RenderableType]:
+    """The samples as text. Characters that a terminal may obey are shown by their numbers, never sent.
+
+    Raises:
+        DataError: as of ``run``.
+    """
+    require_run(run_dir)
+    try:
+        files = dict(list_samples(run_dir / DIRECTORY, selection.kind))
+        if selection.against is not None:
+            yield from _compared(files, selection, run_dir)
+        else:
+            yield from _listed(_found(files, selection, run_dir))
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror or error}. Fix: ls -ld shows who may read it") from error
+
+
+def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> list[Sample]:
+    if selection.text is None:
+        rows = read_samples(files[_step(files, selection.step, selection.kind, run_dir)])
+        return ordered(rows, selection.order)[: selection.number]
+    steps = (
+        [_step(files, selection.step, selection.kind, run_dir)] if selection.step is not None or not files else sorted(files, reverse=True)
+    )
+    wanted, found = selection.text.casefold(), list[Sample]()
+    for step in steps:
+        found += [row for row in read_samples(files[step]) if wanted in row["prompt"].casefold() or wanted in row["answer"].casefold()]
+        if len(found) >= selection.number:
+            break
+    if not found:
+        where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
+        raise DataError(
+            f"no {selection.kind} sample of {where} in {run_dir} holds {selection.text!r}. Fix: give a shorter text, or another step"
+        )
+    return found[: selection.number]
+
+
+def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Path) -> int:
+    """The step, or the newest."""
+    if not files:
+        raise DataError(
+            f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates answers finish a step"
+            f"{'' if kind == TRAIN else ' and a validation'}, with logger.samples.enabled (the default)"
+        )
+    step = max(files) if wanted is None else wanted
+    if step not in files:
+        near = sorted(sorted(files, key=lambda other: abs(other - step))[:8])
+        raise DataError(f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: take one of {', '.join(map(str, near))}")
+    return step
+
+
+def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
+    """Samples in an order, equal ones as they were; by reward without those that are masked, whose reward is none."""
+    if order is None:
+        return list(rows)
+    name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
+    judged = rows if order == "longest" else [row for row in rows if row.get("masked") is not True]
+
+    def key(row: Sample) -> tuple[bool, float]:
+        number = _number(row.get(name))
+        return math.isnan(number), 0.0 if math.isnan(number) else sign * number
+
+    return sorted(judged, key=key)
+
+
+def _number(value: Any) -> float:
+    """A number, that of an infinite one being a text; NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
+    """Samples one below the other; a prompt once for answers to it that follow one another."""
+    before: Any = None
+    for row in rows:
+        prompt = (row.get("step"), row.get("set"), row["prompt"])
+        if prompt != before:
+            yield Text()
+            yield Text(_place(row), style="bold cyan")
+            yield _visible(row["prompt"], "dim")
+            before = prompt
+        yield Text()
+        yield _figures(row)
+        yield _visible(row["answer"])
+
+
+def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
+    """Answers to the same prompts at two steps side by side, those of the earlier step on the left."""
+    steps = sorted(_step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against))
+    left, right = ({_identity(row): row for row in read_samples(files[step])} for step in steps)
+    both = [name for name in left if name in right]
+    if not both:
+        fix = "take --validation, whose prompts are the same each time" if selection.kind == TRAIN else "take two other steps"
+        raise DataError(
+            f"steps {steps[0]} and {steps[1]} of {run_dir} have no prompt in common; training prompts come again next epoch. Fix: {fix}"
+        )
+    for name in both[: selection.number]:
+        one, other = left[name], right[name]
+        yield Text()
+        yield Text(_place(other, with_step=False), style="bold cyan")
+        yield _visible(other["prompt"], "dim")
+        table = Table(expand=True, show_lines=False)
+        for step, row in zip(steps, (one, other), strict=True):
+            table.add_column(Text(f"step {step}\n").append_text(_figures(row)), ratio=1, overflow="fold")
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)))
+        table.add_row(*(_visible(row["answer"][:common], "dim").append_text(_visible(row["answer"][common:])) for row in (one, other)))
+        yield table
+
+
+def _identity(row: Sample) -> tuple[str, ...]:
+    """What a sample shares with those of other steps: its prompt, and its number among the answers to it."""
+    return tuple(repr(row.get(name)) for name in ("set", "record", "prompt", "generation"))
+
+
+def _place(row: Sample, *, with_step: bool = True) -> str:
+    """Where a prompt comes from."""
+    parts = [f"step {_plain(row.get('step'))}"] if with_step else []
+    parts += [f"set {_plain(row['set'])}"] if row.get("set") is not None else []
+    parts.append(f"prompt {_plain(row.get('record'))} of {_plain(row.get('source') or 'the data')}")
+    parts += [f"environment {_plain(row['env'])}"] if row.get("env") is not None else []
+    return "  ".join(parts)
+
+
+_SHOWN: tuple[tuple[str, str], ...] = (("reward", "reward"), ("accuracy", "accuracy"), ("advantage", "advantage"), ("mismatch", "mismatch"))
+
+
+def _figures(row: Sample) -> Text:
+    """One line of figures."""
+    parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
+    figures = {title: row.get(name) for name, title in _SHOWN if row.get(name) is not None} | dict(parts or {})
+    words = [f"{_plain(name)} {_plain(value)}" for name, value in figures.items()]
+    words.append(f"{_plain(row.get('length'))} tokens")
+    words += [f"weights {_plain(row['weight_version'])}"] if row.get("weight_version") is not None else []
+    line = Text(f"answer {_plain(row.get('generation'))}  ", style="bold").append("  ".join(words), style="not bold green")
+    for name, style in (("truncated", "bold yellow"), ("masked", "bold red")):
+        if row.get(name) is True:
+            line.append(f"  {name}", style=style)
+    if isinstance(row.get("reference"), str):
+        line.append("  reference ", style="not bold dim").append_text(_visible(" ".join(row["reference"].split()), "not bold"))
+    return line
+
+
+def _plain(value: Any) -> str:
+    """A value of a file in a line of figures, where anything may stand in it."""
+    if isinstance(value, float):
+        return format_number(value)
+    return UNSAFE.sub(_by_number, str(value)).replace("\n", " ")
+
+
+def _visible(text: str, style: str = "") -> Text:
+    """A text whose unsafe characters stand out by their numbers."""
+    shown, end = Text(style=style), 0
+    for match in UNSAFE.finditer(text):
+        shown.append(text[end : match.start()]).append(_by_number(match), style="reverse")
+        end = match.end()
+    return shown.append(text[end:])
+
+
+def _by_number(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code <= 0xFF else f"\\u{code:04x}"
