@@ -181,11 +181,14 @@ class GRPO(Algorithm):
         return validation_metrics(validated)
 
     def _advantages(self, samples: BatchedDataDict[Any]) -> Tensor:
-        """[B] float32."""
+        """[B] float32. A group is the answers to one of the step's prompts; two records with equal prompts are two groups."""
+        import torch
+
         from megarl.algorithms.advantages import group_advantages
 
+        place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         return group_advantages(
-            samples["prompt_ids"],
+            place.unsqueeze(1),
             samples["reward"],
             samples["sample_mask"],
             leave_one_out_baseline=self.config["use_leave_one_out_baseline"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megarl import env
 from megarl.algorithms.model_check import check_model, check_tokens
-from megarl.config.algorithms import generates, step_size
+from megarl.config.algorithms import algorithm_class, generates, step_size
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.tokenization import get_tokenizer
+from megarl.errors import DataError
 from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
 from megarl.rollout.environment import Environment, find_faults, make_environment
@@ -69,7 +71,7 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
     data = config["data"]
     train = load(data["train"])
     validation = load(data["validation"]) if data["validation"] else None
-    _warn_of_few_records(len(train), step_size(config)[0])
+    _warn_of_small_sources(train, step_size(config)[0])
     return Inputs(tokenizer, environment, train, validation)
 
 
@@ -133,20 +135,46 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(inner)
 
 
-def _warn_of_few_records(records: int, per_step: int) -> None:
-    if records < per_step:
-        logger.warning(
-            "data.train has %d records and a step takes %d, so that some are in it several times; is grpo.num_prompts_per_step (for sft "
-            "policy.train_global_batch_size) meant?",
-            records,
-            per_step,
-        )
+def require_a_step_of_records(train: Dataset, config: Config) -> None:
+    """Refuse training data of which a step would take records several times. Repeats count: whoever writes ``repeat`` means it.
+
+    Raises:
+        DataError: there are fewer records than a step takes.
+    """
+    per_step, records = step_size(config)[0], len(train)
+    if records >= per_step:
+        return
+    key = algorithm_class(config["algorithm"]).PROMPTS or "policy.train_global_batch_size"
+    found = ", ".join(f"{source.name}: {source.end - source.start:,}" for source in train.sources)
+    left_out = ", without those that data.filter_overlong_prompts leaves out" if config["data"].get("filter_overlong_prompts") else ""
+    fix = f"write {key}={records} or less, or give more records"
+    if not any(source.weight is not None for source in train.sources):
+        fix += f"; where the same ones are meant to be in a step several times, give the source repeat: {math.ceil(per_step / records)}"
+    raise DataError(
+        f"data.train has {records} records ({found}{left_out}), and a step takes {key} = {per_step}, so that it would have some of them "
+        f"several times. Fix: {fix}"
+    )
+
+
+def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
+    """Say which sources of a mixture have fewer records than a step takes of them, which is what their weights ask for."""
+    total = sum(source.weight or 0.0 for source in train.sources)
+    for source in train.sources if len(train.sources) > 1 else ():
+        records, share = source.end - source.start, (source.weight or 0.0) / total if total else 0.0
+        if share * per_step > records:
+            logger.warning(
+                "%s has %d records, and by its weight a step takes %.1f of them, so that some are in it several times",
+                source.name,
+                records,
+                share * per_step,
+            )
 
 
 def describe_inputs(config: Config) -> list[str]:
     """Read everything as a run would, and say what was found, a line each. Errors as of ``read_inputs``."""
     with ExitStack() as stack:
         inputs = read_inputs(config, stack)
+        require_a_step_of_records(inputs.train, config)
         tokenizer, with_answers = inputs.tokenizer, inputs.environment is None
         template = str(tokenizer.chat_template).replace("\n", " ")
         lines = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megarl.algorithms.algorithm import ACTOR, Parts, Role
-from megarl.algorithms.inputs import read_inputs
+from megarl.algorithms.inputs import read_inputs, require_a_step_of_records
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
@@ -190,10 +190,12 @@ def _sampler(config: Config, train: Dataset, start: ResumePoint) -> Sampler:
     if len(weights) > 1:
         sampler = MixtureSampler([source.end - source.start for source in train.sources], weights, *order)
     if start.sampler_state is not None:
-        if config["checkpointing"]["accept_changes"] and sampler.differs_in(start.sampler_state):
-            logger.warning("the data or their order are not those of the checkpoint: they begin anew")
-        else:
+        if not (config["checkpointing"]["accept_changes"] and sampler.differs_in(start.sampler_state)):
+            # a run that an earlier version began with fewer records than a step takes goes on as it began
             sampler.load_state(start.sampler_state)
+            return sampler
+        logger.warning("the data or their order are not those of the checkpoint: they begin anew")
+    require_a_step_of_records(train, config)
     return sampler
 
 

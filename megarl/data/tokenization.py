@@ -233,10 +233,24 @@ class PromptEncoder:
             return self._tokenizer.apply_chat_template(list(messages), **options, **self._template_kwargs)
         # a template is a program, and may fail in whatever way it does
         except Exception as error:
+            where = self._failing_turn(messages, options) if len(messages) > 1 else ""
             raise DataError(
-                f"{record.origin}: policy.tokenizer.chat_template cannot be applied ({type(error).__name__}: {error}); it begins "
-                f"{str(self._tokenizer.chat_template)[:60]!r}. Fix: correct the template, or write null to join the messages as they are"
+                f"{record.origin}: policy.tokenizer.chat_template cannot be applied{where} ({type(error).__name__}: {error}); it begins "
+                f"{str(self._tokenizer.chat_template)[:60]!r}. Fix: correct the template or the record, or write null to join the messages "
+                "as they are"
             ) from error
+
+    def _failing_turn(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> str:
+        """Which turn a template fails at that cannot be applied to some messages, for a message: the first one after the most turns that
+        it can be applied to."""
+        place = len(messages) - 1
+        while place > 0:
+            try:
+                self._tokenizer.apply_chat_template(list(messages[:place]), **options, **self._template_kwargs)
+                break
+            except Exception:
+                place -= 1
+        return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
 
 
 def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> list[list[int]]:

@@ -31,6 +31,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return make_material(tmp_path_factory.mktemp("material"), teach=False)
 
 
+WITHOUT_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
+
+
 def broken_lines(directory: Path) -> list[str]:
     path = directory / "broken.jsonl"
     good = json.dumps({"prompt": "Anna writes 1+1=", "answer": "2"})
@@ -61,6 +64,22 @@ def broken_parquet(directory: Path) -> list[str]:
     path = directory / "torn.parquet"
     path.write_bytes(b"PAR1 and no more")
     return [f"data.train.path={path}"]
+
+
+def unparsed_references(directory: Path) -> list[str]:
+    path = directory / "references.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "1+1=", "answer": answer}) for answer in ("2", "\\text{ }", "3", "")))
+    return [f"data.train.path={path}"]
+
+
+def few_records(directory: Path, weight: float | None = None) -> list[str]:
+    """Three records; with a weight, as two sources of as many."""
+    path = directory / "few.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{each}+1=", "answer": str(each + 1)}) for each in range(3)))
+    if weight is None:
+        return [f"data.train.path={path}"]
+    source = f"{{path: {path}, prompt_key: prompt, answer_key: answer, weight: {weight}}}"
+    return [f"data.train=[{source}, {source}]"]
 
 
 def conversation(directory: Path, *roles: str) -> list[str]:
@@ -187,6 +206,62 @@ FAULTS = [
         [r"odd\.jsonl line 1: 'answer' = \{'is': '2'\} is a dict", r"answer\.is", "Fix"],
     ),
     Case(
+        "a missing key",
+        lambda model, directory: one_record(directory, '{"question": "1+1=", "answer": "2"}'),
+        [r"odd\.jsonl line 1 has no key 'prompt'; it has \['answer', 'question'\]", "Fix: add it, or set prompt_key"],
+    ),
+    Case(
+        "a record that is a list",
+        lambda model, directory: one_record(directory, '["1+1=", "2"]'),
+        [r"odd\.jsonl line 1 is a list, expected an object", r"Fix: write \{'prompt': \.\.\., 'answer': \.\.\.\}"],
+    ),
+    Case(
+        "a prompt of another type",
+        lambda model, directory: one_record(directory, '{"prompt": null, "answer": "2"}'),
+        [r"odd\.jsonl line 1: 'prompt' = None is neither a string nor a list of messages", "Fix"],
+    ),
+    Case(
+        "an answer of another type",
+        lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": true}'),
+        [r"odd\.jsonl line 1: 'answer' = True is a bool, expected a string or a number", "Fix"],
+    ),
+    Case(
+        "an answer that is no number",
+        lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": NaN}'),
+        [r"odd\.jsonl line 1: 'answer' = nan is a float", "Fix: write a text or a number"],
+    ),
+    Case(
+        "a turn that the template cannot write",
+        lambda model, directory: [
+            *conversation(directory, "system", "user", "assistant"),
+            f"policy.tokenizer.chat_template={json.dumps(WITHOUT_SYSTEM)}",
+        ],
+        [r"turns\.jsonl line 2: policy\.tokenizer\.chat_template cannot be applied to turn 1 of 2, of 'system'", "no system here", "Fix"],
+    ),
+    Case(
+        "references that nothing can be parsed from",
+        lambda model, directory: [*unparsed_references(directory), "env.reward=math"],
+        [r"2 of 4 reference answers are of no use to env\.reward", r"index 1 \(\S*references\.jsonl line 2\): '\\\\text", "Fix"],
+    ),
+    Case(
+        "fewer records than a step takes",
+        lambda model, directory: few_records(directory),
+        [
+            r"data\.train has 3 records \(data file \S*few\.jsonl: 3\), and a step takes grpo\.num_prompts_per_step = 4",
+            r"Fix: write grpo\.num_prompts_per_step=3 or less, or give more records; .* repeat: 2",
+        ],
+    ),
+    Case(
+        "fewer records than a step takes of all sources",
+        lambda model, directory: [*few_records(directory, weight=1.0), "grpo.num_prompts_per_step=8", "policy.train_global_batch_size=16"],
+        [r"data\.train has 6 records \(data file \S*few\.jsonl: 3, data file \S*few\.jsonl: 3\)", "or give more records$"],
+    ),
+    Case(
+        "a reward without a weight",
+        fixed("~env.reward", "env.rewards={exact_match: {weight: 0}, format: {weight: 0}}"),
+        [r"env\.rewards = .*all weights are 0", "Fix"],
+    ),
+    Case(
         "weight of zero",
         fixed("data.train=[{path: a, prompt_key: p, answer_key: a, weight: 0}, {path: b, prompt_key: p, answer_key: a, weight: 1}]"),
         [r"data\.train\.0\.weight = 0", "more than 0", "Fix"],
@@ -275,10 +350,11 @@ def check_message(output: str, says: list[str]) -> None:
 
 
 def check_nothing_left(run_dir: Path) -> None:
-    """At most the resolved configuration and the empty lock file."""
-    left = {path.name: path for path in run_dir.iterdir()} if run_dir.exists() else {}
-    assert set(left) <= {"config.yaml", "run.lock"}
-    assert not left or left["run.lock"].read_bytes() == b""
+    """At most the resolved configuration, and empty lock files of the run and of its checkpoints."""
+    left = {path.relative_to(run_dir).as_posix(): path for path in run_dir.rglob("*")} if run_dir.exists() else {}
+    locks = {"run.lock", "checkpoints/run.lock"} & set(left)
+    assert set(left) <= {"config.yaml", "checkpoints", *locks}
+    assert ("run.lock" in left or not left) and all(left[lock].read_bytes() == b"" for lock in locks)
 
 
 @pytest.mark.parametrize("case", FAULTS, ids=[case.name.replace(" ", "-") for case in FAULTS])

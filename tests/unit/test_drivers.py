@@ -13,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.algorithms import run as algorithms_run
 from megarl.algorithms.loop import total_steps
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
@@ -425,20 +426,103 @@ def test_a_metric_that_no_step_has_ranks_no_checkpoint(name: str, refused: bool,
     assert not list((tmp_path / "checkpoints").glob("*step_*"))
 
 
-def test_fewer_records_than_a_step_takes_and_control_tokens_are_said(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture) -> None:
+def few_records(path: Path, model: str, records: int) -> Path:
+    """Records of which the second has a control token of the tokenizer in its prompt."""
     eos = get_tokenizer({"name": model}).eos_token
-    path = tmp_path / "few.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "4"}) for prompt in ("2+2=", f"1+{eos}3=", "3+1=")))
+    prompts = ["2+2=", f"1+{eos}3=", "3+1=", "4+0="][:records]
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "4"}) for prompt in prompts))
+    return path
+
+
+def test_control_tokens_are_said(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = few_records(tmp_path / "few.jsonl", model, 4)
     config = make_config("sft", tmp_path / "run", model, str(path), max_num_steps=1, val_period=0)
     config["checkpointing"]["enabled"] = config["checkpointing"]["export_hf"] = False
     run(config, PolicyMaker())
-    said = caplog.text
-    assert "data.train has 3 records and a step takes 4" in said
     assert (
-        f"1 of 3 prompts have a control token of the tokenizer in their text, which it reads as such; the first: index 1 ({path} line 2)"
-        in said
+        f"1 of 4 prompts have a control token of the tokenizer in their text, which it reads as such; the first: index 1 ({path} line 2)"
+        in caplog.text
     )
-    assert repr(eos) in said
+    assert repr(get_tokenizer({"name": model}).eos_token) in caplog.text
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_fewer_records_than_a_step_takes_are_refused_and_repeated_ones_are_meant(algorithm: str, tmp_path: Path, model: str) -> None:
+    """Validation sets may be of any size."""
+    path = few_records(tmp_path / "few.jsonl", model, 3)
+    config = make_config(algorithm, tmp_path / "run", model, str(path), max_num_steps=2)
+    maker = PolicyMaker()
+    with pytest.raises(DataError, match=r"data\.train has 3 records .* a step takes \S+ = 4, .* Fix: write \S+=3 or less, .* repeat: 2"):
+        run(config, maker)
+    assert maker.policies == []
+    config["data"]["train"] = {**config["data"]["train"], "repeat": 2}
+    assert run(config, maker) == 0
+    info = json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "training_info.json").read_text())
+    assert (info["sampler"]["size"], info["sampler"]["epoch"], info["sampler"]["position"]) == (6, 1, 2)
+
+
+def test_a_run_that_was_begun_with_fewer_records_goes_on(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version did not refuse it. Other data in their place are no resumption, and are refused."""
+    path = few_records(tmp_path / "few.jsonl", model, 3)
+    config = make_config("sft", tmp_path / "run", model, str(path), max_num_steps=2, val_period=0)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(algorithms_run, "require_a_step_of_records", lambda *arguments: None)
+        run(config, PolicyMaker())
+    longer = {**config, "sft": {**config["sft"], "max_num_steps": STEPS}}
+    assert run(longer, PolicyMaker()) == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    few_records(path, model, 2)
+    changed = {**longer, "checkpointing": {**longer["checkpointing"], "accept_changes": True}}
+    with pytest.raises(DataError, match=r"data\.train has 2 records"):
+        run(changed, PolicyMaker())
+
+
+def test_a_source_that_weighs_more_than_it_has_is_said(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    few = {"path": str(few_records(tmp_path / "few.jsonl", model, 2)), "prompt_key": "prompt", "answer_key": "answer", "weight": 3}
+    config = make_config("sft", tmp_path / "run", model, data, max_num_steps=1, val_period=0)
+    config["data"]["train"] = [few, {**config["data"]["train"], "weight": 1}]
+    assert run(config, PolicyMaker()) == 0
+    assert "few.jsonl has 2 records, and by its weight a step takes 3.0 of them" in caplog.text
+    assert caplog.text.count("by its weight") == 1
+
+
+def test_records_with_equal_prompts_are_groups_of_their_own(tmp_path: Path, model: str) -> None:
+    """As where a set holds a problem several times: what each is compared with are the answers to the same record."""
+    path = tmp_path / "equal.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "1+1=", "answer": str(answer)}) for answer in range(4)]))
+    reward = tmp_path / "reward.py"
+    # each record has a reward of its own, in which its answers differ little: between records they differ much
+    reward.write_text("def far(prompt, response, record):\n    return 100.0 * int(record['answer']) + len(response)\n")
+    config = make_config("grpo", tmp_path / "run", model, str(path), max_num_steps=1, val_period=0, val_at_start=False)
+    config["grpo"]["normalize_rewards"] = False
+    config["env"] = {"reward": f"{reward}:far"}
+    run(config, PolicyMaker())
+    [row] = rows(tmp_path / "run")
+    assert row["train/reward_std"] > 50, "the records have different rewards"
+    assert -3 <= row["train/advantages_min"] <= row["train/advantages_max"] <= 3
+
+
+def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(tmp_path: Path, models: dict[str, str], data: str) -> None:
+    """The same tokens and the same rewards: the same run, to the bit."""
+    turns = tmp_path / "turns.jsonl"
+    with open(data) as lines, turns.open("w") as out:
+        for row in map(json.loads, lines):
+            messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]
+            out.write(json.dumps({"talk": {"messages": messages}}) + "\n")
+    reward = tmp_path / "reward.py"
+    reward.write_text("def right(response, answer):\n    return float(response.strip() == answer)\n")
+    for algorithm in ("sft", "grpo"):
+        plain = make_config(algorithm, tmp_path / f"{algorithm}-plain", models[algorithm], data)
+        run(plain, PolicyMaker())
+        talks = make_config(algorithm, tmp_path / f"{algorithm}-talks", models[algorithm], data)
+        talks["data"] |= {key: {"path": str(turns), "messages_key": "talk.messages"} for key in ("train", "validation")}
+        if algorithm == "grpo":
+            talks["env"] = {"reward": f"{reward}:right"}
+        run(talks, PolicyMaker())
+        assert comparable(tmp_path / f"{algorithm}-talks") == comparable(tmp_path / f"{algorithm}-plain")
+        for name, tensor in final_weights(tmp_path / f"{algorithm}-plain").items():
+            assert torch.equal(final_weights(tmp_path / f"{algorithm}-talks")[name], tensor), name
+    assert any(row["train/reward"] > 0 for row in rows(tmp_path / "grpo-plain") if row["step"]), "there was something to reward"
 
 
 @pytest.mark.parametrize("crash_at", [None, 3])

@@ -67,7 +67,10 @@ def test_the_sources_of_the_page_are_read(command: list[str], tmp_path: Path, ca
     for source in (*data["train"], *data["validation"]):
         source["path"] = str(tmp_path / source["path"])
     changes = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
-    assert main([*command, "--data", *changes]) == 0
+    assert main([*command, "--data", *changes]) == 2
+    assert "data.train has 7 records" in capsys.readouterr().err, "a step takes 64"
+    sizes = ["grpo.num_prompts_per_step=4", "policy.train_global_batch_size=16"]
+    assert main([*command, "--data", *changes, *sizes]) == 0
     shown = "".join(capsys.readouterr().out.split())
     assert all(each in shown for each in ("data.train:7records", "gsm8k.jsonl:3", "problems.parquet:4", "data.validation:5records"))
 
