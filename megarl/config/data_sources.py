@@ -25,6 +25,9 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
 FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet"})
 """Endings of a path that is a file for certain: it has neither subset nor split."""
 
+DEFAULT_CACHE_GIB = 100.0
+"""Most GiB of tokenized records that are kept for the next start."""
+
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key")
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")

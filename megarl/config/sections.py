@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from megarl.config.data_sources import DEFAULT_CACHE_GIB
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, Key, Range
@@ -113,6 +114,16 @@ class DataConfig(TypedDict):
                 "where tokenized records lie that are too many for memory (over 8 MiB of tokens); null for `megarl/data` in the user's "
                 "cache. The next start takes them from there.",
                 default=None,
+            ),
+        ]
+    ]
+    cache_gib: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "most GiB that these take; what was not used for the longest goes first, and nothing that a run uses. null for no end.",
+                ABOVE_0,
+                default=DEFAULT_CACHE_GIB,
             ),
         ]
     ]

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from megarl import env
-from megarl.config.data_sources import FIELD_KEYS, set_module
+from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, set_module
 from megarl.data.records import Fingerprint, Record, read_records, texts_of
 from megarl.data.rows import content_digest, source_name
-from megarl.data.table import Table, TableWriter, read_table
+from megarl.data.table import Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers
 from megarl.errors import DataError
 
@@ -194,6 +194,8 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
     """
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
     tables = [_load_source(source, reading) for source in given]
+    if any(table.directory is not None for table in tables):
+        _bound_cache(reading.config)
     parts = [(table, source.get("repeat") or 1, source.get("env_name")) for table, source in zip(tables, given, strict=True)]
     ranges, start = [], 0
     for source, (table, repeat, env_name) in zip(given, parts, strict=True):
@@ -238,6 +240,16 @@ def _cache_directory(config: DataConfig) -> Path:
     if own is not None:
         return Path(own).expanduser()
     return Path(env.text("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megarl" / "data"
+
+
+def _bound_cache(config: DataConfig) -> None:
+    """Remove what was not used for the longest from the cache, where it has grown too large."""
+    most = config.get("cache_gib", DEFAULT_CACHE_GIB)
+    if most is None:
+        return
+    removed = bound_tables(_cache_directory(config), most * 2**30)
+    if removed:
+        logger.info("data.cache_gib = %g: removed %d tables of tokens that were not used for the longest", most, len(removed))
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder) -> str:

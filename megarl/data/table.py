@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +19,10 @@ import numpy as np
 
 _META = "meta.json"
 _BLOCK = 2**20
+_KEPT_NAME = re.compile(r"[0-9a-f]{32}")
+_PARTIAL_NAME = re.compile(r"\.[0-9a-f]{32}\.partial-\d+")
+_ABANDONED_S = 86400.0
+"""Seconds without a write after which a table that is not finished belongs to a run that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +46,9 @@ class Column:
         return np.diff(self.starts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Table:
-    """Rows that have been written.
+    """Rows that have been written. One that lies in a directory is not removed by ``bound_tables`` as long as there is this object.
 
     Attributes:
         columns: by name; all have as many rows.
@@ -109,15 +118,18 @@ class TableWriter:
         sizes = {file.name: file.stat().st_size for file in sorted(self._partial.iterdir())}
         content = {"dtypes": self._dtypes, "sizes": sizes, "meta": dict(meta)}
         (self._partial / _META).write_text(json.dumps(content), encoding="utf-8")
-        try:
-            self._partial.rename(self._directory)
-        except OSError:
-            # another run was faster; a damaged one is in the way
-            if read_table(self._directory) is None:
-                shutil.rmtree(self._directory)
+        # in use from its first moment on, so that nobody who makes room takes it away before it has been read
+        with (self._partial / _META).open() as meta_file:
+            _use(meta_file.fileno())
+            try:
                 self._partial.rename(self._directory)
-        self.discard()
-        table = read_table(self._directory)
+            except OSError:
+                # another run was faster; a damaged one is in the way
+                if read_table(self._directory) is None:
+                    shutil.rmtree(self._directory)
+                    self._partial.rename(self._directory)
+            self.discard()
+            table = read_table(self._directory)
         assert table is not None
         return table
 
@@ -148,16 +160,111 @@ class TableWriter:
 def read_table(directory: Path) -> Table | None:
     """A table that was written there, its values left on the disk; None where there is none, or one whose files are not whole."""
     try:
+        descriptor = os.open(directory / _META, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        _use(descriptor)
         content = json.loads((directory / _META).read_text(encoding="utf-8"))
         if any((directory / name).stat().st_size != size for name, size in content["sizes"].items()):
-            return None
+            raise ValueError
         columns = {
             name: Column(_mapped(directory / f"{name}.values", dtype), _mapped(directory / f"{name}.starts", "int64"))
             for name, dtype in content["dtypes"].items()
         }
-        return Table(columns, content["meta"], directory)
+        table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        os.close(descriptor)
         return None
+    weakref.finalize(table, os.close, descriptor)
+    return table
+
+
+def _use(descriptor: int) -> None:
+    """Keep a table from being removed while its open file is, and note when that was.
+
+    Raises:
+        BlockingIOError: it is just being removed.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        # a file system without locks: nothing is removed there either
+        return
+    # others may have made it, and not allow to write
+    with contextlib.suppress(OSError):
+        os.utime(descriptor)
+
+
+def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
+    """Remove tables in a directory, those first whose last use is the longest ago, until what is left takes at most so many bytes.
+
+    One that some process uses stays, whatever it takes. What a killed run has left half written goes a day later. Nothing else in the
+    directory is touched.
+
+    Returns:
+        The directories that were removed.
+    """
+    removed = [each for each in _children(directory, _PARTIAL_NAME) if _is_abandoned(each)]
+    for partial in removed:
+        shutil.rmtree(partial, ignore_errors=True)
+    tables = [(*_last_use_and_bytes(each), each) for each in _children(directory, _KEPT_NAME)]
+    total = sum(size for _, size, _ in tables)
+    for _, size, table in sorted(tables):
+        if total <= most_bytes:
+            break
+        if _remove_unused(table):
+            removed.append(table)
+            total -= size
+    return removed
+
+
+def _children(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (each for each in directory.iterdir() if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink())
+
+
+def _stats(directory: Path) -> list[os.stat_result]:
+    """Of the files in a directory that are still there."""
+    found = []
+    for file in [directory, *directory.glob("*")]:
+        with contextlib.suppress(OSError):
+            found.append(file.stat())
+    return found
+
+
+def _is_abandoned(partial: Path) -> bool:
+    return max((each.st_mtime for each in _stats(partial)), default=time.time()) < time.time() - _ABANDONED_S
+
+
+def _last_use_and_bytes(table: Path) -> tuple[float, int]:
+    try:
+        used = (table / _META).stat().st_mtime
+    except OSError:
+        used = 0.0
+    return used, sum(each.st_size for each in _stats(table))
+
+
+def _remove_unused(table: Path) -> bool:
+    """Whether a table was removed; one in use is not, nor one where that cannot be told."""
+    try:
+        descriptor = os.open(table / _META, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # out of sight in one step: nobody finds a part of it
+        hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
+        table.rename(hidden)
+    except OSError:
+        return False
+    else:
+        shutil.rmtree(hidden, ignore_errors=True)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _values(row: Sequence[int] | bytes, dtype: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from pyarrow import parquet
 from megarl.data import datasets as data_sets
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.records import Record, read_records
+from megarl.data.table import read_table
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import DataError
@@ -421,3 +423,59 @@ def test_answers_are_judged_once_and_again_by_another_judge(tmp_path: Path, toke
         start("second", "1")
     start("second", "x")
     assert asked == ["0", "1", "2"]
+
+
+def kept(spilling: Path) -> set[str]:
+    return {each.name for each in spilling.iterdir()}
+
+
+def test_the_cache_is_bounded_by_last_use_and_never_loses_what_is_in_use(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    """Of three tables of equal size the bound has room for two."""
+    config: Any = {"max_input_seq_length": 9, "cache_dir": str(spilling), "cache_gib": None}
+    sources: list[Any] = [
+        write(tmp_path / f"{name}.jsonl", [{"p": "two", "a": name}] * 9, prompt_key="p", answer_key="a") for name in ("one", "two", "six")
+    ]
+    names, sizes = [], []
+    for age, source in enumerate(sources):
+        before = kept(spilling) if spilling.exists() else set()
+        load_dataset(source, Reading(config, tokenizer, False))
+        (name,) = kept(spilling) - before
+        names.append(name)
+        sizes.append(sum(each.stat().st_size for each in [spilling / name, *(spilling / name).iterdir()]))
+        os.utime(spilling / name / "meta.json", (age, age))
+    room = {**config, "cache_gib": (sum(sizes) - 1) / 2**30}
+    (spilling / "mine").mkdir()
+    (spilling / "mine" / "meta.json").write_text("{}")
+    # used again, the oldest is the newest, and as long as it is used nothing takes it away
+    used = load_dataset(sources[0], Reading(config, tokenizer, False))
+    os.utime(spilling / names[0] / "meta.json", (0, 0))
+    load_dataset(sources[2], Reading(room, tokenizer, False))
+    assert kept(spilling) == {names[0], names[2], "mine"}
+    load_dataset(sources[2], Reading({**room, "cache_gib": 1e-9}, tokenizer, False))
+    assert kept(spilling) == {names[0], "mine"} | {names[2]}, "the one that has just been read is in use as well"
+    assert [example.answer for example in used.examples] == ["one"] * 9
+    del used
+    load_dataset(sources[2], Reading({**room, "cache_gib": 1e-9}, tokenizer, False))
+    assert kept(spilling) == {names[2], "mine"}
+
+
+def test_what_a_killed_start_has_left_goes_a_day_later(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    source: Any = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    for age, name in ((0, "0" * 32), (100_000, "1" * 32)):
+        partial = spilling / f".{name}.partial-7"
+        partial.mkdir(parents=True)
+        (partial / "prompt.values").write_bytes(b"x")
+        for each in (partial / "prompt.values", partial):
+            os.utime(each, (each.stat().st_mtime - age,) * 2)
+    load(source, tokenizer, cache_dir=str(spilling))
+    assert f".{'0' * 32}.partial-7" in kept(spilling) and f".{'1' * 32}.partial-7" not in kept(spilling)
+
+
+def test_a_table_that_is_just_being_removed_is_made_again(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+    source: Any = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
+    (directory,) = spilling.iterdir()
+    with (directory / "meta.json").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert read_table(directory) is None
+    assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
