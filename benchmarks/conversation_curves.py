@@ -1,0 +1,106 @@
+"""``python -m benchmarks.conversation_curves``: the quickstart, and its task as conversations that a function of one's own rewards.
+
+For each seed the quickstart runs as it is, and then both parts again on the same problems as ``messages``, with a chat template that says
+who speaks, and with ``right`` in the place of ``exact_match``. Plain transformers judge both exported models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}user: {{ message['content'] }}\n"
+    "{% else %}assistant: {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ACCURACY = "validation/accuracy"
+
+
+def right(prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, float]:
+    """The reward: 1 where the response is the answer of the record, up to blanks."""
+    found = float(response.strip() == record["answer"])
+    return {"score": found, "acc": found}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0; the figures lie where ``--out`` says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversation_curves", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="both ways for each seed (default 1 2 3)")
+    parser.add_argument("--work", type=Path, default=Path("runs/conversations"), help="directory of the runs (default runs/conversations)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/conversations.json"), help="the figures")
+    chosen = parser.parse_args(arguments)
+    from megarl.algorithms.start import start_ray
+    from megarl.quickstart.__main__ import main as quickstart
+
+    with ExitStack() as stack:
+        start_ray(stack)
+        around = {"commit": environment.commit(), "environment": environment.describe()}
+        code = quickstart(["--out", str(chosen.work / "quickstart"), "--seeds", *map(str, chosen.seeds)])
+        if code:
+            return code
+        ways: dict[str, dict[int, dict[str, Any]]] = {"quickstart": {}, "messages": {}}
+        for seed in chosen.seeds:
+            plain = chosen.work / "quickstart" / f"seed-{seed}"
+            ways["quickstart"][seed] = _figures(plain / "grpo", json.loads((plain / "summary.json").read_text())["accuracy_transformers"])
+            ways["messages"][seed] = _as_conversations(seed, plain, chosen.work / f"messages-{seed}")
+    after = {way: statistics.mean(each["accuracy"][-1] for each in of_way.values()) for way, of_way in ways.items()}
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    result = {**around, "mean_accuracy_after": after, "runs": ways}
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    json.dump(after, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+    return 0
+
+
+def _as_conversations(seed: int, plain: Path, work: Path) -> dict[str, Any]:
+    """Figures of both parts of the quickstart on its own problems and its own model of a seed, as conversations."""
+    from megarl.algorithms.run import run
+    from megarl.config import load_config
+    from megarl.quickstart.__main__ import CONFIGS
+    from megarl.quickstart.material import evaluate_checkpoint
+
+    work.mkdir(parents=True, exist_ok=True)
+    sources = {name: _source(plain / "data" / f"{name}.jsonl", work) for name in ("demonstrations", "train", "validation")}
+    template = json.dumps(CHAT_TEMPLATE)
+    common = [f"seed={seed}", f"policy.tokenizer.chat_template={template}", "policy.max_total_sequence_length=64"]
+    common.append("data.max_input_seq_length=56")
+    sft = [f"run_dir={work / 'sft'}", f"policy.model_name={plain / 'model'}", f"data.train={sources['demonstrations']}"]
+    run(load_config(CONFIGS / "sft.yaml", [*common, *sft]))
+    exported = sorted((work / "sft" / "hf").iterdir())[-1]
+    data = [f"data.{key}={sources[key]}" for key in ("train", "validation")]
+    grpo = [f"run_dir={work / 'grpo'}", f"policy.model_name={exported}", *data, f"env.reward={Path(__file__).resolve()}:right"]
+    run(load_config(CONFIGS / "grpo.yaml", [*common, *grpo]))
+    rendered = work / "rendered.jsonl"
+    rows = [json.loads(line) for line in (plain / "data" / "validation.jsonl").read_text().splitlines()]
+    rendered.write_text("".join(json.dumps({**row, "prompt": f"user: {row['prompt']}\nassistant: "}) + "\n" for row in rows))
+    model = sorted((work / "grpo" / "hf").iterdir())[-1]
+    return _figures(work / "grpo", evaluate_checkpoint(model, rendered, max_new_tokens=3))
+
+
+def _source(problems: Path, work: Path) -> str:
+    """A source of the problems of a file as conversations of one question and its answer, as an override has it."""
+    path = work / problems.name
+    with problems.open() as lines, path.open("w") as out:
+        for row in map(json.loads, lines):
+            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]
+            out.write(json.dumps({"messages": turns}) + "\n")
+    return json.dumps([{"path": str(path), "messages_key": "messages"}])
+
+
+def _figures(run_dir: Path, by_transformers: float) -> dict[str, Any]:
+    """Greedy accuracy of a run at every validation, and that of its export under plain transformers."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {"accuracy": [row[ACCURACY] for row in rows if row.get(ACCURACY) is not None], "transformers": by_transformers}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
