@@ -270,6 +270,19 @@ def test_a_template_that_fails_names_the_record(tmp_path: Path) -> None:
         load(source, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("fails_at", "turn"), [("'system'", "1 of 4, of 'system'"), ("'tool'", "4 of 4, of 'tool'"), ("'user'", "2 of 4, of 'user'")]
+)
+def test_a_template_that_fails_names_the_turn(tmp_path: Path, fails_at: str, turn: str) -> None:
+    """In the last case the system message alone can be written, and what fails comes after it."""
+    template = f"{{% for m in messages %}}{{% if m['role'] == {fails_at} %}}{{{{ raise_exception('no') }}}}{{% endif %}}Q{{% endfor %}}"
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    turns = [SYSTEM, USER, BOT, TOOL]
+    source = write(tmp_path / "a.jsonl", [{"m": turns, "a": 5}], messages_key="m", answer_key="a")
+    with pytest.raises(DataError, match=rf"a\.jsonl line 1: \S*chat_template cannot be applied to turn {turn} \(TemplateError: no\)"):
+        load(source, tokenizer)
+
+
 def test_several_sources_are_one_after_another(tmp_path: Path, tokenizer: Any) -> None:
     first = write(tmp_path / "a.jsonl", [{"p": "two", "a": "1"}, {"p": "plus", "a": "2"}], prompt_key="p", answer_key="a", repeat=2)
     second = write(tmp_path / "b.jsonl", [{"q": "three", "r": 3}], prompt_key="q", answer_key="r", env_name="sums")
@@ -430,10 +443,11 @@ def kept(spilling: Path) -> set[str]:
 
 
 def test_the_cache_is_bounded_by_last_use_and_never_loses_what_is_in_use(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
-    """Of three tables of equal size the bound has room for two."""
+    """Of four tables of equal size the bound has room for three."""
     config: Any = {"max_input_seq_length": 9, "cache_dir": str(spilling), "cache_gib": None}
     sources: list[Any] = [
-        write(tmp_path / f"{name}.jsonl", [{"p": "two", "a": name}] * 9, prompt_key="p", answer_key="a") for name in ("one", "two", "six")
+        write(tmp_path / f"{name}.jsonl", [{"p": "two", "a": name}] * 9, prompt_key="p", answer_key="a")
+        for name in ("one", "two", "six", "ten")
     ]
     names, sizes = [], []
     for age, source in enumerate(sources):
@@ -449,14 +463,14 @@ def test_the_cache_is_bounded_by_last_use_and_never_loses_what_is_in_use(tmp_pat
     # used again, the oldest is the newest, and as long as it is used nothing takes it away
     used = load_dataset(sources[0], Reading(config, tokenizer, False))
     os.utime(spilling / names[0] / "meta.json", (0, 0))
-    load_dataset(sources[2], Reading(room, tokenizer, False))
-    assert kept(spilling) == {names[0], names[2], "mine"}
-    load_dataset(sources[2], Reading({**room, "cache_gib": 1e-9}, tokenizer, False))
-    assert kept(spilling) == {names[0], "mine"} | {names[2]}, "the one that has just been read is in use as well"
+    load_dataset(sources[3], Reading(room, tokenizer, False))
+    assert kept(spilling) == {names[0], names[2], names[3], "mine"}
+    load_dataset(sources[3], Reading({**room, "cache_gib": 1e-9}, tokenizer, False))
+    assert kept(spilling) == {names[0], names[3], "mine"}, "the one that has just been read is in use as well"
     assert [example.answer for example in used.examples] == ["one"] * 9
     del used
-    load_dataset(sources[2], Reading({**room, "cache_gib": 1e-9}, tokenizer, False))
-    assert kept(spilling) == {names[2], "mine"}
+    load_dataset(sources[3], Reading({**room, "cache_gib": 1e-9}, tokenizer, False))
+    assert kept(spilling) == {names[3], "mine"}
 
 
 def test_what_a_killed_start_has_left_goes_a_day_later(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
