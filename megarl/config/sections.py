@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from megarl.config.data_sources import DEFAULT_CACHE_GIB
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
-from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, Key, Range
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key, Range
 from megarl.models.policy import PolicyConfig
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megarl.algorithms.run import run
+from megarl.config.validation_sets import SetPlan
 from megarl.data.datasets import Example, SourceRange
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.observe import sample_files
-from megarl.config.validation_sets import SetPlan
 from megarl.observe.sample_files import SampleFiles, list_samples, read_samples, shorten
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.evaluation import ValidatedSet
