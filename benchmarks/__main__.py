@@ -35,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("cases", nargs="*", metavar="CASE", help="all of them by default")
     run.add_argument("--quick", action="store_true", help="small sizes and few repeats: to see that it works, not to quote")
     run.add_argument("--out", type=Path, metavar="DIR", help="write the results there as well, a file a case; FILE.json takes all")
-    run.add_argument("--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results")
+    run.add_argument("--add", action="store_true", help="keep what earlier runs left in --out, as a baseline of several runs")
+    run.add_argument("--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results, twice in turn")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
     run.add_argument("--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure")
@@ -76,18 +77,24 @@ def _run(arguments: argparse.Namespace) -> int:
         print(wrong, file=sys.stderr)
         return 2
     baseline = results_file.read(arguments.check) if arguments.check else None
+    earlier = results_file.read(arguments.out) if arguments.add and arguments.out is not None and arguments.out.exists() else []
     results = []
     for result in run_cases(names, arguments.quick, options):
         results.append(result)
         _show(result)
         if arguments.out is not None:
-            results_file.write(results, arguments.out)
+            results_file.write(results, arguments.out, earlier)
     good = all(result["success"] for result in results)
     if baseline is not None:
-        held, text = check(baseline, results, narrowed=bool(options.chosen))
+        held, text = check(baseline, results, narrowed=bool(options.chosen), again=lambda bad: _again(bad, arguments.quick, options))
         print(text)
         good = good and held
     return 0 if good else 1
+
+
+def _again(names: Sequence[str], quick: bool, options: Options) -> list[dict[str, Any]]:
+    print(f"ratios of {', '.join(names)} were bad: measured once more, because a disturbance passes and a change stays")
+    return list(run_cases(names, quick, options))
 
 
 def _cases_that_take(options: Options) -> list[str]:
@@ -115,7 +122,7 @@ def _fault(names: Sequence[str], options: Options) -> str:
 def _report(arguments: argparse.Namespace) -> int:
     from benchmarks.report import page
 
-    results = results_file.read(arguments.results)
+    results = list({result["case"]: result for result in results_file.read(arguments.results)}.values())
     beside = arguments.results if arguments.results.is_dir() else arguments.results.parent
     out = arguments.out or beside / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,21 +1,25 @@
-"""What changed between two results of a case: ratio by ratio, each against a bound that comes from the spread of the earlier repeats.
+"""What changed between results of a case: ratio by ratio, each against a bound that comes from the spread of earlier repeats and runs.
 
 For one ratio, with medians m, the shift in the direction that is worse is::
 
     shift = m_after / m_before - 1      where less is better (times, memory)
     shift = m_before / m_after - 1      where more is better (speeds)
 
-The spread of repeats is the distance between their quartiles over their median. A ratio
+The spread of repeats is the distance between their quartiles over their median. Where there are several earlier runs of a case, m_before is
+the median of their medians, spread_before the largest of their spreads, and *between* the distance of the largest and the smallest of their
+medians over m_before: memory lies elsewhere in each process, which no repeat within one shows. A ratio
 
-* *fell* when shift > max(FLOOR, TIMES * spread_before), and *gained* when the shift the other way is as large;
-* is *unsteady* when spread_after > spread_before + max(FLOOR, TIMES * spread_before), whatever its median: a stall in some repeats.
+* *fell* when shift > max(FLOOR, TIMES * spread_before, TIMES * between), and *gained* when the shift the other way is as large;
+* is *unsteady* when spread_after is larger than spread_before by more than that bound, whatever its median: a stall in some repeats.
 
-For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat. The later run's own spread widens no bound, so a
-noisy run cannot pass by being noisy. Absolute numbers never count: they belong to their machine.
+For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat, and TIMES * between, of three runs, on average 3.4
+of one run. The later run's own spread widens no bound, so a noisy run cannot pass by being noisy. Absolute numbers never count: they belong
+to their machine.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,26 +73,45 @@ def name_of(parameters: Mapping[str, Any]) -> str:
 
 
 def changes(before: Sequence[Result], after: Sequence[Result]) -> Iterator[Change]:
-    """Every ratio of ``before`` whose case is in ``after``, in its order. The last result of a case counts."""
+    """Every ratio of ``before`` whose case is in ``after``, in its order. All earlier results of a case count, and the last later one."""
     later = {result["case"]: result for result in after}
-    for result in {result["case"]: result for result in before}.values():
-        if result["case"] in later:
-            yield from _of_case(result, later[result["case"]])
+    for case in dict.fromkeys(result["case"] for result in before):
+        if case in later:
+            yield from _of_case([result for result in before if result["case"] == case], later[case])
 
 
-def _of_case(before: Result, after: Result) -> Iterator[Change]:
+def _of_case(runs: Sequence[Result], after: Result) -> Iterator[Change]:
+    summaries: dict[tuple[str, str], list[Summary]] = {}
+    for run in runs:
+        for point in run["points"]:
+            for metric, summary in point["metrics"].items():
+                if summary["unit"].startswith("ratio to ") and summary["median"] > 0:
+                    summaries.setdefault((name_of(point["parameters"]), metric), []).append(summary)
     points = {name_of(point["parameters"]): point["metrics"] for point in after["points"]}
-    for point in before["points"]:
-        name = name_of(point["parameters"])
-        for metric, summary in point["metrics"].items():
-            if summary["unit"].startswith("ratio to ") and summary["median"] > 0:
-                yield judged(before["case"], name, metric, summary, points.get(name, {}).get(metric))
+    for (name, metric), of_runs in summaries.items():
+        yield judged(after["case"], name, metric, joined(of_runs), points.get(name, {}).get(metric))
+
+
+def joined(runs: Sequence[Summary]) -> Summary:
+    """One summary of those of several runs, with what lies ``between`` them; see the module."""
+    if len(runs) == 1:
+        return runs[0]
+    medians = [run["median"] for run in runs]
+    middle = statistics.median(medians)
+    return {
+        **runs[-1],
+        "median": middle,
+        "min": min(run["min"] for run in runs),
+        "max": max(run["max"] for run in runs),
+        "spread": max(map(spread_of, runs)),
+        "between": (max(medians) - min(medians)) / middle,
+    }
 
 
 def judged(case: str, point: str, metric: str, before: Summary, after: Summary | None) -> Change:
     """The verdict on one ratio."""
     spread = spread_of(before)
-    allowed = max(FLOOR, TIMES * spread)
+    allowed = max(FLOOR, TIMES * spread, TIMES * before.get("between", 0.0))
     if after is None or after["median"] <= 0:
         return Change(case, point, metric, before, None, 0.0, allowed, MISSING)
     quotient = after["median"] / before["median"]

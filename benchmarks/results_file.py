@@ -12,13 +12,20 @@ class ResultsError(ValueError):
     """There are no results where a person said there were; the message says what to do."""
 
 
-def write(results: Sequence[dict[str, Any]], out: Path) -> None:
-    """All results into ``FILE.json``, or each into a file of its case's name in a directory. No file is ever half written."""
+def write(results: Sequence[dict[str, Any]], out: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
+    """All results into ``FILE.json``, or each into a file of its case's name in a directory. No file is ever half written.
+
+    Args:
+        results: of this run.
+        out: where they go.
+        earlier: results of other runs that stay there, before them.
+    """
     if out.suffix == ".json":
-        _write_file(list(results), out)
+        _write_file([*earlier, *results], out)
         return
     for result in results:
-        _write_file([result], out / f"{result['case']}.json")
+        others = [each for each in earlier if each["case"] == result["case"]]
+        _write_file([*others, result], out / f"{result['case']}.json")
 
 
 def _write_file(results: list[dict[str, Any]], path: Path) -> None:

@@ -102,7 +102,7 @@ CASES = {
         "benchmarks.cases.startup",
     ),
     "data.start": Case(
-        "the first and the second start with 100,000 rows of data, or others, against reading and tokenizing them alone",
+        "the first and the second start with 50,000 rows of data, or others, against reading and tokenizing them alone",
         "benchmarks.cases.data_start",
         takes=("rows",),
     ),

@@ -1,4 +1,4 @@
-"""What a start costs that reads a supervised set of 100,000 rows, or of as many as were asked for: the first one, which tokenizes them, and
+"""What a start costs that reads a supervised set of 50,000 rows, or of as many as were asked for: the first one, which tokenizes them, and
 the second, which takes what the first has left; against reading the same file and tokenizing the same texts, of which nothing is kept.
 
 Each start has a process of its own. Memory is what the process needed at its worst moment beyond what was resident when it began, pages of
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.options import Options
 from benchmarks.point import Metric, Point
 
-ROWS, QUICK_ROWS = (100_000,), (3_000, 12_000)
+ROWS, QUICK_ROWS = (50_000,), (3_000, 12_000)
 _CHUNK = 1024
 _BATCH, _BATCHES = 512, 100
 _WORDS = ("the", "sum", "of", "two", "numbers", "is", "what", "follows", "after", "other", "steps", "along", "a", "line")

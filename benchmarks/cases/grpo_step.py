@@ -4,7 +4,8 @@ The same model, prompts, answers, reward and optimizer, one rank and one thread,
 once on a batch, and takes a ratio of exactly 1; megarl's step is measured with ``loss_fn.force_on_policy_ratio``, which means the same, and
 without it, as by default. Log-probabilities and gradient of one batch are compared with a plain model of the same weights.
 
-Then the same step on two ranks: core-seconds of both against one rank's, with equal losses.
+Then the same step on two ranks: core-seconds of both against one rank's, with equal losses, and against what they cannot go below: two
+ranks that do a half each and talk to nobody, and the step's collectives alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def measure(quick: bool) -> Iterator[Point]:
                 [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 7)
                 ratio = "exactly 1" if on_policy else "to the policy before"
                 yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task))
-        repeats, narrow = 2 if quick else 9, _model(root / "narrow", parts=2)
+        repeats, narrow = 2 if quick else 7, _model(root / "narrow", parts=2)
         halves = {"dp": replace(task, prompts=task.prompts[::2]), "tp": replace(task, model=narrow)}
         for backend in BACKENDS:
             alone = ranks.run(1, _steps, _config(task, backend), task, repeats)
@@ -137,11 +138,12 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
 
 
 def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
-    """On every rank: what each phase of its steps took, and the first step's loss and gradient norm."""
+    """On every rank: what each phase of its steps took, the first step's loss and gradient norm, and what its collectives take alone."""
     import gc
 
     import torch.distributed as dist
 
+    from benchmarks import collectives
     from benchmarks.grpo_sides import Ours
     from benchmarks.timing import collector_off
 
@@ -152,8 +154,16 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
             dist.barrier()
             results.append(ours.step(turn >= WARM_UP)[1])
             gc.collect()
+        with collectives.Recorded() as recorded:
+            ours.step(counts=False)
+        alone = collectives.send(recorded.found, repeats)
     ours.worker.backend.close()
-    return {"ours": ours.phases.spent, "numbers": [float(results[0][key]) for key in ("global_loss", "grad_norm")]}
+    return {
+        "ours": ours.phases.spent,
+        "collectives": alone,
+        "number": len(recorded.found),
+        "numbers": [float(results[0][key]) for key in ("global_loss", "grad_norm")],
+    }
 
 
 def _beside_each_other(pools: Sequence[Ranks], config: PolicyConfig, task: Task, repeats: int) -> list[dict[str, Any]]:
@@ -166,7 +176,8 @@ def _of_layout(
     ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], halves: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, Metric]:
     """Core-seconds of all ranks against those of one rank, and against their limit: two ranks that do a half of the work each and talk to
-    nobody. What an operation costs whatever its size, and what tensor-parallel ranks both do, is all that this limit is above 1.
+    nobody, and the collectives of the step by themselves. What an operation costs whatever its size, and what tensor-parallel ranks both
+    do, is all that the two halves are above 1.
 
     Args:
         ranks: what each measured.
@@ -189,6 +200,14 @@ def _of_layout(
         metrics[f"{phase}_two_halves_to_one_rank"] = Metric.ratio("core-seconds of one rank", apart, single.cpu)
         metrics[f"{phase}_core_seconds"] = Metric.of("CPU s", spent.cpu)
         metrics[f"{phase}_seconds"] = Metric.of("s", spent.wall)
+    sent = over_ranks([rank["collectives"] for rank in ranks])
+    whole = over_ranks([rank["ours"]["step"] for rank in ranks]).cpu
+    halved = over_ranks([rank["ours"]["step"] for rank in halves]).cpu
+    limit = [apart + sending for apart, sending in zip(halved, sent.cpu, strict=True)]
+    metrics["step_core_seconds_to_limit"] = Metric.ratio(f"{name}, and the step's collectives alone", whole, limit)
+    metrics["step_limit_to_one_rank"] = Metric.ratio("core-seconds of one rank", limit, alone[0]["ours"]["step"].cpu)
+    metrics["collectives_core_seconds"] = Metric.of("CPU s", sent.cpu)
+    metrics["collectives"] = Metric.of("a step and rank", [ranks[0]["number"]])
     return {**metrics, "difference": Metric.of("largest relative difference of loss and gradient norm from one rank's", [off])}
 
 

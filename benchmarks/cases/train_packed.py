@@ -36,7 +36,7 @@ def measure(quick: bool) -> Iterator[Point]:
             model = tiny.save_model(Path(directory) / "model", LONGEST)
             for name in ("short",) if quick else PROFILES:
                 lengths = scaled_lengths(name)
-                measured = pool.run(1, _compare, [_config(model, way) for way in WAYS], lengths, 2 if quick else 3)[0]
+                measured = pool.run(1, _compare, [_config(model, way) for way in WAYS], lengths, 2)[0]
                 yield Point({"profile": name, "sequences": ROWS, "longest": LONGEST}, _metrics(measured, lengths))
     finally:
         pool.close()

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import results_file
 from benchmarks.cases import CASES, Case
-from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, judged, spread_of
+from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, joined, judged, spread_of
 from benchmarks.compare import check, compare
 from benchmarks.marks import is_loaded, marks_of
 from benchmarks.point import Metric, Point, sides
@@ -87,6 +87,37 @@ def summary(median: float, spread: float = 0.0, unit: str = "ratio to the bare s
 )
 def test_a_ratio_is_judged_by_the_spread_of_the_baseline(before: dict[str, Any], after: dict[str, Any] | None, verdict: str) -> None:
     assert judged("case", "point", "metric", before, after).verdict == verdict
+
+
+def test_several_runs_of_a_baseline_say_how_far_runs_are_apart() -> None:
+    apart = joined([summary(1.0, 0.02), summary(1.3, 0.04), summary(1.1)])
+    assert (apart["median"], apart["spread"], apart["between"]) == (1.1, 0.04, pytest.approx(0.3 / 1.1))
+    for median, verdict in ((1.69, SAME), (1.71, FELL), (0.7, GAINED)):
+        assert judged("case", "point", "metric", apart, summary(median)).verdict == verdict
+    runs = [result(wall=wall) for wall in (1.0, 1.2)]
+    assert check(runs, [result(wall=1.4)])[0]
+    assert not check(runs[1:], [result(wall=1.4)])[0]
+
+
+def test_a_disturbance_passes_and_a_change_stays() -> None:
+    asked: list[str] = []
+
+    def again(wall: float) -> Callable[[Sequence[str]], list[dict[str, Any]]]:
+        return lambda names: asked.extend(names) or [result(wall=wall)]  # type: ignore[func-returns-value]
+
+    held, said = check([result(), result("calm")], [result(wall=1.3), result("calm")], again=again(1.0))
+    assert (held, asked) == (True, ["made.up"])
+    assert "1 more were bad once" in said
+    assert not check([result()], [result(wall=1.3)], again=again(1.2))[0]
+    assert check([result()], [result()], again=again(9.0))[0]
+
+
+def test_results_are_added_to_those_of_earlier_runs(tmp_path: Path) -> None:
+    for out in (tmp_path / "all.json", tmp_path / "each"):
+        results_file.write([result("one"), result("two")], out)
+        results_file.write([result("one", wall=2.0)], out, results_file.read(out))
+        steps = [(each["case"], each["points"][0]["metrics"]["step"]["median"]) for each in results_file.read(out)]
+        assert sorted(steps) == [("one", 1.0), ("one", 2.0), ("two", 1.0)]
 
 
 def test_the_spread_is_that_of_the_quartiles_and_earlier_results_have_half_their_range() -> None:

@@ -1,0 +1,114 @@
+"""Collectives of a step, recorded while it runs and sent again by themselves: what its communication costs where nothing else is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.timing import Spent
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Collective.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, or the name of another operator.
+        elements: of what each rank gives.
+        dtype: of them.
+    """
+
+    kind: str
+    elements: int
+    dtype: torch.dtype
+
+
+# operators of torch.distributed in C++, by what calls them: its Python functions, and the functional ones of DTensor
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "c10d::allreduce_": "all_reduce",
+        "c10d::_allgather_base_": "all_gather",
+        "c10d::allgather_": "all_gather",
+        "c10d::_reduce_scatter_base_": "reduce_scatter",
+        "c10d::broadcast_": "broadcast",
+        "c10d::allreduce_coalesced_": "all_reduce",
+        "c10d::allgather_into_tensor_coalesced_": "all_gather",
+        "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+        "_c10d_functional::all_reduce": "all_reduce",
+        "_c10d_functional::all_reduce_": "all_reduce",
+        "_c10d_functional::all_gather_into_tensor": "all_gather",
+        "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+        "_c10d_functional::broadcast": "broadcast",
+    }
+)
+_GIVEN_SECOND = (
+    *("_allgather_base_", "_reduce_scatter_base_", "allgather_"),
+    *("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"),
+)
+"""Operators of which the second argument is what a rank gives, not the first."""
+_SILENT = ("wait_tensor", "barrier", "monitored_barrier")
+
+
+class Recorded(TorchDispatchMode):
+    """Recorded collectives of what runs inside, in order, of groups of more than one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Collective] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Note a collective, then let it run."""
+        name = function._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(_SILENT) and _ranks(function, arguments) > 1:
+            given = arguments[1 if name.startswith("c10d::") and name.endswith(_GIVEN_SECOND) else 0]
+            for tensor in given if isinstance(given, list | tuple) else [given]:
+                self.found.append(Collective(_KINDS.get(name, name), tensor.numel(), tensor.dtype))
+        return function(*arguments, **(options or {}))
+
+
+def _ranks(function: Any, arguments: Any) -> int:
+    for place, argument in zip(function._schema.arguments, arguments, strict=False):
+        if place.name == "process_group":
+            return int(dist.ProcessGroup.unbox(argument).size())
+        if place.name == "group_size":
+            return int(argument)
+        if place.name == "group_name":
+            return int(dist.distributed_c10d._resolve_process_group(argument).size())
+    return dist.get_world_size()
+
+
+def send(collectives: Sequence[Collective], repeats: int) -> Spent:
+    """Seconds of the same collectives over all ranks, one after another, with nothing between them; the first time does not count.
+
+    Raises:
+        ValueError: one of them is of a kind that is not known.
+    """
+    calls = [_call(each) for each in collectives]
+    spent = Spent()
+    for turn in range(1 + repeats):
+        dist.barrier()
+        with spent.repeat(turn > 0):
+            for call in calls:
+                call()
+    return spent
+
+
+def _call(collective: Collective) -> Callable[[], Any]:
+    ranks, given = dist.get_world_size(), torch.zeros(collective.elements, dtype=collective.dtype)
+    if collective.kind == "all_reduce":
+        return lambda: dist.all_reduce(given)
+    if collective.kind == "all_gather":
+        gathered = given.new_zeros(ranks * given.numel())
+        return lambda: dist.all_gather_into_tensor(gathered, given)
+    if collective.kind == "reduce_scatter":
+        part = given.new_zeros(given.numel() // ranks)
+        return lambda: dist.reduce_scatter_tensor(part, given)
+    if collective.kind == "broadcast":
+        return lambda: dist.broadcast(given, 0)
+    raise ValueError(f"a collective of an unknown kind was recorded: {collective}. Fix: name its operator in benchmarks/collectives.py")
