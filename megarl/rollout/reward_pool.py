@@ -3,26 +3,29 @@
 A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to no harm. Each process is this
 module run as a program: it reads tasks from its standard input and writes results to what was its standard output, a JSON list a line.
 What the function prints goes to standard error. Time that is over is told to the function by an alarm first, since a process that goes on
-saves its imports; one that does not listen is killed a moment later, and another takes its place. Each answer bears the number of its
-task, so that none is taken for another's. What a function leaves behind, threads and children of its process group, ends with its process.
+saves its imports; one that does not listen is killed a moment later, and another takes its place. Where responses take little time, several
+lie before a process, so that it does not wait for the driver after each; the time of each begins when the one before it is answered. Each
+answer bears the number of its task, so that none is taken for another's. What a function leaves behind, threads and children of its process
+group, ends with its process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import io
 import json
 import math
 import os
-import selectors
+import select
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,7 +44,13 @@ GRACE_SECONDS = 1.0
 """Between the alarm and the kill."""
 
 _POLL_SECONDS = 0.5
-"""Between looks at whether a process is still there. One whose forked child holds the pipe open does not end it."""
+"""Between looks at whether each process is still there. One whose forked child holds the pipe open does not end it."""
+
+_AHEAD_SECONDS = 0.05
+"""Work that lies before a process. So long a driver may be busy elsewhere, or wait for a core, without keeping a process idle."""
+
+_PIPE_BYTES = 1 << 18
+"""That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of an answer."""
 
 _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 """Largest number of float32, which rewards are."""
@@ -83,6 +92,8 @@ class RewardPool:
             raise ValueError(f"a pool of {processes} processes computes nothing. Fix: ask for at least 1")
         self.specs = tuple(specs)
         self._sent = 0
+        self._looked = -math.inf
+        self._seconds: dict[int, float] = {}
         self._processes = [self._started() for _ in range(processes)]
         with self._closed_on_error():
             # a built-in function is there; its processes may start while the workers do
@@ -103,10 +114,15 @@ class RewardPool:
         with self._closed_on_error():
             for process in self._processes:
                 process.expect_start()
-            while len(scores) < len(tasks):
-                for place in range(len(self._processes)):
-                    self._advance(place, tasks, waiting, scores, given_twice)
-                self._wait_for_news()
+            places: Iterable[int] = range(len(self._processes))
+            while True:
+                for place in places:
+                    self._hear(place, waiting, scores, given_twice)
+                for process in self._processes:
+                    self._give(process, tasks, waiting)
+                if len(scores) == len(tasks):
+                    break
+                places = self._wait_for_news()
         return [scores[row] for row in range(len(tasks))]
 
     def close(self) -> None:
@@ -115,51 +131,74 @@ class RewardPool:
             process.kill()
         self._processes = []
 
-    def _advance(
-        self, place: int, tasks: Sequence[tuple[int, Task]], waiting: deque[int], scores: dict[int, Score], given_twice: set[int]
-    ) -> None:
-        """Take what one process has said, replace it if it is of no more use, and give it work.
+    def _hear(self, place: int, waiting: deque[int], scores: dict[int, Score], given_twice: set[int]) -> None:
+        """Take what one process has said, and replace it if it is of no more use.
 
         What it has said comes before its deadline: a driver that was held up must not call an answer late that has long been there.
         """
         process = self._processes[place]
         process.receive()
         process.check_start()
-        row = process.row
-        if row is not None and process.score is not None:
-            scores[row] = process.score
-            process.row = process.score = None
-        elif process.has_ended:
+        for given, score, seconds in process.finished:
+            scores[given.row] = score
+            self._seconds[given.which] = (self._seconds.get(given.which, seconds) + seconds) / 2
+        process.finished.clear()
+        if process.given and process.has_ended:
+            row = process.given[0].row
             if row in given_twice:
-                scores[row] = Score(None, "error", f"its process died ({process.exit_code()})")
-            elif row is not None:
-                # it may have been dying of what an earlier response left behind
-                given_twice.add(row)
-                waiting.appendleft(row)
-        elif row is not None and time.monotonic() > process.deadline:
-            scores[row] = _late(self.specs[tasks[row][0]])
+                scores[process.given.popleft().row] = Score(None, "error", f"its process died ({process.exit_code()})")
+            # it may have been dying of what an earlier response left behind
+            given_twice.add(row)
+        elif process.given and time.monotonic() > process.deadline:
+            late = process.given.popleft()
+            scores[late.row] = _late(self.specs[late.which])
             process.has_ended = True
         if process.has_ended:
+            waiting.extendleft(given.row for given in reversed(process.given))
             process.kill()
             self._processes[place] = process = self._started()
             process.expect_start()
-        if waiting and process.is_ready and process.row is None:
+
+    def _give(self, process: _Process, tasks: Sequence[tuple[int, Task]], waiting: deque[int]) -> None:
+        """Give a process work, if it has room for it."""
+        while waiting and process.is_ready and self._has_room(process, len(waiting)):
             row = waiting.popleft()
-            process.send(self._sent, row, *tasks[row])
+            which, task = tasks[row]
+            process.send(_Given(self._sent, row, which), task)
             self._sent += 1
 
-    def _wait_for_news(self) -> None:
-        """Sleep until a process has something to say, can be told more, or a deadline is over."""
-        with selectors.DefaultSelector() as selector:
-            for process in self._processes:
-                selector.register(process.output, selectors.EVENT_READ)
-                if process.unsent:
-                    selector.register(process.input, selectors.EVENT_WRITE)
-            wait = min(process.deadline for process in self._processes) - time.monotonic()
-            for key, _ in selector.select(min(max(wait, 0.0) + 0.01, _POLL_SECONDS)):
-                for process in self._processes:
-                    if process.unsent and key.fd == process.input:
-                        process.send_more()
+    def _has_room(self, process: _Process, waiting: int) -> bool:
+        """Whether another task may lie before a process: work of ``_AHEAD_SECONDS``, and less towards the end."""
+        if not process.given:
+            return True
+        if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
+            return False
+        return sum(self._seconds.get(given.which, math.inf) for given in process.given) < _AHEAD_SECONDS
+
+    def _wait_for_news(self) -> Iterable[int]:
+        """Sleep until a process has something to say, can be told more, or a deadline is over; the places of such processes.
+
+        All places where some time has gone by since.
+        """
+        files, places = select.poll(), dict[int, int]()
+        for place, process in enumerate(self._processes):
+            files.register(process.output, select.POLLIN)
+            places[process.output] = place
+            if process.unsent:
+                files.register(process.input, select.POLLOUT)
+                places[process.input] = place
+        wait = min(process.deadline for process in self._processes) - time.monotonic()
+        news = {places[file] for file, _ in files.poll(1000 * min(max(wait, 0.0) + 0.01, _POLL_SECONDS))}
+        now = time.monotonic()
+        if now > self._looked + _POLL_SECONDS:
+            self._looked = now
+            news = set(range(len(self._processes)))
+        for place, process in enumerate(self._processes):
+            if process.unsent and place in news:
+                process.send_more()
+            if now > process.deadline:
+                news.add(place)
+        return news
 
     def _wait_until_ready(self, process: _Process) -> None:
         process.expect_start()
@@ -180,6 +219,21 @@ class RewardPool:
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A task that a process was given.
+
+    Attributes:
+        number: of the task among all that the pool has sent, which its answer has to bear.
+        row: its place in the batch.
+        which: number of its reward.
+    """
+
+    number: int
+    row: int
+    which: int
+
+
 @dataclass
 class _Process:
     """One process of a pool.
@@ -187,10 +241,9 @@ class _Process:
     Attributes:
         child: the process.
         specs: of the reward functions.
-        row: of the task that it works on; None while it has none.
-        number: of that task, which its answer has to bear.
-        score: the answer to that task; None until it is there.
-        deadline: when its start or its task is over, by the monotonic clock.
+        given: the tasks that it has, of which it works on the first.
+        finished: those that it has answered since the pool last looked, with their scores and the seconds that each took.
+        deadline: when its start or the first of its tasks is over, by the monotonic clock.
         is_ready: it has imported what it needs.
         has_ended: it is gone, or has said what was not asked for and cannot be trusted with more.
         unsent: what the pipe to it has not taken yet.
@@ -198,9 +251,8 @@ class _Process:
 
     child: subprocess.Popen[bytes]
     specs: Sequence[RewardSpec]
-    row: int | None = None
-    number: int = -1
-    score: Score | None = None
+    given: deque[_Given] = field(default_factory=deque)
+    finished: list[tuple[_Given, Score, float]] = field(default_factory=list)
     deadline: float = math.inf
     is_ready: bool = False
     has_ended: bool = False
@@ -217,6 +269,10 @@ class _Process:
         process = cls(child, specs)
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
+        if sys.platform == "linux":
+            # a user has a limit for all pipes together
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(process.input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return process
 
     @property
@@ -249,14 +305,19 @@ class _Process:
         if time.monotonic() > self.deadline:
             raise RewardError(f"a process for {REWARD} = {self._names()} did not start within {START_SECONDS:g} s")
 
-    def send(self, number: int, row: int, which: int, task: Task) -> None:
-        """Give it a task for one of the rewards; its time begins."""
-        self.number, self.row = number, row
-        self.deadline = time.monotonic() + self.specs[which].timeout_s + GRACE_SECONDS
+    def send(self, given: _Given, task: Task) -> None:
+        """Give it a task; its time begins when those before it are answered."""
+        self.given.append(given)
+        if len(self.given) == 1:
+            self._begin()
         # a field of a record may be a date, or an array
-        line = [number, which, task.response, task.answer, task.length, task.prompt, task.record]
-        self.unsent = json.dumps(line, default=str).encode() + b"\n"
+        line = [given.number, given.which, task.response, task.answer, task.length, task.prompt, task.record]
+        self.unsent += json.dumps(line, default=str).encode() + b"\n"
         self.send_more()
+
+    def _begin(self) -> None:
+        """Begin to wait for the first of its tasks, or for nothing."""
+        self.deadline = time.monotonic() + self.specs[self.given[0].which].timeout_s + GRACE_SECONDS if self.given else math.inf
 
     def send_more(self) -> None:
         """Send what the pipe takes."""
@@ -283,27 +344,38 @@ class _Process:
         *lines, rest = self._received.split(b"\n")
         self._received = rest
         for line in lines:
-            self._take(*json.loads(line))
+            try:
+                number, kind, what, seconds = json.loads(line)
+            # what a function writes to a file descriptor that is not its own
+            except (ValueError, TypeError):
+                self.has_ended = True
+            else:
+                self._take(number, kind, what, seconds)
         self.has_ended |= is_gone
 
-    def _take(self, number: int, kind: Any, what: Any) -> None:
+    def _take(self, number: int, kind: Any, what: Any, seconds: float) -> None:
         """Take one line."""
         if kind == _UNUSABLE:
             raise ConfigError([Violation(REWARD, what[0], what[1], what[2])])
         if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
-        elif self.row is None or number != self.number or self.score is not None:
+        elif self.has_ended or not self.given or number != self.given[0].number:
             self.has_ended = True
         else:
-            self.deadline = math.inf
-            self.score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, what)
+            score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, what)
+            self.finished.append((self.given.popleft(), score, seconds))
+            self._begin()
 
     def _names(self) -> str:
         return ", ".join(repr(spec.name) for spec in self.specs)
 
     def exit_code(self) -> str:
-        """Return how it ended, in words; waits for its end."""
-        code = self.child.wait()
+        """Return how it ended, in words."""
+        try:
+            code = self.child.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            # it is still there
+            return "its output was closed, or said what is no answer"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
@@ -360,11 +432,11 @@ def main(specs: Sequence[RewardSpec]) -> None:
         # what a model says need not be text that can be encoded
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
 
-    def tell(number: int, kind: str, what: Any) -> None:
+    def tell(number: int, kind: str, what: Any, seconds: float = 0.0) -> None:
         # a function may fork, and the child come back from it
         if os.getpid() != own:
             os._exit(0)
-        line = json.dumps([number, kind, what]).encode() + b"\n"
+        line = json.dumps([number, kind, what, seconds]).encode() + b"\n"
         while line:
             line = line[results.write(line) :]
 
@@ -383,11 +455,13 @@ def main(specs: Sequence[RewardSpec]) -> None:
     tell(-1, _READY, None)
     for line in tasks:
         number, which, *task = json.loads(line)
+        begun = time.monotonic()
         score = score_of(rewards[which], Task(*task), specs[which])
+        seconds = time.monotonic() - begun
         if score.fault is None:
-            tell(number, _VALUE, [score.value, score.accuracy])
+            tell(number, _VALUE, [score.value, score.accuracy], seconds)
         else:
-            tell(number, score.fault, score.message)
+            tell(number, score.fault, score.message, seconds)
 
 
 def _judges() -> bool:

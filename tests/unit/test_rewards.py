@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import selectors
 import signal
 import time
@@ -44,6 +45,17 @@ def reward(response, answer):
                 pass
     if response == "sleeps":
         time.sleep(60)
+    if response == "babbles":
+        for file in range(3, 20):
+            try:
+                os.write(file, b"[1]\\n")
+            except OSError:
+                pass
+    if response == "closes":
+        os.closerange(3, 20)
+        time.sleep(60)
+    if response == "naps":
+        time.sleep(0.2)
     if response == "huge":
         return 1e300
     if response == "forks" and not os.fork():
@@ -214,11 +226,11 @@ def test_a_driver_that_comes_late_takes_what_is_there(users: str, pools: list[Re
     late = 0.0
     clock, wait = time.monotonic, pools[0]._wait_for_news
 
-    def hold_up() -> None:
+    def hold_up() -> Any:
         nonlocal late
-        wait_until_heard([process for process in pools[0]._processes if process.row is not None and process.score is None])
+        wait_until_heard([process for process in pools[0]._processes if process.given])
         late += 1000.0
-        wait()
+        return wait()
 
     monkeypatch.setattr(reward_pool, "time", SimpleNamespace(monotonic=lambda: clock() + late))
     monkeypatch.setattr(pools[0], "_wait_for_news", hold_up)
@@ -231,8 +243,6 @@ def test_an_answer_is_taken_for_its_own_task_alone(users: str, pools: list[Rewar
     responses = ["a", "forks", "bb", "reads", "ccc"]
     for _ in range(2):
         assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [1 / 8, 5 / 8, 2 / 8, 1.0, 3 / 8]
-    pools[0]._processes[0]._received += b'[99, "value", 7.0]\n'
-    assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
 
 
 def test_a_process_that_does_not_read_is_out_of_time(users: str, pools: list[RewardPool]) -> None:
@@ -371,3 +381,74 @@ def test_numbers_of_any_kind_are_rewards() -> None:
     given = [1, True, 0.5, np.float32(0.25), torch.tensor(2.0), None]
     rewards, masked = collector._checked(EnvironmentReturn(given, [True] * 6, [False] * 4 + [np.True_, True]), 6)  # type: ignore[arg-type,list-item]
     assert rewards.tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and masked.tolist() == [False] * 4 + [True, True]
+
+
+@pytest.mark.parametrize("strange", [b'[99, "value", [7.0, null], 0.1]\n', b"not JSON\n", b"[1]\n", b"7\n"])
+def test_a_process_that_says_what_nobody_asked_for_is_not_believed(users: str, pools: list[RewardPool], strange: bytes) -> None:
+    pools.append(pool_of(users, 1, 5.0))
+    pools[0]._processes[0]._received += strange
+    assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
+
+
+def test_a_function_that_writes_to_or_closes_what_is_not_its_own_is_no_hang(
+    users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "GRACE_SECONDS", 0.2)
+    pools.append(pool_of(users, 2, 5.0))
+    scores = scored(pools[0], [(each, "") for each in ("a", "babbles", "bb", "closes", "ccc")])
+    assert [score.value for score in scores] == [1 / 8, None, 2 / 8, None, 3 / 8]
+    assert {score.message for score in scores if score.fault == "error"} == {
+        "its process died (its output was closed, or said what is no answer)"
+    }
+
+
+def test_responses_that_lie_before_a_process_that_is_ended_lose_nothing(
+    users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its score, in any order of good responses and such that hang or kill."""
+    seed = random.randrange(2**32)
+    draw = random.Random(seed)
+    monkeypatch.setattr(reward_pool, "GRACE_SECONDS", 0.2)
+    pools.append(pool_of(users, 2, 1.0))
+    most, wait = 0, pools[0]._wait_for_news
+
+    def look() -> Any:
+        nonlocal most
+        most = max(most, *(len(process.given) for process in pools[0]._processes))
+        return wait()
+
+    monkeypatch.setattr(pools[0], "_wait_for_news", look)
+    later = [*draw.choices(["a", "bb", "ccc"], k=100), "dies", "hangs"]
+    responses = ["a"] * 20 + draw.sample(later, len(later))
+    scores = scored(pools[0], [(each, "") for each in responses])
+    expected = {"dies": (None, "error"), "hangs": (None, "timeout")}
+    assert [(score.value, score.fault) for score in scores] == [expected.get(each, (len(each) / 8, None)) for each in responses], seed
+    assert most > 2, seed
+
+
+def test_the_time_of_a_response_begins_when_those_before_it_are_answered(
+    users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take longer than one may."""
+    monkeypatch.setattr(reward_pool, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(reward_pool, "_AHEAD_SECONDS", 60.0)
+    pools.append(pool_of(users, 1, 1.0))
+    pools[0]._seconds[0] = 0.0
+    responses = ["naps"] * 10 + ["a"] * 20
+    assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [len(each) / 8 for each in responses]
+
+
+def test_slow_responses_do_not_lie_before_a_process(users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process would be idle in the end, while they wait."""
+    pools.append(pool_of(users, 2, 5.0))
+    pools[0]._seconds[0] = 1.0
+    given: list[int] = []
+    give = pools[0]._give
+
+    def count(process: Any, *arguments: Any) -> None:
+        give(process, *arguments)
+        given.append(len(process.given))
+
+    monkeypatch.setattr(pools[0], "_give", count)
+    assert scored(pools[0], [("naps", "")] * 8) == [Score(4 / 8)] * 8
+    assert max(given) == 1
