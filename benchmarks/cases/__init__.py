@@ -97,6 +97,10 @@ CASES = {
         "benchmarks.cases.train_step",
         takes=("device", "model", "layout", "tokens"),
     ),
+    "validation": Case(
+        "500 prompts x 8 sampled answers in one call of a worker against calls of 32 prompts, with equal answers",
+        "benchmarks.cases.validation",
+    ),
     "startup": Case(
         "a command, a dry run and a tiny GRPO run until its first step, against an empty interpreter, import torch and TRL",
         "benchmarks.cases.startup",

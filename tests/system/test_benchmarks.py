@@ -21,6 +21,7 @@ RATIOS = {
     "train.step": {"step", "step_cpu", "fsdp2_step", "fsdp2_step_cpu"},
     "logprobs": {"logprobs", "logprobs_cpu"},
     "data.start": {"first_start_cpu", "second_start_cpu"},
+    "validation": {"one_call", "one_call_cpu"},
     "head": {"time_to_log_softmax_cpu", "memory_to_log_softmax", "memory_to_chunked"},
     "scaling.ranks": {"core_seconds_to_one_rank", "core_seconds_to_fsdp2"},
     "scaling.tokens": {"step_cpu", "growth"},

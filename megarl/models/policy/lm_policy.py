@@ -268,7 +268,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
         self._generate_calls += 1
-        options = {"greedy": greedy, "sampling": sampling}
+        options = {"greedy": greedy, **({} if sampling is None else {"sampling": sampling})}
         results = self._call_sharded("generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options)
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
