@@ -1,7 +1,8 @@
 """``python -m benchmarks.conversation_curves``: the quickstart, and its task as conversations that a function of one's own rewards.
 
-For each seed the quickstart runs as it is, and then both parts again on the same problems as ``messages``, with a chat template that says
-who speaks, and with ``right`` in the place of ``exact_match``. Plain transformers judge both exported models.
+For each seed the quickstart runs as it is, and then both parts again on the same problems as ``messages``, with ``right`` in the place of
+``exact_match``: joined as they are, which gives the same tokens, and with a chat template that says who speaks, which gives others. Plain
+transformers judge all exported models. Runs that are finished in ``--work`` are not run again.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 from benchmarks import environment
 
-CHAT_TEMPLATE = (
+SPEAKERS = (
     "{% for message in messages %}{% if message['role'] == 'user' %}user: {{ message['content'] }}\n"
     "{% else %}assistant: {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TEMPLATES = {"messages": None, "messages, speakers named": SPEAKERS}
 ACCURACY = "validation/accuracy"
 
 
@@ -44,24 +46,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         start_ray(stack)
         around = {"commit": environment.commit(), "environment": environment.describe()}
-        code = quickstart(["--out", str(chosen.work / "quickstart"), "--seeds", *map(str, chosen.seeds)])
+        missing = [seed for seed in chosen.seeds if not (chosen.work / "quickstart" / f"seed-{seed}" / "summary.json").exists()]
+        code = quickstart(["--out", str(chosen.work / "quickstart"), "--seeds", *map(str, missing)]) if missing else 0
         if code:
             return code
-        ways: dict[str, dict[int, dict[str, Any]]] = {"quickstart": {}, "messages": {}}
+        ways: dict[str, dict[int, dict[str, Any]]] = {"quickstart": {}, **{way: {} for way in TEMPLATES}}
         for seed in chosen.seeds:
             plain = chosen.work / "quickstart" / f"seed-{seed}"
             ways["quickstart"][seed] = _figures(plain / "grpo", json.loads((plain / "summary.json").read_text())["accuracy_transformers"])
-            ways["messages"][seed] = _as_conversations(seed, plain, chosen.work / f"messages-{seed}")
+            for way, template in TEMPLATES.items():
+                name = "joined" if template is None else "speakers"
+                ways[way][seed] = _as_conversations(seed, plain, chosen.work / f"{name}-{seed}", template)
+        weights = [
+            _weights(chosen.work / "quickstart" / f"seed-{seed}") == _weights(chosen.work / f"joined-{seed}") for seed in chosen.seeds
+        ]
     after = {way: statistics.mean(each["accuracy"][-1] for each in of_way.values()) for way, of_way in ways.items()}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {**around, "mean_accuracy_after": after, "runs": ways}
+    result = {**around, "mean_accuracy_after": after, "messages_end_with_the_weights_of_the_quickstart": weights, "runs": ways}
     chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     json.dump(after, sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
 
 
-def _as_conversations(seed: int, plain: Path, work: Path) -> dict[str, Any]:
+def _weights(run_dir: Path) -> bytes:
+    return (sorted((run_dir / "grpo" / "hf").iterdir())[-1] / "model.safetensors").read_bytes()
+
+
+def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) -> dict[str, Any]:
     """Figures of both parts of the quickstart on its own problems and its own model of a seed, as conversations."""
     from megarl.algorithms.run import run
     from megarl.config import load_config
@@ -70,9 +82,10 @@ def _as_conversations(seed: int, plain: Path, work: Path) -> dict[str, Any]:
 
     work.mkdir(parents=True, exist_ok=True)
     sources = {name: _source(plain / "data" / f"{name}.jsonl", work) for name in ("demonstrations", "train", "validation")}
-    template = json.dumps(CHAT_TEMPLATE)
-    common = [f"seed={seed}", f"policy.tokenizer.chat_template={template}", "policy.max_total_sequence_length=64"]
-    common.append("data.max_input_seq_length=56")
+    common = [f"seed={seed}"]
+    if template is not None:
+        common += [f"policy.tokenizer.chat_template={json.dumps(template)}", "policy.max_total_sequence_length=64"]
+        common.append("data.max_input_seq_length=56")
     sft = [f"run_dir={work / 'sft'}", f"policy.model_name={plain / 'model'}", f"data.train={sources['demonstrations']}"]
     run(load_config(CONFIGS / "sft.yaml", [*common, *sft]))
     exported = sorted((work / "sft" / "hf").iterdir())[-1]
@@ -81,7 +94,9 @@ def _as_conversations(seed: int, plain: Path, work: Path) -> dict[str, Any]:
     run(load_config(CONFIGS / "grpo.yaml", [*common, *grpo]))
     rendered = work / "rendered.jsonl"
     rows = [json.loads(line) for line in (plain / "data" / "validation.jsonl").read_text().splitlines()]
-    rendered.write_text("".join(json.dumps({**row, "prompt": f"user: {row['prompt']}\nassistant: "}) + "\n" for row in rows))
+    if template is not None:
+        rows = [{**row, "prompt": f"user: {row['prompt']}\nassistant: "} for row in rows]
+    rendered.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = sorted((work / "grpo" / "hf").iterdir())[-1]
     return _figures(work / "grpo", evaluate_checkpoint(model, rendered, max_new_tokens=3))
 
