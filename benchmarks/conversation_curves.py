@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plain = chosen.work / "quickstart" / f"seed-{seed}"
             ways["quickstart"][seed] = _figures(plain / "grpo", json.loads((plain / "summary.json").read_text())["accuracy_transformers"])
             for way, template in TEMPLATES.items():
-                name = "joined" if template is None else "speakers"
+                name = "joined" if template is None else "messages"
                 ways[way][seed] = _as_conversations(seed, plain, chosen.work / f"{name}-{seed}", template)
         weights = [
             _weights(chosen.work / "quickstart" / f"seed-{seed}") == _weights(chosen.work / f"joined-{seed}") for seed in chosen.seeds
