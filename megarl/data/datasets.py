@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1024
+_ORDERS_OF_ROLES = 64
 _PROGRESS_EVERY = 100_000
 _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
@@ -303,6 +304,8 @@ class _Tokenization:
         self._seen = self._kept = self._longest = 0
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
+        self._orders: set[tuple[str, ...]] = set()
+        self._unwritten = _Offenders()
 
     def run(self) -> Table:
         """The table; on a refusal nothing of it is left."""
@@ -361,6 +364,16 @@ class _Tokenization:
         hit = None if self._control is None else self._control.search("\n".join(texts_of(record.prompt)))
         if hit is not None:
             self._controlled.add(f"{where}: {hit[0]!r}")
+        order = () if isinstance(record.prompt, str) else tuple(message["role"] for message in record.prompt)
+        # a template does with all records of an order of roles what it does with the first
+        if order not in self._orders and len(self._orders) < _ORDERS_OF_ROLES:
+            self._orders.add(order)
+            role = None
+            # where the template writes no prompt by itself, whoever needs that says so
+            with contextlib.suppress(DataError):
+                role = self._encoder.unwritten_role(record)
+            if role is not None:
+                self._unwritten.add(f"{where}: a turn of {role!r}")
 
     def _refuse(self) -> None:
         """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence."""
@@ -389,6 +402,11 @@ class _Tokenization:
             notes.append(
                 f"{self._long.count} of {self._seen} records ({share:.2f} %) are left out: they exceed data.max_input_seq_length = "
                 f"{self._limit}; the longest has {self._longest} tokens"
+            )
+        if self._unwritten.count:
+            notes.append(
+                f"policy.tokenizer.chat_template leaves turns out, so that the model never sees them: {self._unwritten}, and in all "
+                "records with the same order of roles. Give it a template that writes them, or take them out of the records"
             )
         if self._controlled.count:
             notes.append(

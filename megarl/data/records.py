@@ -137,8 +137,8 @@ def text_of(value: Any, key: str, origin: str) -> str:
         fix = f"name one of its members, for example by {key}[0]"
     elif isinstance(value, Mapping) and value:
         fix = f"name one of its fields, for example by {key}.{next(iter(value))}"
-    shown = repr(value)[:80]
-    raise DataError(f"{origin}: {key!r} = {shown} is a {type(value).__name__}, expected a string or a number. Fix: {fix}")
+    found = "is null" if value is None else f"= {repr(value)[:80]} is a {type(value).__name__}"
+    raise DataError(f"{origin}: {key!r} {found}, expected a string or a number. Fix: {fix}")
 
 
 def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:

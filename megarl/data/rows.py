@@ -116,7 +116,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 if line.strip():
                     yield f"{path} line {number}", _parse(line, f"{path} line {number}")
     except UnicodeDecodeError as error:
-        raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: convert it to UTF-8") from error
+        fix = "convert it to UTF-8, or unpack it where it is compressed"
+        raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: {fix}") from error
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
 
@@ -127,7 +128,8 @@ def _parse(line: str, origin: str) -> Any:
     # json gives up with a RecursionError on what nests too deeply
     except (ValueError, RecursionError) as error:
         problem = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{origin} is not JSON: {problem}; it starts {line[:60]!r}. Fix: write one JSON object a line") from error
+        fix = "write one JSON object a line" + ("; jq -c '.[]' makes lines of one list" if line.lstrip().startswith("[") else "")
+        raise DataError(f"{origin} is not JSON: {problem}; it starts {line[:60]!r}. Fix: {fix}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

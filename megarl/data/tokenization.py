@@ -213,13 +213,23 @@ class PromptEncoder:
     def _pieces(self, text: str) -> list[int]:
         return _tokens(self._tokenizer, [text])[0] if text else []
 
+    def unwritten_role(self, record: Record) -> str | None:
+        """The role of a turn of the prompt, the system's or the user's, that the chat template leaves out; None where all are written."""
+        messages = self._prompt_messages(record)
+        text = str(self._rendered(record, messages, tokenize=False, add_generation_prompt=True))
+        # calls and answers of tools may be written in another form, and reasoning be left out
+        asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
+        return next((message["role"] for message in asked if (message.get("content") or "").strip() not in text), None)
+
     def _text(self, record: Record) -> str:
+        return str(self._rendered(record, self._prompt_messages(record), tokenize=False, add_generation_prompt=True))
+
+    def _prompt_messages(self, record: Record) -> list[ChatMessage]:
         prompt: Prompt = record.prompt
         if isinstance(prompt, str):
             # Not str.format: braces elsewhere in the template or the prompt are ordinary text.
             prompt = [{"role": "user", "content": self._template.replace("{prompt}", prompt)}]
-        messages = self._messages(record, prompt)
-        return str(self._rendered(record, messages, tokenize=False, add_generation_prompt=True))
+        return self._messages(record, prompt)
 
     def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
         system = [] if record.has_system else self._system

@@ -114,8 +114,17 @@ class Reward:
 
 def _exact_match(strip: bool = True) -> Reward:
     if strip:
-        return Reward(lambda task: float(task.response.strip() == task.answer.strip()), is_immediate=True, final_answer=str.strip)
-    return Reward(lambda task: float(task.response == task.answer), is_immediate=True, final_answer=str)
+        return Reward(
+            lambda task: float(task.response.strip() == task.answer.strip()),
+            lambda answer: _fault_of_no_text(answer.strip()),
+            is_immediate=True,
+            final_answer=str.strip,
+        )
+    return Reward(lambda task: float(task.response == task.answer), _fault_of_no_text, is_immediate=True, final_answer=str)
+
+
+def _fault_of_no_text(answer: str) -> str | None:
+    return None if answer else "it is empty"
 
 
 def _math(math_verify_impl: str = "hf_math_verify") -> Reward:

@@ -221,6 +221,21 @@ FAULTS = [
         [r"odd\.jsonl line 1: 'prompt' = None is neither a string nor a list of messages", "Fix"],
     ),
     Case(
+        "an answer that is null",
+        lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": null}'),
+        [r"odd\.jsonl line 1: 'answer' is null, expected a string or a number", "Fix"],
+    ),
+    Case(
+        "an answer without text",
+        lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": " "}'),
+        [r"1 of 1 reference answers are of no use to env\.reward", r"index 0 \(\S*odd\.jsonl line 1\): ' ': it is empty", "Fix"],
+    ),
+    Case(
+        "a list over many lines",
+        lambda model, directory: one_record(directory, "[\n {}\n]"),
+        [r"odd\.jsonl line 1 is not JSON", r"Fix: write one JSON object a line; jq -c '\.\[\]' makes lines of one list"],
+    ),
+    Case(
         "an answer of another type",
         lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": true}'),
         [r"odd\.jsonl line 1: 'answer' = True is a bool, expected a string or a number", "Fix"],

@@ -334,7 +334,8 @@ def test_what_becomes_of_a_response_without_a_reward(users: str, environments: l
     assert environments[2].fault_of_reference("") == "it is empty" and environments[2].fault_of_reference("1") is None
     assert find_faults(environments[2], 5.0)("trouble") == "fault_of_reference fails on it: OSError: no disk"
     exact = SingleTurn(section("exact_match"))
-    assert exact.step(turn(" answer", "x")).rewards == [1.0, 0.0] and exact.fault_of_reference("") is None
+    assert exact.step(turn(" answer", "x")).rewards == [1.0, 0.0]
+    assert [exact.fault_of_reference(answer) for answer in ("", " \n", "0")] == ["it is empty", "it is empty", None]
     assert SingleTurn(section("math_verify")).fault_of_reference("") is not None
 
 

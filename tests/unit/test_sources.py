@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,24 @@ def test_a_template_that_fails_names_the_turn(tmp_path: Path, fails_at: str, tur
     source = write(tmp_path / "a.jsonl", [{"m": turns, "a": 5}], messages_key="m", answer_key="a")
     with pytest.raises(DataError, match=rf"a\.jsonl line 1: \S*chat_template cannot be applied to turn {turn} \(TemplateError: no\)"):
         load(source, tokenizer)
+
+
+def test_turns_that_the_template_leaves_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each order of roles the first record is looked at; reasoning of earlier turns and answers of tools may be left out."""
+    template = "{% for m in messages %}{% if m['role'] in ('user', 'tool') %}{{ m['content'] | trim }} {% endif %}{% endfor %}"
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    asked = {"role": "user", "content": " two\n"}
+    rows = [{"m": turns, "a": 5} for turns in ([asked, BOT, TOOL], [SYSTEM, USER], [SYSTEM, USER], [SYSTEM, USER, BOT, USER])]
+    source = write(tmp_path / "a.jsonl", rows, messages_key="m", answer_key="a")
+    load(source, tokenizer)
+    places = "".join(rf"index {place} \(\S*a\.jsonl line {place + 1}\): a turn of 'system'(; |, and in all records)" for place in (1, 3))
+    assert re.search(f"chat_template leaves turns out, so that the model never sees them: {places}", caplog.text)
+    caplog.clear()
+    load(write(tmp_path / "b.jsonl", rows[:1], messages_key="m", answer_key="a"), tokenizer)
+    assert caplog.text == ""
+    # the run's own system prompt is a turn as well
+    load(write(tmp_path / "c.jsonl", [{"p": "two", "a": 5}] * 3, prompt_key="p", answer_key="a"), tokenizer, system_prompt="be kind")
+    assert "index 0" in caplog.text and caplog.text.count("a turn of 'system'") == 1
 
 
 def test_several_sources_are_one_after_another(tmp_path: Path, tokenizer: Any) -> None:
