@@ -115,6 +115,10 @@ CASES = {
         "bytes that a save and a load of the optimizer allocate against the state in full, and that a step moves to the host",
         "benchmarks.cases.state_bytes",
     ),
+    "loading.bytes": Case(
+        "bytes of a model's files that ranks read and send to one another, counted, against one rank that sends all to every other",
+        "benchmarks.cases.loading_bytes",
+    ),
     "operations": Case(
         "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above its bounds",
         "benchmarks.cases.operations",

@@ -154,6 +154,29 @@ def loaded(config: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Tensor
     return read, weights
 
 
+def loaded_bytes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of parameters that this rank read of the files (``read``) and got from other ranks (``got``) when it was built; those of its
+    own parameters (``own``), and of all of the model (``model``)."""
+    counted = {"read": 0, "got": 0}
+    send = dist.broadcast
+
+    def reading(*arguments: Any, **options: Any) -> torch.Tensor:
+        shard = load_shard(*arguments, **options)
+        counted["read"] += shard.nbytes
+        return shard
+
+    def sending(tensor: torch.Tensor, src: int, group: Any = None, **options: Any) -> Any:
+        counted["got"] += tensor.nbytes * (src != dist.get_rank())
+        return send(tensor, src=src, group=group, **options)
+
+    with mock.patch.object(hf_state, "load_shard", reading), mock.patch.object(dist, "broadcast", sending):
+        worker = build(config, init_reference_model=False)
+    own = sum(parameter.nbytes for _, parameter in worker.backend.parameters())
+    whole = sum(tensor.nbytes for tensor in full_weights(worker).values())
+    worker.backend.close()
+    return {**counted, "own": own, "model": whole}
+
+
 def not_loaded(config: Mapping[str, Any]) -> str:
     """What this rank says where the first rank cannot read one of its slices, after it has read another."""
     turns = iter(range(1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int)
     checkpoint.save_optimizer(*state, directory / "again")
     backend.close()
     return peaks
+
+
+def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Save the weights, spoil them, and load them again: by copies (``copied``) and where they belong (``placed``).
+
+    Returns:
+        The most bytes that either allocates on this rank, by name; whether the weights were whole again (``whole again``).
+    """
+    worker = jobs.build(config, init_reference_model=False)
+    backend = worker.backend
+    worker.save_checkpoint(str(directory))
+    before = [tensor.detach().clone() for _, tensor in backend.parameters()]
+    found: dict[str, Any] = {"whole again": True}
+    for name, replacements in {"copied": [(checkpoint, "_places_of", lambda chunks: frozenset())], "placed": []}.items():
+        for _, tensor in backend.parameters():
+            tensor.detach().fill_(math.nan)
+        with patched(*replacements), Allocations() as counted:
+            checkpoint.load_weights(backend.chunks, directory)
+        found[name] = counted.peak
+        found["whole again"] &= all(torch.equal(tensor, kept) for (_, tensor), kept in zip(backend.parameters(), before, strict=True))
+    backend.close()
+    return found
 
 
 # what a backward pass keeps

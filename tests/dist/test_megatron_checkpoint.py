@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,14 @@ def test_the_state_of_the_other_kind_of_optimizer(
     for message in pool.run(2, load_twice, other, tmp_path):
         assert f"use_distributed_optimizer = {str(distributed).lower()}, and this one has {str(not distributed).lower()}" in message
         assert "load the weights alone" in message
+
+
+@newest_megatron
+def test_a_truncated_state_is_refused_on_all_ranks(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Each rank reads its own share, and only one of them may meet the damage."""
+    config = policy_config(tiny_models["qwen2-tied"])
+    pool.run(2, train_and_save, config, tmp_path)
+    (file,) = (tmp_path / "optimizer").glob("*.distcp")
+    os.truncate(file, file.stat().st_size * 3 // 4)
+    first, second = pool.run(2, load_twice, config, tmp_path)
+    assert first == second and f"reading the optimizer state of {tmp_path / 'optimizer'} failed" in first and file.name in first

@@ -53,3 +53,30 @@ def test_a_rank_that_cannot_read_keeps_no_other_one_waiting(pool: WorkerPool, ti
     first, *others = pool.run(4, jobs.not_loaded, policy_config(tiny_models["qwen2"], tp=2))
     assert first == "OSError: the disk is gone"
     assert all(said.startswith("ModelError: another rank could not read the weights in ") for said in others)
+
+
+BYTES: dict[str, dict[str, Any]] = {
+    "dp4": {},
+    "tp2-dp2": {"tp": 2},
+    "pp2-dp2": {"pp": 2, "first": 1, "last": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2, "first": 1, "last": 2},
+}
+
+
+@pytest.mark.parametrize("layout", BYTES)
+def test_bytes_go_only_to_ranks_that_keep_them(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+    """A rank gets what it keeps or reads it; of the other stages and tensor-parallel ranks it gets nothing."""
+    counted = pool.run(4, jobs.loaded_bytes, policy_config(tiny_models["qwen2"], **BYTES[layout]))
+    assert all(rank["read"] + rank["got"] == rank["own"] for rank in counted), counted
+    parts = {"dp4": 1, "tp2-dp2": 2, "pp2-dp2": 2, "tp2-pp2": 4}[layout]
+    assert [bool(rank["read"]) for rank in counted].count(True) == parts
+    got, whole = sum(rank["got"] for rank in counted), counted[0]["model"]
+    # norms, biases of row-parallel layers and padding of the vocabulary are on every tensor-parallel rank
+    assert abs(got - (4 - parts) / parts * whole) <= 0.02 * whole * (4 - parts)
+
+
+def test_experts_go_only_to_ranks_that_keep_them(pool: WorkerPool, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", "qwen3_moe_mixed", tied=False, seed=5, layers=4)
+    counted = pool.run(4, jobs.loaded_bytes, policy_config(model, ep=2))
+    assert all(rank["read"] + rank["got"] == rank["own"] < 0.9 * rank["model"] for rank in counted), counted
+    assert sum(rank["got"] for rank in counted) < 0.9 * 3 * counted[0]["model"]

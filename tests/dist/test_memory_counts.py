@@ -13,7 +13,7 @@ from converters.checkpoint.safetensors_file import part
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.state_stream import boxes
 from tests.dist.batches import make_batch
-from tests.dist.memory_jobs import kept_for_backward, load_and_count, save_and_count
+from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, save_and_count
 from tests.dist.pool import WorkerPool
 from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron
@@ -85,6 +85,19 @@ def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tm
     assert all(rank["whole"] > state > 100 * SLICE for rank in counted), "what is not streamed is seen"
     files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("slices", "again")]
     assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+@newest_megatron
+@pytest.mark.parametrize("layout", ["alone", "dp2"])
+def test_a_load_of_weights_takes_two_tensors(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """The one that is read and the one before it. Megatron-Core puts the gated layers together in other memory, all before one is copied."""
+    world, changes = LAYOUTS[layout]
+    config = policy_config(tiny_models["qwen2"], precision="bfloat16", **changes)
+    counted = pool.run(world, load_weights_and_count, config, tmp_path / "saved")
+    stored = TorchDistCheckpoint(tmp_path / "saved")
+    largest = max(2 * torch.Size(stored.shape(key)[".layers." in key :]).numel() for key in stored)
+    for rank in counted:
+        assert rank["whole again"] and rank["placed"] <= 2 * largest + SMALL < rank["copied"], (counted, largest)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 1), (3, 4), (4, 1, 3), (2, 3, 4)], ids=str)

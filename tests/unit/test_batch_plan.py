@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.worker_dispatch import WorkerCall, plan_sharded_data
 from megarl.errors import BatchError, PackingError
 from megarl.models.policy.batch_plan import STAGE_KEYS, sequence_multiple, shard_batch
+from megarl.models.policy.lm_policy import Policy, _sharding
 
 BUDGET = 24
 
@@ -101,9 +104,33 @@ def test_what_the_loss_alone_reads_goes_to_the_last_stage(batching: str) -> None
     assert last is sharded.dealt and all(one is other for one, other in zip(first, middle, strict=True)), "stored once"
     for less, whole in zip(first, last, strict=True):
         slim, full = (pickle.loads(pickle.dumps(deal)) for deal in (less, whole))
-        assert set(slim) == STAGE_KEYS and set(full) == set(data)
+        assert set(slim) == {"input_ids", "input_lengths", "token_mask", "sample_mask"} and set(full) == set(data)
         assert all(torch.equal(slim[key], full[key]) for key in STAGE_KEYS)
         assert (slim.micro_batch_indices, slim.micro_batch_lengths) == (full.micro_batch_indices, full.micro_batch_lengths)
         assert len(pickle.dumps(less)) < 0.5 * len(pickle.dumps(whole))
     likelihood = shard_batch(BatchedDataDict({key: data[key] for key in STAGE_KEYS}), policy(batching), 2, phase="train", global_batch=rows)
     assert likelihood.by_stage(2)[0][0] is likelihood.dealt[0], "what no stage can do without is stored once"
+
+
+def test_each_worker_gets_what_its_stage_reads_of_its_replicas_rows() -> None:
+    """Two stages of two replicas of two tensor-parallel ranks; one answer a replica, from the first stage."""
+    driver = object.__new__(Policy)
+    chosen = policy("fixed", tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    driver.sharding_annotations = _sharding(chosen, 8)  # type: ignore[arg-type]
+    calls: list[WorkerCall] = []
+
+    def run(method: str, *, data: Any, common_kwargs: dict[str, Any], **axes: Any) -> None:
+        axes["dummy_calls_on_free_axes"] = False
+        calls.extend(plan_sharded_data(driver.sharding_annotations, common_kwargs=common_kwargs, nested={"data": data}, **axes))
+
+    driver.worker_group = SimpleNamespace(run_all_workers_sharded_data=run, shutdown=lambda: True)  # type: ignore[assignment]
+    data = batch([3, 5, 2, 4])
+    data.update(sample_mask=torch.ones(4), advantages=torch.randn(4, 5))
+    sharded = shard_batch(data, chosen, 2, phase="train", global_batch=4)
+    driver._start_sharded("train", sharded.by_stage(2), {})
+    assert [call.worker for call in calls if call.returns] == [0, 2]
+    for call in calls:
+        stage, replica = divmod(call.worker // 2, 2)
+        got = call.kwargs["data"].shard()
+        assert ("advantages" in got) == (stage == 1) and got["input_lengths"].tolist() == [[3, 5], [2, 4]][replica]
+    assert calls[0].kwargs["data"] is calls[1].kwargs["data"] and calls[6].kwargs["data"] is calls[7].kwargs["data"]

@@ -10,6 +10,7 @@ buckets (large models, or tied embeddings over pipeline stages) every parameter 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pickle
 import queue
@@ -44,8 +45,8 @@ from megarl.patched import patched
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[StateStream]:
-    """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines; ``_save`` takes their values from
-    the stream, and ``_load`` gives it theirs."""
+    """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines, whose values the stream has for
+    ``_save``, or takes from a checkpoint."""
     stream = StateStream()
 
     def parameter_state(
@@ -54,7 +55,7 @@ def exact_offsets() -> Iterator[StateStream]:
         return stream.outlines(optimizer)
 
     def is_loaded(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
-        """Outlines are not copied; the values are where they belong."""
+        """Outlines have no values; these are read afterwards, to where they belong."""
 
     with patched(
         (DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state),
@@ -107,12 +108,20 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
     """
     require(directory)
     with cuda_literals():
-        loaded = _load(_sharded(chunks), directory, "weights")
+        loaded = _load(_sharded(chunks), directory, "weights", StreamedLoad(_places_of(chunks)))
         for index, chunk in enumerate(chunks):
             state = loaded[_entry(index)] if len(chunks) > 1 else loaded
             # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
             weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
-            chunk.module.load_state_dict(weights, strict=False)
+            elsewhere = {name: value for name, value in weights.items() if not getattr(value, "is_meta", False)}
+            chunk.module.load_state_dict(elsewhere, strict=False)
+
+
+def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
+    """Addresses of the memory of all parameters and buffers."""
+    modules = [chunk.module for chunk in chunks]
+    tensors = itertools.chain.from_iterable(itertools.chain(module.parameters(), module.buffers()) for module in modules)
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def save_optimizer(
@@ -140,7 +149,8 @@ def load_optimizer(
     runtime: DeviceRuntime,
     directory: Path,
 ) -> None:
-    """Read what ``save_optimizer`` wrote. Random-number states come back where this rank existed when they were saved.
+    """Read what ``save_optimizer`` wrote. Random-number states come back where this rank existed when they were saved. A collective over
+    all ranks; after an error some of the state may be the checkpoint's.
 
     Raises:
         CheckpointError: no such checkpoint, it belongs to another model, or one of the two is of a distributed optimizer and the other not.
@@ -151,7 +161,13 @@ def load_optimizer(
         _initialize_state(optimizer)
         weights = _sharded(chunks)
         wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
-        optimizer.load_state_dict(_load(wanted, directory, "optimizer state", stream))
+        strategy = StreamedLoad()
+        optimizer.load_state_dict(_load(wanted, directory, "optimizer state", strategy))
+        with (
+            failing_together(f"reading the optimizer state of {directory}"),
+            contextlib.closing(TorchDistCheckpoint(directory)) as stored,
+        ):
+            stream.fill(strategy.outlines, stored)
     schedule = directory / SCHEDULE_FILE
     if scheduler is not None and schedule.exists():
         scheduler.num_steps = 0  # loading advances the schedule from where it stands
@@ -193,11 +209,9 @@ def _save(state: dict[str, Any], directory: Path, stream: StateStream | None = N
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 
 
-def _load(wanted: dict[str, Any], directory: Path, what: str, stream: StateStream | None = None) -> dict[str, Any]:
-    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning. The values
-    of outlines go to where ``stream`` knows that they are kept."""
+def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
+    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
     read_plain_index(directory)
-    strategy = StreamedLoad()
     try:
         with restricted_loading():
             loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL)
@@ -215,9 +229,6 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, stream: StateStrea
             f"only in the model {only_here[:3]} "
             f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
         )
-    if stream is not None:
-        with failing_together(f"reading the {what} of {directory}"), contextlib.closing(TorchDistCheckpoint(directory)) as stored:
-            stream.fill(strategy.outlines, stored)
     return loaded
 
 

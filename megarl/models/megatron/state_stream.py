@@ -19,7 +19,7 @@ import functools
 import math
 import operator
 import queue
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -309,22 +309,31 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class StreamedLoad(TorchDistLoadShardedStrategy):
-    """Megarl's way of loading: Megatron-Core's, which leaves outlines as they are.
+    """Megarl's way of loading: Megatron-Core's, which leaves outlines as they are, and makes outlines of what is read to where it belongs,
+    so that nothing puts that together in other memory once more.
+
+    Args:
+        held: addresses of the memory that tensors belong in.
 
     Attributes:
         outlines: what was to be loaded and has no memory; for ``StateStream.fill``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Collection[int] = ()) -> None:
         super().__init__()
+        self._held = held
         self.outlines: list[ShardedTensor] = []
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any) -> dict[str, Any]:
-        """As Megatron-Core's; tensors of the meta device stay such."""
+        """As Megatron-Core's; tensors of the meta device stay such, and what is read into ``held`` memory becomes such."""
         outlined, plain = extract_matching_values(sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta)
-        loaded: dict[str, Any] = super().load(plain, checkpoint_dir, *arguments)
+        loaded: dict[str, Any] = dict_list_map_inplace(self._without_memory, super().load(plain, checkpoint_dir, *arguments))
         merge(loaded, dict_list_map_inplace(self._left_as_it_is, outlined))
         return loaded
+
+    def _without_memory(self, value: Any) -> Any:
+        there = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._held
+        return torch.empty_like(value, device="meta") if there else value
 
     def _left_as_it_is(self, outline: ShardedTensor) -> torch.Tensor:
         self.outlines.append(outline)
