@@ -90,7 +90,7 @@ def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tm
 @newest_megatron
 @pytest.mark.parametrize("layout", ["alone", "dp2"])
 def test_a_load_of_weights_takes_two_tensors(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
-    """The one that is read and the one before it. Megatron-Core puts the gated layers together in other memory, all before one is copied."""
+    """That which is read and the one before. Megatron-Core puts the gated layers together in other memory, all before any is copied."""
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["qwen2"], precision="bfloat16", **changes)
     counted = pool.run(world, load_weights_and_count, config, tmp_path / "saved")
