@@ -139,7 +139,7 @@ class GRPO(Algorithm):
         if self.sample_log is not None:
             # before anything can refuse to train on them: then they are needed most
             previous, sources = batch.get("prev_logprobs"), self.train_data.sources
-            self.sample_log.train(step, rollouts, generations, advantages, previous, sources)
+            self.sample_log.train(step, rollouts, advantages, previous, sources)
         mismatch: dict[str, float] = {}
         if self.needs_previous_logprobs:
             mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)

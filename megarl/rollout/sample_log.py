@@ -50,7 +50,6 @@ class SampleLog:
         self,
         step: int,
         rollouts: Rollouts,
-        generations: int,
         advantages: Tensor,
         previous_logprobs: Tensor | None = None,
         sources: Sequence[SourceRange] = (),
@@ -60,7 +59,6 @@ class SampleLog:
         Args:
             step: of the run.
             rollouts: B samples, those of one prompt next to each other.
-            generations: samples of a prompt.
             advantages: [B] float.
             previous_logprobs: [B, S] float, of the policy before its update; None where nobody computed them.
             sources: of the training data.
@@ -72,7 +70,7 @@ class SampleLog:
         if previous_logprobs is not None:
             mask = samples["token_mask"][:number] * samples["sample_mask"][:number].unsqueeze(1)
             known["mismatch"] = row_mismatch(samples["generation_logprobs"][:number], previous_logprobs[:number], mask)
-        self._write(TRAIN, step, self._rows(rollouts, number, generations, {"step": step, "set": None}, known, sources))
+        self._write(TRAIN, step, self._rows(rollouts, number, {"step": step, "set": None}, known, sources))
 
     def validation(self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()) -> None:
         """Keep the first samples of each set of a validation. An only set has no name there.
@@ -84,12 +82,13 @@ class SampleLog:
         """
         rows: list[dict[str, Any]] = []
         for each in validated:
-            generations, name = each.plan.generations, each.plan.name if len(validated) > 1 else None
-            left, group = self._number("num_validation_samples", sum(len(part.records) for part in each.batches)), 0
-            for part in each.batches:
-                number = min(left, len(part.records))
-                rows += self._rows(part, number, generations, {"step": step, "set": name}, {}, sources, group)
-                left, group = left - number, group + len(part.records) // generations
+            name = each.plan.name if len(validated) > 1 else None
+            left, group = self._number("num_validation_samples", sum(len(batch.records) for batch in each.batches)), 0
+            for batch in each.batches:
+                number = min(left, len(batch.records))
+                found = self._rows(batch, number, {"step": step, "set": name}, {}, sources, group)
+                left, group = left - number, found[-1]["group"] + 1 if found else group
+                rows += found
         self._write(VALIDATION, step, rows)
 
     def _write(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
@@ -107,7 +106,6 @@ class SampleLog:
         self,
         rollouts: Rollouts,
         number: int,
-        generations: int,
         place: Mapping[str, Any],
         known: Mapping[str, Tensor],
         sources: Sequence[SourceRange],
@@ -122,15 +120,20 @@ class SampleLog:
         if "accuracy" in samples:
             figures["accuracy"] = _numbers(samples["accuracy"][:number])
         parts = {name.removeprefix(PART): _numbers(samples[name][:number]) for name in samples if name.startswith(PART)}
-        rows, prompt = [], ""
+        rows: list[dict[str, Any]] = []
+        before: Example | None = None
+        prompt, group, generation = "", first_group - 1, 0
         for row, record in enumerate(islice(rollouts.records, number)):
-            if row % generations == 0:
+            generation += 1
+            if record is not before:
+                # a record that a step has twice is two objects
+                before, group, generation = record, group + 1, 0
                 prompt = self.tokenizer.decode(list(record.prompt_ids), skip_special_tokens=False)
             rows.append(
                 {
                     **place,
-                    "group": first_group + row // generations,
-                    "generation": row % generations,
+                    "group": group,
+                    "generation": generation,
                     "record": record.index,
                     "source": next((source.name for source in sources if source.start <= record.index < source.end), None),
                     "env": record.env_name,

@@ -365,7 +365,7 @@ def test_what_is_not_known_is_null_and_numbers_are_those_of_the_batch(tmp_path: 
     previous = torch.full((4, 6), -1.0)
     previous[0, 4], previous[1, 3], previous[1, 5] = -1.5, math.nan, 100.0
     with files:
-        log.train(9, rollouts, 2, torch.tensor([0.3, -0.3, 0.0, 0.0]), previous, [SourceRange("one", 0, 4), SourceRange("two", 4, 9)])
+        log.train(9, rollouts, torch.tensor([0.3, -0.3, 0.0, 0.0]), previous, [SourceRange("one", 0, 4), SourceRange("two", 4, 9)])
     first, second, third, last = read_samples(tmp_path / "samples/train_step_9.jsonl")
     assert first == {
         "step": 9,

@@ -234,6 +234,7 @@ def test_a_sample_is_text_in_the_page_whatever_it_says(run_dir: Path) -> None:
     assert not [tag for tag, _ in page.found if tag == "img"]
     assert [attributes for tag, attributes in page.found if tag == "script"] == [{"type": "application/json", "id": "samples-data"}, {}]
     data, script = page.scripts
+    assert not set("<>&\u2028") & set(data), "no tag can begin or end in it"
     [row] = json.loads(data)["train"]["steps"]["3"]
     assert row["answer"] == hostile and list(row["rewards"]) == [hostile] and row["source"] == hostile
     assert "alert" not in script and not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function\(", script)
