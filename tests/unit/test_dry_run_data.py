@@ -75,6 +75,25 @@ def test_the_sources_of_the_page_are_read(command: list[str], tmp_path: Path, ca
     assert all(each in shown for each in ("data.train:7records", "gsm8k.jsonl:3", "problems.parquet:4", "data.validation:5records"))
 
 
+def test_your_data_in_five_minutes(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of the page, as it has them, in an empty directory."""
+    page = (QUICKSTART.parent / "README.md").read_text(encoding="utf-8").split("## Your data in five minutes\n")[1].split("\n## ")[0]
+    monkeypatch.chdir(tmp_path)
+    for fence, name in (("python", "make_data.py"), ("python", "my_reward.py"), ("yaml", "my-data.yaml")):
+        [text] = [each.split("```")[0] for each in page.split(f"```{fence}\n")[1:] if each.startswith(f"# {name}\n")]
+        Path(name).write_text(text)
+    exec(compile(Path("make_data.py").read_text(), "make_data.py", "exec"), {})
+    shown = [line for line in page.splitlines() if line.startswith('{"')]
+    assert [Path(f"{name}.jsonl").read_text().splitlines()[0] for name in ("nested", "chats")] == shown
+    model = command[3]
+    for recipe in (["quickstart/grpo", model, "--data"], ["grpo-qwen2.5-7b-8gpu-megatron"]):
+        assert main(["train", recipe[0], "--with", "my-data.yaml", "--dry-run", *recipe[1:]]) == 0, capsys.readouterr().err
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(line in said for line in page.splitlines() if line.startswith("data."))
+
+
 def test_data_without_a_dry_run_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*(word for word in command if word != "--dry-run"), "--data"])
