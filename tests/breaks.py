@@ -73,7 +73,10 @@ BREAKS: Mapping[str, Break] = {
         "megarl/distributed/token_batches.py", "in example.targets or", "in (example.targets or ())[-1:] or", ("unit/test_sources.py",)
     ),
     "data: the chat template does not get its values": Break(
-        "megarl/data/tokenization.py", "**options, **self._template_kwargs)", "**options)", ("unit/test_sources.py",)
+        "megarl/data/tokenization.py",
+        "(list(messages), **options, **self._template_kwargs)",
+        "(list(messages), **options)",
+        ("unit/test_sources.py",),
     ),
     "data: a key finds the first member of a list": Break(
         "megarl/data/rows.py", "value = value[step]", "value = value[step if isinstance(step, str) else 0]", ("unit/test_sources.py",)
