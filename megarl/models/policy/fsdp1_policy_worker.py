@@ -27,7 +27,7 @@ class FSDP1PolicyWorker(EngineWorker):
         del seed
         return FSDP1Backend(config, open_source(config["model_name"]), runtime, with_optimizer=with_optimizer)
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
         self.offload_states.require("parameters", "generate", "prepare_for_generation")
         return self.backend.generate(data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)

@@ -240,7 +240,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # generation
 
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, sampling: Sampling | None = None
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, sampling: Sampling | None = None
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``.
 
