@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.models.megatron import checkpoint
 from megarl.models.megatron.cuda_redirect import cuda_literals
+from megarl.models.megatron.state_stream import StreamedLoad
 from tests.dist import jobs
 
 PLACES = {"self_attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
@@ -88,7 +89,7 @@ def load_compute_train_and_save(
     model = worker.backend.chunks[0].module
     with cuda_literals():
         put_beside(model, said["rank"], said["alpha"], blocks)
-        loaded = checkpoint._load(wanted(model, said["layers"] == "apart"), Path(source), "adapters")
+        loaded = checkpoint._load(wanted(model, said["layers"] == "apart"), Path(source), "adapters", StreamedLoad())
     model.load_state_dict(loaded, strict=False)
     first = jobs.logprobs_of(worker, batch)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())

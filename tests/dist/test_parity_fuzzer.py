@@ -51,20 +51,20 @@ FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
     "normalizers-local": "dp=2 mbs=2 length=6",
     "pad-columns-in-softmax": "tp=2 kv=2 ffn=6 length=6",
-    "norm-counts-copies": "tp=2 kv=2 ffn=6 length=6",
+    "norm-counts-copies": "tp=2 kv=2 ffn=6 length=9",
     "attention-leaks": "batching=packed room=30 micro=8 length=8 paths=plain",
     "sequence-parallel-gradients-local": "tp=2 sp=1 kv=2 ffn=6 length=6",
-    "key-value-gradients-local": "cp=2 mbs=2 length=8 paths=plain",
+    "key-value-gradients-local": "cp=2 comm=all_gather mbs=2 length=9 paths=plain",
     "temperature-only-in-training": "temperature=0.7 length=6",
-    "filters-only-in-logprobs": "keep=5 nucleus=0.7 length=6",
+    "filters-only-in-logprobs": "keep=5 nucleus=0.7 length=9",
     "own-vocabulary-is-filtered": "tp=2 kv=2 ffn=6 length=6 nucleus=0.7",
-    "reference-stays": "reference=1 length=6",
-    "divergence-pathwise": "loss=pg+kl mbs=2 length=8",
+    "reference-stays": "reference=1 loss=nll length=9",
+    "divergence-pathwise": "loss=pg+kl masked=none mbs=2 length=9",
     "ratio-to-generation": "loss=pg mbs=4 length=8",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",
-    "dtensor-norm-counts-copies": "backend=dtensor tp=2 kv=2 ffn=6 length=6 precision=float16 lr=0.02",
+    "dtensor-norm-counts-copies": "backend=dtensor tp=2 kv=2 ffn=6 length=9 precision=float16 lr=0.02",
 }
 
 
