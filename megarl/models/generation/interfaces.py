@@ -310,7 +310,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, sampling: Sampling | None = None
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, *, sampling: Sampling | None = None
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt.
 

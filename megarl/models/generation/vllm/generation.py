@@ -277,7 +277,7 @@ class VllmGeneration(RolloutEngine):
     # generation
 
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, sampling: Sampling | None = None
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, sampling: Sampling | None = None
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the NeMo-RL policy API's keys.
 
