@@ -221,12 +221,10 @@ class WeightSender:
             RefitError: the weights are not what the manifest says, there is no memory, or an engine rank does not read.
         """
         self._require_open()
-        stream, box = self._open, self._mailbox
+        stream = self._open
         assert stream is not None
-        if box is not None:
-            box.open(session, ticket)
-            box = box if box.has_readers(session) else None
         try:
+            box = self._opened_mailbox(session, ticket)
             first = 0
             for index, names in enumerate(self.manifest.names_within(self.slot_bytes() if most is None else most)):
                 self._hand_over(box, index, self.manifest.group(first, len(names)), patience)
@@ -241,6 +239,18 @@ class WeightSender:
                 with contextlib.suppress(Exception):
                     drain(stream)
             raise
+
+    def _opened_mailbox(self, session: int, ticket: int) -> Mailbox | None:
+        """The mailbox, if there is one and anybody reads it."""
+        box = self._mailbox
+        if box is None:
+            return None
+        box.open(session, ticket)
+        if box.has_readers(session):
+            return box
+        # for a rank that comes later, which would wait for groups that nobody posts
+        box.give_up(session, ticket, "no rank of the engines read here when it began")
+        return None
 
     def _hand_over(self, box: Mailbox | None, index: int, group: Group, patience: float) -> None:
         slot, buffer = index % SLOTS, None

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, RefitError
 from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
+from megarl.parity.pool import COLLECTIVE_SECONDS
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.handover import MailboxReader, mailbox_for
@@ -73,7 +74,8 @@ class Beside:
         """What policy and engine say of a refit; nothing where it went well."""
         self.received.clear()
         with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(self.receiver.receive, self.mailbox, ticket, _kept_in(self.received))
+            # less than a job's own time: what a policy's rank fails of is heard when its engine waits no longer
+            receiving = pool.submit(self.receiver.receive, self.mailbox, ticket, _kept_in(self.received), COLLECTIVE_SECONDS)
             with counted_objects() as objects:
                 said = _refusal(self.worker.hand_over_weights, SESSION, ticket, budget)
             assert not objects, "names and shapes travel at the first look alone"
@@ -108,8 +110,8 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
 
 
 def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
-    """What policy and engine say of refits that the last rank cannot begin, that it breaks off in, whose parameters are away, and of one
-    after them."""
+    """What policy and engine say of refits that the last rank cannot begin, that it breaks off in, in which no rank hears of the others,
+    whose parameters are away, and of one after them."""
     worker = build(config)
     beside, last = Beside(worker), dist.get_rank() == dist.get_world_size() - 1
     said = []
@@ -123,10 +125,12 @@ def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
 
         with mock.patch.object(worker._sender, method, fail) if last else contextlib.nullcontext():
             said.append(beside.refit(ticket, budget))
+    with mock.patch.object(dist, "all_reduce", side_effect=RefitError("the others did not come")):
+        said.append(beside.refit(3, budget))
     worker.offload_after_refit()
-    said.append(beside.refit(3, budget))
-    worker.prepare_for_lp_inference()
     said.append(beside.refit(4, budget))
+    worker.prepare_for_lp_inference()
+    said.append(beside.refit(5, budget))
     exported = dict(_copies(worker))
     assert all(torch.equal(exported[name], tensor) for name, tensor in beside.received.items()) and len(beside.received) == len(exported)
     beside.close()

@@ -160,13 +160,16 @@ def test_a_rank_that_fails_within_a_refit_keeps_no_other_one_and_no_engine_waiti
 ) -> None:
     backend, world, changes = LAYOUTS[layout]
     *others, last = pool.run(world, refit_jobs.faulty, configured(backend, tiny_models["qwen3-tied-four"], changes), BUDGET)
-    (begun, broken, away, whole) = zip(*others, last, strict=True)
+    (begun, broken, alone, away, whole) = zip(*others, last, strict=True)
     for own, engine in begun[:-1]:
         assert own == "RefitError: another rank of the policy could not begin the refit: see its own error, and refit anew"
         assert engine == f"RefitError: the policy gave the refit up: {own}; refit anew"
     assert begun[-1][0] == broken[-1][0] == "MemoryError: all of it is taken"
     # the rank that publishes went through all its weights, and the engines have them whole
     assert [own for own, _ in broken[:-1]] == [""] * len(others) and [engine for _, engine in broken] == [""] * world
+    for own, engine in alone:
+        assert own == "RefitError: the others did not come"
+        assert engine == f"RefitError: the policy gave the refit up: {own}; refit anew"
     for own, engine in away:
         assert own.startswith("StateError: ") and engine.startswith("RefitError: the policy gave the refit up: StateError: ")
     assert list(whole) == [["", ""]] * world

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +209,20 @@ def test_a_policy_that_fails_says_why_goes_through_its_weights_and_the_next_refi
     assert refit(pool, side, readers, 3) == [3, 3] and all(reader.has(3) for reader in readers)
 
 
+def test_a_policy_that_cannot_see_who_reads_says_so_and_goes_through_its_weights(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
+    receiving = [pool.submit(reader.receive, 1) for reader in readers]
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="no such lock"):
+        broken.setattr(Mailbox, "has_readers", Mock(side_effect=OSError("no such lock")))
+        side.hand_over(1)
+    for future in receiving:
+        with pytest.raises(RefitError, match="gave the refit up: OSError: no such lock; refit anew"):
+            future.result(60)
+    assert side.taken == len(NAMES), "the other ranks gather to the end"
+    assert refit(pool, side, readers, 2) == [2, 2]
+
+
 def test_a_refit_that_was_never_begun_is_refused_with_the_reason(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
     receiving = pool.submit(readers[0].receive, 9)
     side.sender.refuse(SESSION, 9, StateError("the parameters are in host memory"))
@@ -254,6 +269,15 @@ def test_readers_of_other_engines_are_not_waited_for(pool: ThreadPoolExecutor, s
 def test_where_nobody_reads_nothing_is_laid_down(side: Side) -> None:
     side.hand_over(1)
     assert side.taken == len(NAMES) and side.sender._ipc_buffer is None
+
+
+def test_a_rank_that_comes_when_a_refit_has_begun_without_any_hears_so(pool: ThreadPoolExecutor, side: Side) -> None:
+    side.hand_over(1)
+    late = Reader(side)
+    with pytest.raises(RefitError, match="gave the refit up: no rank of the engines read here when it began; refit anew"):
+        late.receive(1)
+    assert refit(pool, side, [late], 2) == [2] and late.has(2)
+    late.close()
 
 
 def test_what_was_posted_for_another_refit_is_not_read(side: Side, readers: list[Reader]) -> None:

@@ -388,6 +388,16 @@ class EngineWorker(ABC):
             StateError: the weights are not those of the policy, or in host memory.
             RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank does not read.
         """
+        try:
+            room = self._begin_together()
+        except BaseException as error:
+            self._sender.refuse(session, ticket, error)
+            self._sender.give_up()
+            raise
+        self._sender.hand_over(session, ticket, most=room if most is None else min(room, most))
+
+    def _begin_together(self) -> int:
+        """Begin a refit on all ranks, or on none. A collective; returns the bytes that a group may have on every one of them."""
         failure: Exception | None = None
         room = -1
         try:
@@ -397,13 +407,9 @@ class EngineWorker(ABC):
         # one group is laid out alike on all ranks, whose devices may have more or less room; none begins where one cannot
         least = torch.tensor([room], device=self.runtime.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        room = int(least)
-        if room < 0:
-            failure = failure or RefitError("another rank of the policy could not begin the refit: see its own error, and refit anew")
-            self._sender.give_up()
-            self._sender.refuse(session, ticket, failure)
-            raise failure
-        self._sender.hand_over(session, ticket, most=room if most is None else min(room, most))
+        if int(least) < 0:
+            raise failure or RefitError("another rank of the policy could not begin the refit: see its own error, and refit anew")
+        return int(least)
 
     # refit of an engine elsewhere
 
