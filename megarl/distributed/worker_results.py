@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -12,18 +13,22 @@ import ray
 from ray._private.state import actors
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.distributed.ray_nodes import lost_node_name
 from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
-from megarl.distributed.worker_stacks import collect_stacks
+from megarl.distributed.worker_stacks import read_stack
 from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError, WorkerLostError
+
+logger = logging.getLogger(__name__)
 
 # When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause be told from the echo.
 _ECHO_WAIT_S = 1.0
 # Ray's health check gives a silent node up after 15 s to 50 s.
 _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
+_STACKS_WAIT_S = 20.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -212,7 +217,7 @@ def _deadline_error(
 ) -> DeadlineError:
     labels = [registry.label(reference) for reference in pending]
     processes = [registry.process(reference) for reference in pending]
-    stacks = collect_stacks([(process.node_id, process.stack_file) if process else ("", None) for process in processes])
+    stacks = _stacks_of(processes)
     details = "".join(f"\n--- {label} ---\n{stack}" for label, stack in zip(labels, stacks, strict=True) if stack)
     never_started = any(process is None for process in processes)
     advice = (
@@ -222,6 +227,26 @@ def _deadline_error(
         f"{what}: {len(pending)} of {total} workers did not answer within {deadline.seconds:g} s: {', '.join(labels)}. "
         f"Fix: {advice}{details}"
     )
+
+
+def _stacks_of(processes: Sequence[WorkerProcess | None]) -> list[str]:
+    """Stacks of workers, each taken on its own node; ``""`` for every one that cannot be had in time. Never raises."""
+    task = ray.remote(read_stack)
+    references = {}
+    for index, process in enumerate(processes):
+        if process is not None:
+            where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+            references[task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(process.process_id)] = index
+    stacks = [""] * len(processes)
+    if not references:
+        return stacks
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_STACKS_WAIT_S)
+    for reference in done:
+        try:
+            stacks[references[reference]] = ray.get(reference)
+        except RayError as error:
+            logger.warning("no stack of worker %d: %s", references[reference], error)
+    return stacks
 
 
 def _actor_of(reference: ray.ObjectRef[Any]) -> str:

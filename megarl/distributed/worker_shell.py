@@ -19,18 +19,17 @@ from ray.actor import ActorClass, ActorHandle
 
 from megarl import env
 from megarl.distributed import rendezvous
-from megarl.distributed.worker_stacks import StackFile, open_stack_file
+from megarl.distributed.worker_stacks import register_stacks
 from megarl.errors import ClusterError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Worker process: where a worker runs. ``stack_file`` is None where Python stacks cannot be taken from outside."""
+    """Worker process: where a worker runs."""
 
     host: str
     node_id: str
     process_id: int
-    stack_file: StackFile | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class WorkerShell:
         env.set_variables(environment)
         self._name = name
         self._worker: Any = None
-        self._stack_file = open_stack_file()
+        register_stacks()
 
     def __repr__(self) -> str:
         return self._name
@@ -85,7 +84,7 @@ class WorkerShell:
     ) -> tuple[WorkerProcess, ClassRequirements]:
         """Import the worker class and ask it what it needs."""
         worker_class, options = import_worker_class(class_name)
-        process = WorkerProcess(socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid(), self._stack_file)
+        process = WorkerProcess(socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid())
         configure = getattr(worker_class, "configure_worker", None)
         if configure is None:
             return process, ClassRequirements(decorator_options=options)

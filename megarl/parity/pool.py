@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl import env
+from megarl.distributed.worker_stacks import read_stack, register_stacks
 
 LOOPBACK = "127.0.0.1"
 JOB_SECONDS = 300
@@ -61,7 +62,7 @@ class WorkerPool:
 
         Raises:
             JobError: it failed on a rank.
-            TimeoutError: a rank gave no answer in time.
+            TimeoutError: a rank gave no answer in time. The message holds the stacks of those that did not.
         """
         port = self._serve_store()
         while len(self._workers) < world:
@@ -76,14 +77,17 @@ class WorkerPool:
     def _collect(self, connections: Sequence[Connection], name: str) -> list[Any]:
         results: list[Any] = [None] * len(connections)
         errors: dict[int, str] = {}
+        stacks = ""
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
             ready = wait(list(waiting), timeout=GRACE_SECONDS if errors else self._job_seconds)
             if not ready:
+                # a rank whose peer went away or stands still fails in the transport; the reason is told by another one, or by a stack
+                stacks = self._stacks(sorted(waiting.values())) if all(map(_is_echo, errors.values())) else ""
                 self.kill()
                 if errors:
                     break
-                raise TimeoutError(f"ranks {sorted(waiting.values())} of {name} gave no answer in {self._job_seconds:g} s")
+                raise TimeoutError(f"ranks {sorted(waiting.values())} of {name} gave no answer in {self._job_seconds:g} s{stacks}")
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 status, value, spent = self._receive(rank, connection)
@@ -97,10 +101,13 @@ class WorkerPool:
             if self._dead:
                 self.kill()
                 self._dead = False
-            # a rank whose peer went away fails in the transport; the reason is told by another one
-            rank = min(errors, key=lambda rank: ("gloo/transport" in errors[rank], rank))
-            raise JobError(f"rank {rank} of {name}:\n{errors[rank]}")
+            rank = min(errors, key=lambda rank: (_is_echo(errors[rank]), rank))
+            raise JobError(f"rank {rank} of {name}:\n{errors[rank]}{stacks}")
         return results
+
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """What all threads of silent ranks are doing."""
+        return "".join(f"\n--- rank {rank} ---\n{read_stack(self._workers[rank][0].pid)}" for rank in ranks)
 
     def _receive(self, rank: int, connection: Any) -> tuple[str, Any, bool]:
         """Status, result or traceback, and whether the process has had its day."""
@@ -161,6 +168,10 @@ class WorkerPool:
         self.close()
 
 
+def _is_echo(error: str) -> bool:
+    return "gloo/transport" in error
+
+
 def _serve(connection: Connection, port: int) -> None:
     """The life of a worker process: jobs, until None comes or the other end is gone."""
     env.set_variables({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
@@ -171,6 +182,7 @@ def _serve(connection: Connection, port: int) -> None:
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.enable()
+    register_stacks()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     store: dist.TCPStore | None = None

@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,6 +43,19 @@ def die() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def stand_still(directory: Path) -> None:
+    (directory / str(dist.get_rank())).touch()
+    threading.Event().wait()
+
+
+def leave_one_alone(directory: Path) -> None:
+    if dist.get_rank() == 0:
+        stand_still(directory)
+    while not (directory / "0").exists():
+        pass
+    raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc] timed out")
+
+
 def thread_count() -> int:
     return psutil.Process().num_threads()
 
@@ -70,6 +86,28 @@ def test_ranks_that_wait_for_one_that_failed_are_replaced(own_pool: WorkerPool, 
     with pytest.raises(JobError, match=message):
         own_pool.run(2, job)  # type: ignore[arg-type]
     assert [answer[1] for answer in own_pool.run(2, sum_of_ranks, 0)] == [1.0, 1.0]
+
+
+def test_a_job_that_takes_too_long_ends_with_the_stacks_of_the_silent_ranks(
+    own_pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hear_nothing(connections: Sequence[Any], timeout: float) -> list[Any]:
+        while len(list(tmp_path.iterdir())) < 2:
+            pass
+        return []
+
+    monkeypatch.setattr("megarl.parity.pool.wait", hear_nothing)
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of stand_still gave no answer in 300 s") as caught:
+        own_pool.run(2, stand_still, tmp_path)
+    _, *stacks = str(caught.value).split("\n--- rank ")
+    assert [stack[0] for stack in stacks] == ["0", "1"] and all("in stand_still" in stack for stack in stacks)
+    monkeypatch.undo()
+    assert [answer[1] for answer in own_pool.run(2, sum_of_ranks, 0)] == [1.0, 1.0]
+
+
+def test_a_failure_of_the_transport_comes_with_the_stack_of_the_rank_that_stands_still(own_pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"rank 1 of leave_one_alone:[\s\S]*timed out[\s\S]*--- rank 0 ---[\s\S]*in stand_still"):
+        own_pool.run(2, leave_one_alone, tmp_path)
 
 
 def test_groups_leave_no_threads_behind(own_pool: WorkerPool) -> None:
