@@ -50,15 +50,15 @@ print(json.dumps({"peak_memory": peak}))
 
 
 def measure(direction: str, quick: bool) -> Iterator[Point]:
-    """A model of 0.15 GB, with one worker and with two.
+    """A model of 0.1 GB, with one worker and with two.
 
     Args:
         direction: ``import`` or ``export``.
-        quick: one of 0.1 GB, once.
+        quick: once.
     """
     with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
         root = Path(temporary)
-        written = save_llama(root / "hf", 100_000_000 if quick else 150_000_000)
+        written = save_llama(root / "hf", 100_000_000)
         source = root / "hf"
         bound = shard_and_tensor(source)
         if direction == "export":

@@ -12,7 +12,7 @@ from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.manifest import BUCKET_BYTES
 
 COUNTS = (300, 10_000)
-BYTES, QUICK_BYTES = 256 * 2**20, 16 * 2**20
+BYTES, QUICK_BYTES = 128 * 2**20, 16 * 2**20
 REPEATS, QUICK_REPEATS = 5, 2
 # of both buffers
 BUFFER_GIB = 0.125

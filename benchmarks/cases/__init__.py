@@ -98,8 +98,9 @@ CASES = {
         takes=("device", "model", "layout", "tokens"),
     ),
     "validation": Case(
-        "500 prompts x 8 sampled answers in one call of a worker against calls of 32 prompts, with equal answers",
+        "150 prompts, or others, x 8 sampled answers in one call of a worker against calls of 32 prompts, with equal answers",
         "benchmarks.cases.validation",
+        takes=("rows",),
     ),
     "startup": Case(
         "a command, a dry run and a tiny GRPO run until its first step, against an empty interpreter, import torch and TRL",

@@ -41,7 +41,7 @@ def measure(quick: bool) -> Iterator[Point]:
     try:
         for data, tensor in [(2, 1)] if quick else [(2, 1), (2, 2)]:
             for size in BYTES[:1] if quick else BYTES:
-                metrics = _metrics(data, tensor, size, 5 if quick else 11)
+                metrics = _metrics(data, tensor, size, 5 if quick else 7)
                 yield Point({"data_parallel": data, "tensor_parallel": tensor, "bytes": size}, metrics)
     finally:
         ray.shutdown()

@@ -51,7 +51,7 @@ def measure(quick: bool) -> Iterator[Point]:
         task = Task(_model(root / "model"), prompts, ANSWERS, NEW_TOKENS)
         for backend in BACKENDS:
             for on_policy in (True, False):
-                [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 7)
+                [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 5)
                 ratio = "exactly 1" if on_policy else "to the policy before"
                 yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task))
         repeats, narrow = 2 if quick else 7, _model(root / "narrow", parts=2)

@@ -32,7 +32,7 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def measure(quick: bool, options: Options) -> Iterator[Point]:
     """Tokens x dtypes."""
     torch.set_num_threads(1)
-    for tokens in options.tokens or (128,):
+    for tokens in options.tokens or (96,):
         for dtype in (torch.float32, torch.bfloat16):
             generator = torch.Generator().manual_seed(tokens)
             hidden = torch.randn(tokens, HIDDEN, generator=generator).to(options.device, dtype)

@@ -85,7 +85,7 @@ class Cost:
 
 def measure(quick: bool) -> Iterator[Point]:
     """Commands and the limits that they are held against, then whole runs on one rank."""
-    repeats = 1 if quick else 3
+    repeats = 1 if quick else 2
     python = [sys.executable, "-c"]
     limits = {"python -c pass": [*python, "pass"], "import torch": [*python, "import torch"]}
     commands = {f"megarl {name}": _megarl(*arguments) for name, arguments in SPEAKING.items()}

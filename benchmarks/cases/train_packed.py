@@ -18,7 +18,7 @@ from tests.dist.pool import WorkerPool
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig
 
-LONGEST = 256
+LONGEST = 160
 ROWS = 16
 ROWS_AT_ONCE = 4
 WAYS = ("padded", "dynamic", "packed")

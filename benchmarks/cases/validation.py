@@ -1,4 +1,5 @@
-"""A validation of 500 prompts with 8 sampled answers each by a worker: in one call against calls of 32 prompts, the answers compared.
+"""A validation of 150 prompts, or of as many as were asked for, with 8 sampled answers each by a worker: in one call against calls of 32
+prompts, the answers compared.
 
 The worker decodes 256 rows at a time either way. Wall seconds and CPU seconds of each way in turn, the memory that it needs beyond what was
 resident, and the seconds of the figures. One thread.
@@ -6,6 +7,7 @@ resident, and the seconds of the figures. One thread.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,26 +15,27 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import Options
 from benchmarks.point import Metric, Point
 from tests.dist.pool import WorkerPool
 
-VOCABULARY, NEW_TOKENS, LONGEST, TOGETHER, AT_ONCE = 379, 16, 80, 32, 256
+VOCABULARY, NEW_TOKENS, LONGEST, TOGETHER, AT_ONCE, REPEATS = 379, 16, 80, 32, 256, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": None}
 
 
-def measure(quick: bool) -> Iterator[Point]:
-    """One point a backend."""
+def measure(quick: bool, options: Options) -> Iterator[Point]:
+    """Numbers of prompts x backends."""
     from benchmarks import tiny
 
-    prompts, answers, repeats = (80, 4, 3) if quick else (500, 8, 3)
+    answers = 4 if quick else 8
     generation = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "stop_token_ids": list(range(40)), "pad_token_id": 0}
     changes = {"max_total_sequence_length": LONGEST, "generation_batch_size": AT_ONCE, "generation": generation}
     with tempfile.TemporaryDirectory() as directory, WorkerPool() as pool:
         model = tiny.save_model(Path(directory) / "model", LONGEST, num_attention_heads=4, num_key_value_heads=2, **SIZES)
-        for backend in ("megatron", "dtensor"):
+        for prompts, backend in itertools.product(options.rows or (80 if quick else 150,), ("megatron", "dtensor")):
             config = tiny.policy_config(model, micro_batch=tiny.ROWS, backend=backend, **changes)
-            [measured] = pool.run(1, _compare, config, prompts, answers, repeats)
+            [measured] = pool.run(1, _compare, config, prompts, answers, REPEATS)
             # other rows beside it round a row otherwise, and a token on the edge of what is kept or drawn is another one then
             assert measured["equal"] >= 0.99 * prompts * answers, f"only {measured['equal']} of {prompts * answers} answers are the same"
             yield Point({"backend": backend, "prompts": prompts, "answers": answers, "new_tokens": NEW_TOKENS}, _metrics(measured))
