@@ -38,6 +38,8 @@ _LOOKS_A_LIFE = 50
 # readers: (process, session, ticket, groups read)
 _WORDS = 4
 _REFUSED = -1
+# in place of a session while the policy goes from one refit to the next
+_NO_SESSION = -1
 # in front of what a page holds: int64 length and CRC-32
 _HEAD = 16
 # of the policy's process; those of the readers come after it
@@ -56,6 +58,7 @@ class Mailbox:
         self._block.lock(_LIFE)
         self._words, self._pages = _pages_of(self._block)
         self._on_gpu = on_gpu
+        self._before = [0] * READERS
 
     def handle(self) -> dict[str, Any]:
         """Handle, of plain types, by which another process opens it."""
@@ -63,9 +66,11 @@ class Mailbox:
 
     def open(self, session: int, ticket: int) -> None:
         """Begin a refit: what was posted before counts no more."""
+        self._words[0, 0] = _NO_SESSION
         self._words[0, 2:] = 0
-        self._words[0, 0] = session
         self._words[0, 1] = ticket
+        self._words[0, 0] = session
+        self._before = self._words[1 : 1 + READERS, 2].tolist()
 
     def post(self, index: int, payload: Mapping[str, Any]) -> None:
         """Tell where group ``index`` of the refit lies."""
@@ -84,7 +89,7 @@ class Mailbox:
         return bool(self._readers(session))
 
     def wait_until_read(self, count: int, patience: float) -> None:
-        """Until every living reader that has not refused the refit has read ``count`` groups of it.
+        """Until every living reader has read ``count`` groups of the refit, refused it, or is in a later one.
 
         Raises:
             RefitError: one of them has not after ``patience`` seconds.
@@ -94,7 +99,12 @@ class Mailbox:
         session, ticket = self._words[0, :2].tolist()
 
         def late() -> list[int]:
-            return [process for process, _, theirs, read in self._readers(session) if theirs != ticket or _REFUSED < read < count]
+            return [
+                process
+                for number, (process, _, theirs, read) in self._readers(session)
+                # between two looks it may have ended this refit and entered the next one: it has not come yet only where it is as it was
+                if (_REFUSED < read < count if theirs == ticket else theirs in (0, self._before[number]))
+            ]
 
         if not _look(lambda: not late(), patience):
             processes = ", ".join(map(str, late()))
@@ -103,10 +113,10 @@ class Mailbox:
                 "buffer cannot be used again: see what keeps the engine, and refit anew"
             )
 
-    def _readers(self, session: int) -> list[list[int]]:
-        """Lines of the living readers that belong to ``session``."""
+    def _readers(self, session: int) -> list[tuple[int, list[int]]]:
+        """Numbers and lines of the living readers that belong to ``session``."""
         table = self._words[1 : 1 + READERS].tolist()
-        return [line for number, line in enumerate(table, 1) if line[0] and line[1] == session and self._block.is_locked(number)]
+        return [(number, line) for number, line in enumerate(table) if line[0] and line[1] == session and self._block.is_locked(1 + number)]
 
     def close(self) -> None:
         """Let go of it."""
@@ -129,6 +139,7 @@ class MailboxReader:
         self._words, self._pages = _pages_of(self._block)
         self._session = session
         self._policy = handle["memory"]["process"]
+        self._before = 0
         for number in range(1, 1 + READERS):
             if self._block.lock(number):
                 self._line = self._words[number]
@@ -139,6 +150,7 @@ class MailboxReader:
 
     def enter(self, ticket: int) -> None:
         """Take part in a refit from its first group on."""
+        self._before = int(self._words[0, 1])
         self._line[3] = 0
         self._line[2] = ticket
 
@@ -146,7 +158,7 @@ class MailboxReader:
         """Where group ``index`` of a refit lies, when the policy has posted it.
 
         Raises:
-            RefitError: the policy has given the refit up, has ended, or posts nothing for ``patience`` seconds.
+            RefitError: the policy has given the refit up, is in a later one, has ended, or posts nothing for ``patience`` seconds.
         """
         found: list[dict[str, Any]] = []
         here = [self._session, ticket]
@@ -154,6 +166,7 @@ class MailboxReader:
         def is_there() -> bool:
             session, now, posted, given_up = self._words[0].tolist()
             if [session, now] != here:
+                self._require_refit(ticket)
                 return False
             if given_up:
                 raise RefitError(f"the policy gave the refit up: {_read(self._pages[SLOTS]) or 'see its own error'}; refit anew")
@@ -168,6 +181,13 @@ class MailboxReader:
                 f"the policy's process {self._policy} has not posted group {index} of its weights in {patience:g} s: refit anew"
             )
         return found[0]
+
+    def _require_refit(self, ticket: int) -> None:
+        # the policy may have given this refit up and begun the next one between two looks; of two words that it writes one after the other,
+        # what is seen twice was so
+        seen = [self._words[0, :2].tolist() for _ in range(2)]
+        if all(session == self._session and now not in (ticket, self._before) for session, now in seen):
+            raise RefitError("the policy gave the refit up and has begun another one: see its own error, and refit anew")
 
     def _require_policy(self) -> None:
         if not self._block.is_locked(_LIFE):

@@ -250,6 +250,56 @@ def test_a_reader_that_stands_still_is_named_and_frees_the_policy(pool: ThreadPo
     alone.close()
 
 
+def test_a_reader_that_is_in_the_next_refit_before_the_policy_looks_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
+    for step, groups in ((1, 4), (2, 2)):
+        receiving = [pool.submit(reader.receive, step) for reader in readers]
+        whole = side.sender._mailbox.wait_until_read
+
+        def look_late(
+            count: int, patience: float, *, step: int = step, groups: int = groups, receiving: list[Any] = receiving, whole: Any = whole
+        ) -> None:
+            if count == groups:
+                assert receiving[0].exception(60) is None if step == 1 else isinstance(receiving[0].exception(60), ZeroDivisionError)
+                readers[0].mailbox.enter(step + 1)
+            whole(count, patience)
+
+        with monkeypatch.context() as late:
+            late.setattr(side.sender._mailbox, "wait_until_read", look_late)
+            side.hand_over(step)
+        assert receiving[1].result(60) == step and readers[1].has(step)
+        readers[0].before = _fail_at_once
+    readers[0].before = lambda group: None
+    assert refit(pool, side, readers, 3) == [3, 3] and all(reader.has(3) for reader in readers)
+
+
+def _fail_at_once(group: int) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_policy_that_is_in_the_next_refit_before_the_reader_looks_is_not_waited_for(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def stay(group: int) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    readers[0].before = stay
+    receiving = pool.submit(readers[0].receive, 1)
+    with pytest.raises(RefitError, match="was not read by process"):
+        side.hand_over(1, patience=0.05)
+    assert inside.wait(60)
+    side.sender.refuse(SESSION, 2, RefitError("another rank could not begin"))
+    go_on.set()
+    with pytest.raises(RefitError, match="the policy gave the refit up and has begun another one: see its own error, and refit anew"):
+        receiving.result(60)
+    readers[0].before = lambda group: None
+    assert refit(pool, side, readers, 3) == [3, 3] and all(reader.has(3) for reader in readers)
+
+
 def test_a_policy_that_stands_still_is_named(side: Side, readers: list[Reader]) -> None:
     with pytest.raises(RefitError, match=r"the policy's process \d+ has not posted group 0 of its weights in 0\.05 s"):
         readers[0].receive(1, patience=0.05)
