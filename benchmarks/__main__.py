@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results_file
+from benchmarks.baseline import refusal
 from benchmarks.cases import CASES
 from benchmarks.compare import check, compare
 from benchmarks.marks import marks_of
 from benchmarks.options import Options, layout_of, numbers_of
-from benchmarks.runner import run_cases
+from benchmarks.runner import circumstances, run_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("cases", nargs="*", metavar="CASE", help="all of them by default")
     run.add_argument("--quick", action="store_true", help="small sizes and few repeats: to see that it works, not to quote")
     run.add_argument("--out", type=Path, metavar="DIR", help="write the results there as well, a file a case; FILE.json takes all")
-    run.add_argument("--add", action="store_true", help="keep what earlier runs left in --out, as a baseline of several runs")
+    adds = "join this run to those in --out, as a baseline of several runs: all of one commit, machine and choice of options. "
+    adds += "Where --out is absent or an empty directory, this run is the first"
+    run.add_argument("--add", action="store_true", help=adds)
     run.add_argument("--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results, twice in turn")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
@@ -72,24 +75,46 @@ def _list(_: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     options = Options(arguments.device, arguments.model, arguments.layout, arguments.tokens, arguments.rows)
     names = arguments.cases or _cases_that_take(options)
-    wrong = _fault(names, options)
+    earlier = results_file.read_earlier(arguments.out) if arguments.add and arguments.out is not None else []
+    wrong = _fault(names, options) or _fault_of_adding(arguments, earlier, names, options)
     if wrong:
         print(wrong, file=sys.stderr)
         return 2
     baseline = results_file.read(arguments.check) if arguments.check else None
-    earlier = results_file.read(arguments.out) if arguments.add and arguments.out is not None and arguments.out.exists() else []
-    results = []
+    if arguments.add:
+        print(f"--add: {len(earlier)} earlier results in {arguments.out}" + ("" if earlier else ", so this run is its first"))
+    results, written, good = [], [], True
     for result in run_cases(names, arguments.quick, options):
         results.append(result)
         _show(result)
-        if arguments.out is not None:
-            results_file.write(results, arguments.out, earlier)
-    good = all(result["success"] for result in results)
+        # the tree may have changed while cases ran
+        apart = refusal(earlier, result, [result["case"]])
+        if apart:
+            print(f"{result['case']}: not added to {arguments.out}:\n{apart}", file=sys.stderr)
+        elif arguments.out is not None:
+            written.append(result)
+            results_file.write(written, arguments.out, earlier)
+        good = good and result["success"] and not apart
     if baseline is not None:
         held, text = check(baseline, results, narrowed=bool(options.chosen), again=lambda bad: _again(bad, arguments.quick, options))
         print(text)
         good = good and held
     return 0 if good else 1
+
+
+def _fault_of_adding(arguments: argparse.Namespace, earlier: Sequence[dict[str, Any]], names: Sequence[str], options: Options) -> str:
+    """Why ``--add`` cannot be followed; empty when it can, or is not there."""
+    if arguments.add and arguments.out is None:
+        return "--add: there is no --out, so nothing to add to. Fix: name the baseline with --out DIR; its first run makes it"
+    # describing this run asks git and reads versions: only where it is compared
+    reasons = refusal(earlier, circumstances(arguments.quick, options), names) if earlier else ""
+    if not reasons:
+        return ""
+    return (
+        f"--add: this run cannot join those in {arguments.out}:\n{reasons}\n"
+        "Fix: measure the same commit, without changes, with the same options, versions and machine; or begin another baseline.\n"
+        "Results that lie in the work tree change it, except below runs/ and benchmarks/results/"
+    )
 
 
 def _again(names: Sequence[str], quick: bool, options: Options) -> list[dict[str, Any]]:

@@ -22,11 +22,13 @@ class Collective:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, or the name of another operator.
         elements: of what each rank gives.
         dtype: of them.
+        ranks: of its group.
     """
 
     kind: str
     elements: int
     dtype: torch.dtype
+    ranks: int
 
 
 # operators of torch.distributed in C++, by what calls them: its Python functions, and the functional ones of DTensor
@@ -65,10 +67,10 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Note a collective, then let it run."""
         name = function._schema.name
-        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(_SILENT) and _ranks(function, arguments) > 1:
+        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(_SILENT) and (ranks := _ranks(function, arguments)) > 1:
             given = arguments[1 if name.startswith("c10d::") and name.endswith(_GIVEN_SECOND) else 0]
             for tensor in given if isinstance(given, list | tuple) else [given]:
-                self.found.append(Collective(_KINDS.get(name, name), tensor.numel(), tensor.dtype))
+                self.found.append(Collective(_KINDS.get(name, name), tensor.numel(), tensor.dtype, ranks))
         return function(*arguments, **(options or {}))
 
 
@@ -87,7 +89,7 @@ def send(collectives: Sequence[Collective], repeats: int) -> Spent:
     """Seconds of the same collectives over all ranks, one after another, with nothing between them; the first time does not count.
 
     Raises:
-        ValueError: one of them is of a kind that is not known.
+        ValueError: one of them is of a kind that is not known, or of a group that has not all ranks.
     """
     calls = [_call(each) for each in collectives]
     spent = Spent()
@@ -100,7 +102,12 @@ def send(collectives: Sequence[Collective], repeats: int) -> Spent:
 
 
 def _call(collective: Collective) -> Callable[[], Any]:
-    ranks, given = dist.get_world_size(), torch.zeros(collective.elements, dtype=collective.dtype)
+    ranks, given = collective.ranks, torch.zeros(collective.elements, dtype=collective.dtype)
+    if ranks != dist.get_world_size():
+        raise ValueError(
+            f"{collective} is of a group of {ranks} ranks and there are {dist.get_world_size()}: sent to all it takes another time. "
+            "Fix: measure a layout with one axis, or send it in its group"
+        )
     if collective.kind == "all_reduce":
         return lambda: dist.all_reduce(given)
     if collective.kind == "all_gather":

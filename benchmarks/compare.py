@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.baseline import unusable_cases
 from benchmarks.change import BAD, FELL, MISSING, SAME, Change, changes, spread_of
 from benchmarks.marks import is_loaded, marks_of
 from benchmarks.tables import number, share, table
@@ -30,37 +31,64 @@ def check(
 ) -> tuple[bool, str]:
     """Whether no ratio fell, and a text that says which did.
 
+    A baseline of several runs of which one was disturbed, or is of other code, widens bounds by that. Its case is then not judged, which
+    is no pass. A ratio that is bad stays bad unless a second look judges it, and finds it good.
+
     Args:
         baseline: results to hold on to, of one run or of several.
         measured: results of this run.
         narrowed: the command line asked for some points of the cases only, so that others are not missing.
-        again: measures the cases of these names once more, if some ratio is bad; then a ratio fell only where it is bad both times.
+        again: measures the cases of these names once more, if some ratio is bad; then a ratio that is good there passes.
     """
-    gating, left_out = _gating(baseline, measured, narrowed)
+    measured_cases = {result["case"] for result in measured}
+    unusable = sorted(measured_cases & unusable_cases(baseline).keys())
+    usable = [result for result in baseline if result["case"] not in unusable]
+    gating, left_out = _gating(usable, measured, narrowed)
     bad = [change for change in gating if change.verdict in BAD]
     notes = _notes(baseline, measured)
     if left_out:
         notes.append(f"{left_out} ratios of wall seconds did not count: other programs ran, and CPU seconds decide")
+    if bad and again is not None:
+        second = again(list(dict.fromkeys(change.case for change in bad)))
+        bad, more = _still_bad(bad, usable, second, narrowed)
+        notes += more
+    not_judged = f"; not judged: {', '.join(unusable)}, whose baseline cannot be used" if unusable else ""
+    if bad:
+        lines = [f"check: {len(bad)} of {len(gating)} ratios fell{not_judged}", table(HEAD, [_row(change) for change in bad])]
+        return False, "\n".join([*lines, *notes])
+    if unusable:
+        return False, "\n".join([f"check: none of {len(gating)} ratios fell{not_judged}", *notes])
     if not gating:
         return False, "\n".join(["check: 0 ratios to compare. Fix: a baseline of the same cases and sizes", *notes])
-    if bad and again is not None:
-        once = len(bad)
-        second = _gating(baseline, again(list(dict.fromkeys(change.case for change in bad))), narrowed)[0]
-        still_bad = {_key(change) for change in second if change.verdict in BAD}
-        bad = [change for change in bad if _key(change) in still_bad]
-        notes.append(f"{once - len(bad)} more were bad once, and not when their cases were measured again")
-    if bad:
-        return False, "\n".join([f"check: {len(bad)} of {len(gating)} ratios fell", table(HEAD, [_row(change) for change in bad]), *notes])
     return True, "\n".join([f"check: none of {len(gating)} ratios fell", *notes])
+
+
+def _still_bad(
+    bad: Sequence[Change], baseline: Sequence[Result], second: Sequence[Result], narrowed: bool
+) -> tuple[list[Change], list[str]]:
+    """The bad ratios that no second look found good, and notes on both kinds."""
+    failed = {result["case"] for result in second if not result.get("success", True)}
+    judged = {
+        _key(change): change.verdict
+        for change in _gating(baseline, second, narrowed)[0]
+        if change.verdict != MISSING and change.case not in failed
+    }
+    # a ratio that nobody judged again has not been found good
+    still = [change for change in bad if judged.get(_key(change), MISSING) in BAD]
+    notes = [f"{len(bad) - len(still)} more were bad once, and not when their cases were measured again"]
+    unjudged = sum(_key(change) not in judged for change in still)
+    if unjudged:
+        reasons = "the case failed, has no such ratio any more, or ran beside other programs"
+        notes.append(f"{unjudged} of them were not judged when their cases were measured again ({reasons}), and stay bad")
+    return still, notes
 
 
 def _gating(baseline: Sequence[Result], measured: Sequence[Result], narrowed: bool) -> tuple[list[Change], int]:
     """The ratios that count, and how many do not because other programs ran."""
-    known = {result["case"]: result for result in baseline}
     found = [change for change in changes(baseline, measured) if not (narrowed and change.verdict == MISSING)]
-    busy = {result["case"] for result in measured if is_loaded(result) or is_loaded(known.get(result["case"], {"case": ""}))}
-    left_out = {(change.case, change.metric) for change in found if change.case in busy and _has_twin(change, found)}
-    return [change for change in found if (change.case, change.metric) not in left_out], len(left_out)
+    busy = {result["case"] for result in (*baseline, *measured) if is_loaded(result)}
+    left_out = {_key(change) for change in found if change.case in busy and _has_twin(change, found)}
+    return [change for change in found if _key(change) not in left_out], len(left_out)
 
 
 def _key(change: Change) -> tuple[str, str, str]:
@@ -91,4 +119,9 @@ def _notes(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
         for result in results
         if (marks := marks_of(result))
     ]
-    return ["in brackets: distance of the quartiles of the repeats, of the median", *marked]
+    unusable = [
+        f"baseline cannot be used: {case}: {'; '.join(faults)}. Fix: measure the case into another --out, or take that run out of its file"
+        for case, faults in unusable_cases(before).items()
+        if case in {result["case"] for result in after}
+    ]
+    return ["in brackets: distance of the quartiles of the repeats, of the median", *marked, *unusable]

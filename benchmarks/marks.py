@@ -15,7 +15,14 @@ ROOM = 0.5
 
 def marks_of(result: Mapping[str, Any]) -> list[str]:
     """Reasons, in words; none for a result that can be quoted."""
-    return [mark for mark in (*_of_the_code(result), _of_the_load(result)) if mark]
+    return [*disturbances_of(result), *(["quick sizes"] if result.get("quick") else [])]
+
+
+def disturbances_of(result: Mapping[str, Any]) -> list[str]:
+    """Reasons why its numbers are not those of a commit on an idle machine, whatever the sizes."""
+    failed = [] if result.get("success", True) else ["failed"]
+    load = _of_the_load(result)
+    return [*failed, *of_no_commit(result), *([load] if load else [])]
 
 
 def is_loaded(result: Mapping[str, Any]) -> bool:
@@ -23,14 +30,12 @@ def is_loaded(result: Mapping[str, Any]) -> bool:
     return bool(_of_the_load(result))
 
 
-def _of_the_code(result: Mapping[str, Any]) -> list[str]:
+def of_no_commit(result: Mapping[str, Any]) -> list[str]:
+    """The reason why no commit says which code ran, if there is one."""
     commit = str(result.get("commit", "unknown"))
-    return [
-        "failed" if not result.get("success", True) else "",
-        "quick sizes" if result.get("quick") else "",
-        "the tree differed from its commit" if commit.endswith("+changes") else "",
-        "commit unknown" if commit == "unknown" else "",
-    ]
+    if commit == "unknown":
+        return ["commit unknown"]
+    return ["the tree differed from its commit"] if commit.endswith("+changes") else []
 
 
 def _of_the_load(result: Mapping[str, Any]) -> str:

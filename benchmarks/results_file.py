@@ -43,11 +43,26 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         raise ResultsError(f"{path} does not exist. Fix: name a file or directory that 'python -m benchmarks run --out' wrote")
-    paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    results = [result for file in paths for result in _results_in(file)]
+    results = _results_at(path)
     if not results:
         raise ResultsError(f"{path} holds 0 results of cases. Fix: name a file or directory that 'python -m benchmarks run --out' wrote")
     return results
+
+
+def read_earlier(path: Path) -> list[dict[str, Any]]:
+    """What earlier runs left there; nothing where there is no such path, or a directory without results: the next run is the first.
+
+    Raises:
+        ResultsError: it is a file, and holds no results.
+    """
+    if not path.exists():
+        return []
+    return _results_at(path) if path.is_dir() else read(path)
+
+
+def _results_at(path: Path) -> list[dict[str, Any]]:
+    paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return [result for file in paths for result in _results_in(file)]
 
 
 def _results_in(path: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,8 @@ def run_case(name: str, quick: bool, case: Case | None = None, options: Options 
     that it had finished by then are kept.
     """
     case = case or CASES[name]
-    surroundings = environment.describe(options.device)
+    stated = circumstances(quick, options)
+    surroundings = stated["environment"]
     with measured_usage() as usage:
         points, error = _collect(case, quick, options)
     surroundings.update(load_after=environment.load(), others=None if usage.others is None else round(usage.others, 2))
@@ -42,15 +43,22 @@ def run_case(name: str, quick: bool, case: Case | None = None, options: Options 
     return {
         "case": name,
         "about": case.about,
-        "commit": environment.commit(),
-        "environment": surroundings,
-        "quick": quick,
-        "options": {option: str(getattr(options, option)) for option in options.chosen},
+        **stated,
         "points": [point.record() for point in points],
         "success": error is None,
         "error": error,
         "seconds": round(usage.wall, 1),
         "cpu_seconds": round(usage.cpu, 1),
+    }
+
+
+def circumstances(quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
+    """What a result states of the code, the machine and the choices before anything is measured."""
+    return {
+        "commit": environment.commit(),
+        "environment": environment.describe(options.device),
+        "quick": quick,
+        "options": {option: str(getattr(options, option)) for option in options.chosen},
     }
 
 

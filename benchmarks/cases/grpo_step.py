@@ -162,6 +162,7 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
         "ours": ours.phases.spent,
         "collectives": alone,
         "number": len(recorded.found),
+        "group": max((each.ranks for each in recorded.found), default=1),
         "numbers": [float(results[0][key]) for key in ("global_loss", "grad_norm")],
     }
 
@@ -208,6 +209,7 @@ def _of_layout(
     metrics["step_limit_to_one_rank"] = Metric.ratio("core-seconds of one rank", limit, alone[0]["ours"]["step"].cpu)
     metrics["collectives_core_seconds"] = Metric.of("CPU s", sent.cpu)
     metrics["collectives"] = Metric.of("a step and rank", [ranks[0]["number"]])
+    metrics["collectives_ranks"] = Metric.of("ranks of the group of each", [ranks[0]["group"]])
     return {**metrics, "difference": Metric.of("largest relative difference of loss and gradient norm from one rank's", [off])}
 
 

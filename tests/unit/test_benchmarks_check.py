@@ -15,11 +15,14 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import results_file
+from benchmarks.baseline import differences, unusable_cases
 from benchmarks.cases import CASES, Case
 from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, joined, judged, spread_of
 from benchmarks.compare import check, compare
 from benchmarks.marks import is_loaded, marks_of
+from benchmarks.options import Options
 from benchmarks.point import Metric, Point, sides
+from benchmarks.runner import circumstances
 from benchmarks.timing import Spent, spent_in_turn
 from benchmarks.usage import measured_usage
 
@@ -246,3 +249,125 @@ subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()
     with measured_usage() as usage:
         subprocess.run([sys.executable, "-c", parent], check=True)
     assert 0.4 <= usage.cpu < 2.0
+
+
+def test_what_a_second_look_does_not_judge_stays_bad() -> None:
+    baseline, slower = [result()], [result(wall=1.3, cpu=1.3)]
+    good = result()
+    without_step = {**good, "points": [{**good["points"][0], "metrics": {"step_cpu": good["points"][0]["metrics"]["step_cpu"]}}]}
+    seconds = {
+        "no such ratio any more": [without_step],
+        "the case failed after its points": [{**good, "success": False}],
+        "nothing was measured": [],
+        "wall seconds beside other programs": [result(others=1.2)],
+    }
+    for what, second in seconds.items():
+        held, said = check(baseline, slower, again=lambda _, second=second: second)
+        assert not held, what
+        assert "were not judged when their cases were measured again" in said, what
+    assert check(baseline, slower, again=lambda _: [good])[0]
+
+
+def test_a_ratio_counts_on_a_busy_machine_where_its_own_point_has_no_cpu_seconds() -> None:
+    alone = {"parameters": {"ranks": 2}, "metrics": {"step": summary(1.0)}}
+    before = result()
+    before["points"].append(alone)
+    after = result(wall=1.3, others=1.2)
+    after["points"].append({**alone, "metrics": {"step": summary(1.3)}})
+    held, said = check([before], [after])
+    assert not held
+    assert "1 of 2 ratios fell" in said and "1 ratios of wall seconds did not count" in said
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "why"),
+    [
+        ({"others": 1.2}, "run 1 of 3: other programs kept 1.20 cores busy"),
+        ({"commit": "a" * 40 + "+changes"}, "run 1 of 3: the tree differed from its commit"),
+        ({"commit": "b" * 40}, f"run 2 differs from run 1: commit: {'b' * 40} earlier, {'a' * 40} now"),
+    ],
+)
+def test_each_run_of_a_baseline_must_be_undisturbed_and_of_one_code(spoiled: dict[str, Any], why: str) -> None:
+    """The spoiled run is far off, so that it widens the bound over what fell; the last run, which alone was looked at once, is good."""
+    baseline = [result(wall=1.6, cpu=1.6, **spoiled), result(), result(), result("other")]
+    held, said = check(baseline, [result(wall=1.3, cpu=1.3), result("other")])
+    assert not held
+    assert "none of 2 ratios fell; not judged: made.up, whose baseline cannot be used" in said
+    assert "baseline cannot be used: made.up" in said and why in said and "Fix: " in said
+    assert check(baseline, [result("other")])[0], "a case that is not measured does not matter"
+    assert why in compare(baseline, [result()])
+    assert not check(baseline[1:], [result(wall=1.3, cpu=1.3), result("other")])[0]
+    assert check(baseline[1:], [result(), result("other")])[0]
+
+
+def test_failed_runs_and_other_circumstances_spoil_a_baseline_and_the_load_does_not() -> None:
+    assert unusable_cases([result()] * 2) == {}
+    assert unusable_cases([{**result(), "quick": True}] * 2) == {}, "small sizes in all runs are the same sizes"
+    later = result()
+    later["environment"] = {**later["environment"], "load_before": 0.9, "others": 0.1}
+    assert unusable_cases([result(), later]) == {}
+    assert "run 2 of 2: failed" in unusable_cases([result(), {**result(), "success": False}])["made.up"]
+    for changed, why in (
+        ({"quick": True}, "--quick: False earlier, True now"),
+        ({"options": {"tokens": "(128,)"}}, "--tokens: absent earlier, (128,) now"),
+        ({"environment": {**result()["environment"], "torch": "9.9"}}, "torch: absent earlier, 9.9 now"),
+        ({"environment": {**result()["environment"], "cpu": "another"}}, "cpu: a processor earlier, another now"),
+    ):
+        assert why in differences(result(), {**result(), **changed})
+        assert any(why in fault for fault in unusable_cases([result(), {**result(), **changed}])["made.up"])
+
+
+@pytest.fixture
+def at_once(summing: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of ``summing``, where cases have known numbers and take no time."""
+
+    def run_cases(names: Sequence[str], quick: bool, options: Options) -> Iterator[dict[str, Any]]:
+        yield from ({**result(name), **circumstances(quick, options)} for name in names)
+
+    monkeypatch.setattr(command, "run_cases", run_cases)
+    return summing
+
+
+@pytest.mark.parametrize("out", ["base.json", "base"])
+def test_runs_join_a_baseline_of_the_same_circumstances_only(
+    out: str, at_once: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = ["c" * 40]
+    monkeypatch.setattr("benchmarks.environment.commit", lambda: commit[0])
+    joining = ["run", "summing", "--out", out, "--add"]
+    assert command.main(["run", "summing", "--add"]) == 2
+    assert "no --out" in capsys.readouterr().err
+    if out == "base":
+        (at_once / out).mkdir()
+    assert command.main(joining) == 0
+    assert "this run is its first" in capsys.readouterr().out
+    assert command.main(joining) == 0
+    assert "1 earlier results" in capsys.readouterr().out
+    for other, choice, why in (
+        ("d" * 40, [], f"commit: {'c' * 40} earlier, {'d' * 40} now (summing)"),
+        ("c" * 40 + "+changes", [], "the tree differed from its commit"),
+        ("c" * 40, ["--quick"], "--quick: False earlier, True now (summing)"),
+    ):
+        commit[0] = other
+        assert command.main([*joining, *choice]) == 2
+        said = capsys.readouterr().err
+        assert why in said and "Fix: " in said
+    commit[0] = "c" * 40
+    monkeypatch.setattr("benchmarks.environment._processor", lambda: "another processor")
+    assert command.main(joining) == 2
+    assert "another processor now" in capsys.readouterr().err
+    assert len(results_file.read(at_once / out)) == 2, "refused runs are not measured"
+    monkeypatch.setitem(CASES, "summing.too", Case("sums", HERE))
+    assert command.main(["run", "summing.too", "--out", out, "--add"]) == 0, "the first run of a case joins nothing"
+
+
+def test_a_tree_that_changes_while_a_case_runs_adds_nothing(
+    at_once: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commits = iter(["c" * 40, "c" * 40, "c" * 40 + "+changes"])
+    monkeypatch.setattr("benchmarks.environment.commit", lambda: next(commits))
+    joining = ["run", "summing", "--out", "base", "--add"]
+    assert command.main(joining) == 0
+    assert command.main(joining) == 1
+    assert "summing: not added to base" in capsys.readouterr().err
+    assert len(results_file.read(at_once / "base")) == 1

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import __main__ as command
-from benchmarks import device, tiny
+from benchmarks import collectives, device, tiny
 from benchmarks.bare_loop import BareLoop
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, grpo_step
 from benchmarks.cases.head import ways
 from benchmarks.flops import forward_flops, training_flops
 from benchmarks.options import ONE_RANK, Layout, Options, layout_of, numbers_of
@@ -205,3 +208,29 @@ def test_a_planted_delay_of_one_side_shows_in_its_ratio() -> None:
     spent = spent_in_turn({"slow": lambda: [sum(numbers) for _ in range(3)], "fast": lambda: sum(numbers)}, repeats=5)
     ratios = sorted(one / other for one, other in zip(spent["slow"].cpu, spent["fast"].cpu, strict=True))
     assert 2.0 < ratios[2] < 4.5
+
+
+def test_collectives_are_recorded_with_the_ranks_of_their_group_and_sent_to_as_many() -> None:
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=4)
+    try:
+        pair, alone = dist.new_group([0, 1]), dist.new_group([0])
+        value = torch.ones(3)
+        with collectives.Recorded() as recorded:
+            for group in (None, pair, alone):
+                dist.all_reduce(value, group=group)
+        of_all = collectives.Collective("all_reduce", 3, torch.float32, 4)
+        assert recorded.found == [of_all, replace(of_all, ranks=2)], "one rank by itself sends nothing"
+        assert len(collectives.send([of_all], repeats=2).wall) == 2
+        with pytest.raises(ValueError, match=r"ranks=2.* and there are 4: .*Fix: "):
+            collectives.send(recorded.found, repeats=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_result_says_how_many_ranks_its_collectives_had() -> None:
+    spent = Spent([1.0], [1.0])
+    rank = {"ours": dict.fromkeys(("step", "generation", "training"), spent), "numbers": [1.0, 2.0]}
+    rank |= {"collectives": spent, "number": 7, "group": 2}
+    metrics = grpo_step._of_layout([rank, rank], [rank], [rank, rank], "two ranks apart")
+    assert (metrics["collectives"].samples, metrics["collectives_ranks"].samples) == ((7.0,), (2.0,))
