@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import ConfigError
-from megarl.models.megatron import transformer_engine
+from megarl.models.megatron import optimizer, transformer_engine
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -84,3 +85,24 @@ def test_agreement(pool: WorkerPool, working: int) -> None:
 
 def agreed(working: int) -> tuple[bool, bool]:
     return transformer_engine._agreed(dist.get_rank() < working)
+
+
+def built(config: Mapping[str, Any], finds_it: int) -> str:
+    """What building a policy says where some ranks' Megatron-Core has found Transformer Engine's optimizers."""
+    with patched((optimizer.distrib_optimizer, "USING_TE_OPTIMIZER", dist.get_rank() < finds_it)):
+        try:
+            jobs.build(config, init_reference_model=False).backend.close()
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@newest_megatron
+def test_ranks_with_other_optimizers_are_refused(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    """Whose optimizers a rank has is decided by the import of Megatron-Core, which no agreement on the layers reaches."""
+    config = policy_config(tiny_models["qwen2-tied"])
+    assert pool.run(2, built, config, 0) == ["", ""]
+    first, second = pool.run(2, built, config, 1)
+    host = socket.gethostname()
+    assert first == second
+    assert f"Transformer Engine's: rank 0 on {host}; none: rank 1 on {host}" in first and "bash launch/gpu_environment.sh" in first

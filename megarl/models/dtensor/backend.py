@@ -321,6 +321,12 @@ class DTensorBackend:
                 state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
             checkpoint.save_optimizer(state, self.scheduler, self.runtime, optimizer)
 
+    def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        checkpoint.require(weights)
+        if optimizer is not None:
+            require_optimizer(self.optimizer)
+            checkpoint.require(optimizer)
+
     def load(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         even = EvenState(self._rows, self.runtime.device)

@@ -116,8 +116,16 @@ class Backend(Protocol):
     def save(self, weights: Path, optimizer: Path | None) -> None:
         """Write weights, and optimizer state with schedule and random-number states, each into its own directory."""
 
+    def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        """Refuse, before a load has changed anything, what is no checkpoint of this kind. Local.
+
+        Raises:
+            CheckpointError: there is none, or the optimizer's state has another form.
+            StateError: ``optimizer`` is given, and this backend has none.
+        """
+
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        """Read what ``save`` wrote, from any layout."""
+        """Read what ``save`` wrote, from any layout. Collective; after an error some of the weights may be the checkpoint's."""
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:

@@ -28,7 +28,7 @@ from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
-from megarl.models.engine.nonfinite import SkipLimit, require_finite
+from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
@@ -135,6 +135,7 @@ class EngineWorker(ABC):
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
         self._weights_version = 0
+        self._unfinished_load: str | None = None
         self._with_checksum = config["refit_checksum"]
         self._sender = WeightSender(
             backend.export_hf,
@@ -289,6 +290,7 @@ class EngineWorker(ABC):
             return BatchedDataDict({"reference_logprobs": found["logprobs"]})
 
     def _require(self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference") -> None:
+        self._refuse_unfinished_load(method)
         if optimizer:
             self._refuse_reference(method)
             self.offload_states.require("optimizer", method, "prepare_for_training")
@@ -496,7 +498,8 @@ class EngineWorker(ABC):
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
             NonFiniteError: a weight is NaN or infinite.
-            StateError: inside ``use_reference_model()``, the parameters are in host memory, or there is no tokenizer to write.
+            StateError: inside ``use_reference_model()``, the parameters are in host memory, a load has failed, or there is no tokenizer to
+                write.
         """
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
@@ -511,15 +514,42 @@ class EngineWorker(ABC):
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Read what ``save_checkpoint`` wrote, also on a live worker and from any other layout.
 
+        Where there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and until a load succeeds, all
+        that would use them is refused.
+
         Raises:
-            CheckpointError: a directory is missing, or holds another model or weights that are not finite.
+            CheckpointError: a directory is missing, on the host of any rank, or holds another model or weights that are not finite.
             StateError: inside ``use_reference_model()``, or the parameters are in host memory.
         """
         self._refuse_reference("load_checkpoint")
-        self._require("load_checkpoint", remedy="prepare_for_training")
-        self.backend.load(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
-        self._require_finite_weights(f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError)
+        self.offload_states.require("parameters", "load_checkpoint", "prepare_for_training")
+        weights, optimizer = Path(weights_path), Path(optimizer_path) if optimizer_path else None
+        self._require_loadable(weights, optimizer)
+        # before, not after: a load that ends in an error may have changed weights
         self._weights_version += 1
+        self._unfinished_load = " with ".join(str(path) for path in (weights, optimizer) if path is not None)
+        self.backend.load(weights, optimizer)
+        self._require_finite_weights(f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError)
+        self._unfinished_load = None  # every rank has come to that collective, so that no load has failed
+
+    def _require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        """Refuse a load on all ranks where one of them cannot begin it."""
+        failure: Exception | None = None
+        try:
+            self.backend.require_loadable(weights, optimizer)
+        except Exception as error:
+            failure = error
+        if not on_all_ranks(failure is None, self.runtime.device):
+            elsewhere = f"load_checkpoint({str(weights)!r}): another rank cannot begin, its own error says why; nothing was changed. "
+            raise failure or CheckpointError(f"{elsewhere}Fix: a path that all hosts see")
+
+    def _refuse_unfinished_load(self, method: str) -> None:
+        """Refuse what would take a mixture of two checkpoints for the policy."""
+        if self._unfinished_load is not None:
+            raise StateError(
+                f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights may be its in part and those from "
+                "before in part. Fix: load_checkpoint() of one that is whole, or make the policy anew"
+            )
 
     def export_hf(self, path: str) -> None:
         """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.

@@ -215,6 +215,12 @@ class FSDP1Backend:
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.model.optimizer_state(trained), self.scheduler, self.runtime, optimizer)
 
+    def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        checkpoint.require(weights)
+        if optimizer is not None:
+            require_optimizer(self.optimizer)
+            checkpoint.require(optimizer)
+
     def load(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         state = self.model.state()

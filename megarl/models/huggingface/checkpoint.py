@@ -103,10 +103,11 @@ def load_optimizer(
     for entry, value in plain["numbers"].items():
         name, key = entry.rsplit("/", 1)
         state.setdefault(name, {})[key] = value
-    _restore_schedule(scheduler, plain["schedule"], directory)
-    rng = directory / random_state_file(dist.get_rank())
-    if rng.exists():
-        runtime.set_rng_state(load_file(rng))
+    with failing_together(f"reading schedule and random-number states of {directory}"):
+        _restore_schedule(scheduler, plain["schedule"], directory)
+        rng = directory / random_state_file(dist.get_rank())
+        if rng.exists():
+            runtime.set_rng_state(load_file(rng))
     return {"state": state, "param_groups": plain["param_groups"]}
 
 
@@ -217,9 +218,14 @@ def _fits(stored: Any, here: torch.Tensor) -> bool:
     return isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == tuple(here.shape)
 
 
-def _metadata(directory: Path) -> Metadata:
+def require(directory: Path) -> None:
+    """Refuse a path that is no finished DCP directory. Local."""
     if not (directory / METADATA_FILE).is_file():
         raise CheckpointError(
             f"{directory} is not a checkpoint (no {METADATA_FILE} there): give the directory that save_checkpoint was given"
         )
+
+
+def _metadata(directory: Path) -> Metadata:
+    require(directory)
     return RestrictedReader(str(directory)).read_metadata()

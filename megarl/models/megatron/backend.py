@@ -312,6 +312,12 @@ class MegatronBackend:
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
 
+    def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        checkpoint.require(weights)
+        if optimizer is not None:
+            checkpoint.require(optimizer)
+            checkpoint.require_same_form(require_optimizer(self.optimizer), optimizer)
+
     def load(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()

@@ -101,20 +101,20 @@ def save_weights(chunks: Sequence[DistributedDataParallel], model: Path, dtype: 
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
-    """Read weights that any layout wrote.
+    """Read weights that any layout wrote. A collective over all ranks; after an error some of the weights may be the checkpoint's.
 
     Raises:
-        CheckpointError: no such checkpoint, or it holds another model.
+        CheckpointError: it holds another model, or is damaged.
     """
-    require(directory)
     with cuda_literals():
         loaded = _load(_sharded(chunks), directory, "weights", StreamedLoad(_places_of(chunks)))
-        for index, chunk in enumerate(chunks):
-            state = loaded[_entry(index)] if len(chunks) > 1 else loaded
-            # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
-            weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
-            elsewhere = {name: value for name, value in weights.items() if not getattr(value, "is_meta", False)}
-            chunk.module.load_state_dict(elsewhere, strict=False)
+        with failing_together(f"putting the weights of {directory} into the model"):
+            for index, chunk in enumerate(chunks):
+                state = loaded[_entry(index)] if len(chunks) > 1 else loaded
+                # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
+                weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
+                elsewhere = {name: value for name, value in weights.items() if not getattr(value, "is_meta", False)}
+                chunk.module.load_state_dict(elsewhere, strict=False)
 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
@@ -153,33 +153,33 @@ def load_optimizer(
     all ranks; after an error some of the state may be the checkpoint's.
 
     Raises:
-        CheckpointError: no such checkpoint, it belongs to another model, or one of the two is of a distributed optimizer and the other not.
+        CheckpointError: it belongs to another model, or is damaged.
     """
-    require(directory)
-    _require_same_form(optimizer, directory)
     with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
         wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
         strategy = StreamedLoad()
-        optimizer.load_state_dict(_load(wanted, directory, "optimizer state", strategy))
+        loaded = _load(wanted, directory, "optimizer state", strategy)
         with (
             failing_together(f"reading the optimizer state of {directory}"),
             contextlib.closing(TorchDistCheckpoint(directory)) as stored,
         ):
+            optimizer.load_state_dict(loaded)
             stream.fill(strategy.outlines, stored)
-    schedule = directory / SCHEDULE_FILE
-    if scheduler is not None and schedule.exists():
-        scheduler.num_steps = 0  # loading advances the schedule from where it stands
-        scheduler.load_state_dict(json.loads(schedule.read_text()))
-    rng = directory / random_state_file(dist.get_rank())
-    if rng.exists():
-        runtime.set_rng_state(load_file(rng))
+    with failing_together(f"reading schedule and random-number states of {directory}"):
+        schedule = directory / SCHEDULE_FILE
+        if scheduler is not None and schedule.exists():
+            scheduler.num_steps = 0  # loading advances the schedule from where it stands
+            scheduler.load_state_dict(json.loads(schedule.read_text()))
+        rng = directory / random_state_file(dist.get_rank())
+        if rng.exists():
+            runtime.set_rng_state(load_file(rng))
 
 
-def _require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
+def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
     """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core keeps master weights and moments
-    of the two in different forms."""
+    of the two in different forms. Local."""
     stored = any(key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata)
     inner = [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(each, "is_stub_optimizer", False)]
     own = any(isinstance(each, DistributedOptimizer) for each in inner)
@@ -192,7 +192,7 @@ def _require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
 
 
 def require(directory: Path) -> None:
-    """Refuse a path that is no finished dist-checkpointing directory."""
+    """Refuse a path that is no finished dist-checkpointing directory. Local."""
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(
             f"{directory} is not a checkpoint (no metadata.json there): give the directory that save_checkpoint was given"
@@ -222,7 +222,7 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
         raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
     except (CheckpointingException, KeyError, ValueError) as error:
         raise CheckpointError(f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path") from error
-    only_there, only_here = _tensor_keys(missing), _tensor_keys(unexpected)
+    only_there, only_here = _tensor_keys(missing), _on_any_rank(_tensor_keys(unexpected))
     if only_there or only_here:
         raise CheckpointError(
             f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
@@ -230,6 +230,14 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
             f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
         )
     return loaded
+
+
+def _on_any_rank(keys: Sequence[str]) -> list[str]:
+    """What each rank has for itself, as one list on all: a pipeline stage asks for its own layers, and no other one would hear of what is
+    missing there. A collective over all ranks."""
+    everywhere: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, keys)
+    return sorted(set(itertools.chain.from_iterable(everywhere)))
 
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
+from megarl.errors import ConfigError, Violation
 from megarl.models.engine.backend import StepOutcome
 from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
 from megarl.models.megatron.settings import optimizer_config
+from megarl.models.megatron.transformer_engine import KEY
 from megarl.patched import patched
 
 NEVER = 2**40
+_SHOWN = 8
 
 
 @contextlib.contextmanager
@@ -41,9 +46,46 @@ def fused_style_adam() -> Iterator[None]:
         yield
 
 
+def _require_one_kind(policy: Mapping[str, Any]) -> None:
+    """Refuse ranks that would step with optimizers of different packages. Layers are Transformer Engine's on all ranks or on none, whatever
+    each can import; Megatron-Core's optimizer is that which its import found on each rank. A collective over the world, where there is one.
+
+    Raises:
+        ConfigError: on all ranks, with the ranks and hosts that have each.
+    """
+    if not dist.is_initialized():
+        return
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(found, (_kind_found(), socket.gethostname()))
+    if len({kind for kind, _ in found}) == 1:
+        return
+    places: dict[str, list[str]] = {}
+    for rank, (kind, host) in enumerate(found):
+        places.setdefault(kind, []).append(f"rank {rank} on {host}")
+    told = "; ".join(
+        f"{kind}: {', '.join(ranks[:_SHOWN])}{f' and {len(ranks) - _SHOWN} more' if len(ranks) > _SHOWN else ''}"
+        for kind, ranks in places.items()
+    )
+    fix = "the same packages on all hosts: megarl doctor shows what fails to load, bash launch/gpu_environment.sh installs a set that fits"
+    reason = f"Megatron-Core found fused optimizers of different packages, which do not step alike: {told}"
+    raise ConfigError([Violation(KEY, policy["megatron_cfg"].get("transformer_engine"), reason, fix)])
+
+
+def _kind_found() -> str:
+    """Whose optimizers Megatron-Core found when it was imported."""
+    if distrib_optimizer.USING_TE_OPTIMIZER:
+        return "Transformer Engine's"
+    return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
+
+
 def build_optimizer(policy: Mapping[str, Any], chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one dimension) get no weight decay, as in
-    Megatron."""
+    Megatron. A collective over the world, where there is one.
+
+    Raises:
+        ConfigError: ranks have fused optimizers of different packages.
+    """
+    _require_one_kind(policy)
     config = optimizer_config(policy)
     options: dict[str, Any] = {"use_gloo_process_groups": False}
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)

@@ -64,7 +64,7 @@ class DTensorPolicyWorker(EngineWorker):
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the model itself; see ``DTensorBackend.generate``."""
-        self.offload_states.require("parameters", "generate", "prepare_for_generation")
+        self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, {**(self.cfg["generation"] or {}), **(sampling or {})}, self.tokenizer, greedy=greedy)
 
     # context parallelism for callers that bring their own loop

@@ -29,7 +29,7 @@ class FSDP1PolicyWorker(EngineWorker):
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
-        self.offload_states.require("parameters", "generate", "prepare_for_generation")
+        self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)
 
     # placement by hand

@@ -31,5 +31,5 @@ class MegatronPolicyWorker(EngineWorker):
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with Megatron itself; see ``generate``."""
-        self.offload_states.require("parameters", "generate", "prepare_for_generation")
+        self._require("generate", remedy="prepare_for_generation")
         return generate(self.backend, data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)
