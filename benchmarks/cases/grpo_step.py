@@ -53,7 +53,7 @@ def measure(quick: bool) -> Iterator[Point]:
             for on_policy in (True, False):
                 [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 5)
                 ratio = "exactly 1" if on_policy else "to the policy before"
-                yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task))
+                yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task, ratio))
         repeats, narrow = 2 if quick else 7, _model(root / "narrow", parts=2)
         halves = {"dp": replace(task, prompts=task.prompts[::2]), "tp": replace(task, model=narrow)}
         for backend in BACKENDS:
@@ -218,9 +218,14 @@ def _alone(phase: str, spent: Spent) -> dict[str, Metric]:
     return {f"{phase}_seconds": Metric.of("s", spent.wall), f"{phase}_cpu_seconds": Metric.of("CPU s", spent.cpu)}
 
 
-def _run(measured: Mapping[str, Any], task: Task) -> dict[str, int | float | str]:
+def _run(measured: Mapping[str, Any], task: Task, ratio: str) -> dict[str, int | float | str]:
     lengths = measured["lengths"]
-    facts: dict[str, int | float | str] = {"algorithm": "GRPO", "model": "Qwen2, half a million weights", "policy_lag": 0, "gpus": 0}
+    facts: dict[str, int | float | str] = {
+        "algorithm": f"GRPO, ratio {ratio}",
+        "model": "Qwen2, half a million weights",
+        "policy_lag": 0,
+        "gpus": 0,
+    }
     facts |= {"longest": max(lengths), "mean_length": sum(lengths) / len(lengths)}
     facts |= {"generation_batch": task.rows, "training_batch": task.rows}
     return {**facts, "generation_layout": "one rank", "training_layout": "one rank"}
