@@ -121,17 +121,41 @@ def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int)
 
 
 def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Save the weights, spoil them, and load them again: by copies (``copied``) and where they belong (``placed``).
+    """Save the weights, spoil them, and load them again: by copies (``copied``), where they belong (``placed``), and so that a tensor's
+    memory is given back before the next one is read (``one by one``).
 
     Returns:
-        The most bytes that either allocates on this rank, by name; whether the weights were whole again (``whole again``).
+        The most bytes that each allocates on this rank, by name; the bytes of the tensors read, in their order (``read``); whether the
+        weights were whole again each time (``whole again``).
     """
     worker = jobs.build(config, init_reference_model=False)
     backend = worker.backend
     worker.save_checkpoint(str(directory))
     before = [tensor.detach().clone() for _, tensor in backend.parameters()]
     found: dict[str, Any] = {"whole again": True}
-    for name, replacements in {"copied": [(checkpoint, "_places_of", lambda chunks: frozenset())], "placed": []}.items():
+    read: list[int] = []
+    last: list[torch.Tensor] = []
+    load = torch.load
+
+    def reads(*arguments: Any, **options: Any) -> Any:
+        value = load(*arguments, **options)
+        if isinstance(value, torch.Tensor):
+            read.append(value.untyped_storage().nbytes())
+        return value
+
+    def gives_back(*arguments: Any, **options: Any) -> Any:
+        for tensor in last:
+            tensor.set_()  # it has no memory then; its values are where they belong
+        value = load(*arguments, **options)
+        last[:] = [value] if isinstance(value, torch.Tensor) else []
+        return value
+
+    ways: dict[str, list[tuple[Any, str, Any]]] = {
+        "copied": [(checkpoint, "_places_of", lambda chunks: frozenset())],
+        "placed": [(torch, "load", reads)],
+        "one by one": [(torch, "load", gives_back)],
+    }
+    for name, replacements in ways.items():
         for _, tensor in backend.parameters():
             tensor.detach().fill_(math.nan)
         with patched(*replacements), Allocations() as counted:
@@ -139,7 +163,7 @@ def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[s
         found[name] = counted.peak
         found["whole again"] &= all(torch.equal(tensor, kept) for (_, tensor), kept in zip(backend.parameters(), before, strict=True))
     backend.close()
-    return found
+    return {**found, "read": read}
 
 
 # what a backward pass keeps
