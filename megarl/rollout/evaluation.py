@@ -118,17 +118,20 @@ def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
     """Figures of a validation.
 
     Of one set those of ``metrics_of_set``. Of several those of each under ``NAME/``, and of all: ``accuracy``, the mean over sets of their
-    mean@k, so that a large set counts no more than a small one; ``samples``; ``generation_length`` and ``truncated`` over all answers; and
-    the sums of the figures of the environment.
+    mean@k, so that a large set counts no more than a small one (none where a set has no mean@k: the mean of the others would be another
+    figure under its name); ``samples``; ``scored``, ``generation_length`` and ``truncated`` over all answers; and the sums of the figures
+    of the environment.
     """
     if len(validated) == 1:
         return metrics_of_set(validated[0], estimates=validated[0].plan.generations > 1)
     of_sets = {each.plan.name: metrics_of_set(each) for each in validated}
-    means = [of_sets[each.plan.name][f"mean@{each.plan.generations}"] for each in validated]
+    means = [of_sets[each.plan.name].get(f"mean@{each.plan.generations}") for each in validated]
+    known = [mean for mean in means if mean is not None]
     lengths, truncated = (torch.cat([each.column(name) for each in validated]) for name in ("generation_lengths", "truncated"))
     overall: dict[str, float] = {
-        "accuracy": statistics.fmean(means),
+        **({"accuracy": statistics.fmean(known)} if len(known) == len(means) else {}),
         "samples": len(lengths),
+        "scored": _share_scored(torch.cat([each.accuracies for each in validated])),
         "generation_length": float(lengths.double().mean()),
         "truncated": float(truncated.double().mean()),
     }
@@ -137,20 +140,26 @@ def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
 
 
 def metrics_of_set(validated: ValidatedSet, *, estimates: bool = True) -> dict[str, float]:
-    """Figures of one set: ``accuracy`` (mean over scored answers), the parts of the rewards, ``samples`` (answers), ``generation_length``,
-    ``truncated`` (share of answers), those of the environment and, with ``estimates``, those of ``estimates_of``."""
+    """Figures of one set: ``accuracy`` (mean over scored answers; none without any), the parts of the rewards, ``samples`` (answers),
+    ``scored`` (share of answers that could be), ``generation_length``, ``truncated`` (share of answers), those of the environment and, with
+    ``estimates``, those of ``estimates_of``."""
     accuracies = validated.accuracies
     known = accuracies[~accuracies.isnan()]
     own = {
-        "accuracy": float(known.mean()) if len(known) else 0.0,
+        **({"accuracy": float(known.mean())} if len(known) else {}),
         **part_metrics([rollouts.samples for rollouts in validated.batches]),
         "samples": len(accuracies),
+        "scored": _share_scored(accuracies),
         "generation_length": float(validated.column("generation_lengths").double().mean()),
         "truncated": float(validated.column("truncated").double().mean()),
     }
     if estimates:
         own |= estimates_of(accuracies.tolist(), validated.plan.generations, validated.answers)
     return add_metrics(own, [rollouts.metrics for rollouts in validated.batches])
+
+
+def _share_scored(accuracies: Tensor) -> float:
+    return float((~accuracies.isnan()).double().mean())
 
 
 def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | None] | None = None) -> dict[str, float]:
@@ -163,9 +172,9 @@ def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | No
         answers: P * k final answers, by which a majority votes; None for no ``majority@k``.
 
     Returns:
-        ``mean@k``, the mean over prompts of the mean of their answers, 0 where nothing was scored; ``mean@k_ci95``, half of its confidence
-        interval of 95 % over prompts, where there are at least two; for several answers a prompt ``pass@j``, for j = 2, 4, ... and k, the
-        mean of ``pass_at`` over the prompts with at least j scored answers; and ``majority@k``, the mean of ``majority``.
+        ``mean@k``, the mean over prompts of the mean of their answers; ``mean@k_ci95``, half of its confidence interval of 95 % over
+        prompts, where there are at least two; for several answers a prompt ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at`` over
+        the prompts with at least j scored answers; and ``majority@k``, the mean of ``majority``. Nothing where no answer was scored.
     """
     prompts = [
         [(accuracies[place], None if answers is None else answers[place]) for place in range(start, start + k)]
@@ -174,10 +183,12 @@ def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | No
     scored = [[each for each in prompt if not math.isnan(each[0])] for prompt in prompts]
     scored = [prompt for prompt in scored if prompt]
     means = [statistics.fmean(accuracy for accuracy, _ in prompt) for prompt in scored]
-    found = {f"mean@{k}": statistics.fmean(means) if means else 0.0}
+    if not means:
+        return {}
+    found = {f"mean@{k}": statistics.fmean(means)}
     if len(means) > 1:
         found[f"mean@{k}_ci95"] = half_interval(means)
-    if k == 1 or not scored:
+    if k == 1:
         return found
     counts = [(len(prompt), sum(accuracy >= 1 for accuracy, _ in prompt)) for prompt in scored]
     for j in _powers_of_two(k):

@@ -117,7 +117,7 @@ def test_figures_of_a_set_are_those_of_a_slow_loop(seed: int) -> None:
             if j <= len(kept):
                 passes.setdefault(j, []).append(float(pass_by_subsets(j, right)))
         votes.append(float(majority_by_draws([answer for _, answer in kept], right)))
-    expected = {f"mean@{k}": sum(means) / len(means) if means else 0.0}
+    expected = {f"mean@{k}": sum(means) / len(means)} if means else {}
     if len(means) > 1:
         spread = sum((mean - expected[f"mean@{k}"]) ** 2 for mean in means) / (len(means) - 1)
         expected[f"mean@{k}_ci95"] = 1.959963984540054 * math.sqrt(spread / len(means))
@@ -145,7 +145,7 @@ def test_a_set_of_one_prompt_has_no_interval_and_one_answer_no_estimates() -> No
         "majority@4": 1.0,
     }
     assert estimates_of([1.0], 1, ["a"]) == {"mean@1": 1.0}
-    assert estimates_of([nan, nan], 2, ["a", "b"]) == {"mean@2": 0.0}
+    assert estimates_of([nan, nan], 2, ["a", "b"]) == {}
 
 
 def test_a_random_number_of_a_validation_depends_on_set_prompt_and_answer_alone() -> None:
@@ -231,11 +231,12 @@ def test_one_set_of_one_answer_has_the_names_and_values_that_it_always_had() -> 
     assert found == {
         "accuracy": float(torch.tensor([1.0, 0.0, 0.1, 0.3]).mean()),
         "samples": 5,
+        "scored": 0.8,
         "generation_length": 3.0,
         "truncated": 0.4,
         "reward_errors": 1,
     }
-    assert list(found) == ["accuracy", "samples", "generation_length", "truncated", "reward_errors"]
+    assert list(found) == ["accuracy", "samples", "scored", "generation_length", "truncated", "reward_errors"]
 
 
 def test_several_sets_have_figures_of_their_own_and_a_mean_over_sets() -> None:
@@ -256,7 +257,17 @@ def test_an_answer_that_could_not_be_scored_is_in_no_figure() -> None:
     found = metrics_of_set(validated("set", 2, [1.0, 0.0, 0.0, 1.0], ["a", "b", "c", "d"], masked=masked))
     assert (found["accuracy"], found["mean@2"], found["majority@2"]) == (0.5, 0.5, 0.5)
     assert "pass@2" not in found, "no prompt has two scored answers"
-    assert found["samples"] == 4 and found["truncated"] == 0.25
+    assert found["samples"] == 4 and found["truncated"] == 0.25 and found["scored"] == 0.5
+
+
+def test_a_set_of_which_nothing_could_be_scored_has_no_figure() -> None:
+    """A scorer that is down is no accuracy of 0, neither of its set nor in the mean over sets."""
+    lost = validated("lost", 2, [0.0, 0.0], ["a", "b"], masked=torch.tensor([True, True]))
+    for figures in (metrics_of_set(lost), validation_metrics([lost])):
+        assert figures == {"samples": 2, "scored": 0.0, "generation_length": 1.5, "truncated": 0.5, "reward_errors": 1}
+    found = validation_metrics([lost, validated("kept", 1, [1.0, 0.0])])
+    assert "accuracy" not in found, "the mean over the other sets is another figure"
+    assert (found["kept/accuracy"], found["kept/scored"], found["lost/scored"], found["scored"]) == (0.5, 1.0, 0.0, 0.5)
 
 
 # configuration
@@ -362,7 +373,9 @@ def test_a_validation_of_one_set_is_cut_to_its_first_prompts(tmp_path: Path, tau
     maker = PolicyMaker()
     run(config, maker)
     [row, _] = rows(tmp_path)
-    assert list(of_validation(row)) == [f"validation/{name}" for name in ("accuracy", "samples", "generation_length", "truncated", *FAULTS)]
+    assert list(of_validation(row)) == [
+        f"validation/{name}" for name in ("accuracy", "samples", "scored", "generation_length", "truncated", *FAULTS)
+    ]
     assert row["validation/samples"] == 5
     # val_batch_size = 3
     assert [call for call in maker.policies[0].generations if call[1]] == [(3, True, None, []), (2, True, None, [])]
