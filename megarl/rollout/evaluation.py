@@ -1,6 +1,7 @@
 """Evaluation: samples of validation sets and their figures: mean@k with an interval, pass@k, majority@k, truncated share.
 
-A prompt counts once in each figure, however many of its k answers could be scored. An answer is right where its accuracy is 1.
+A prompt counts once in mean@k, however many of its k answers could be scored, and in pass@k and majority@k where all of them were. An
+answer is right where its accuracy is 1.
 """
 
 from __future__ import annotations
@@ -173,8 +174,10 @@ def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | No
 
     Returns:
         ``mean@k``, the mean over prompts of the mean of their answers; ``mean@k_ci95``, half of its confidence interval of 95 % over
-        prompts, where there are at least two; for several answers a prompt ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at`` over
-        the prompts with at least j scored answers; and ``majority@k``, the mean of ``majority``. Nothing where no answer was scored.
+        prompts, where there are at least two; and for several answers a prompt, over the prompts all k answers of which were scored, so
+        that all are of the same prompts: ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at``; ``majority@k``, the mean of
+        ``majority``; and ``pass@k_prompts``, the number of these prompts, without any of which there is no other. Nothing where no answer
+        was scored.
     """
     prompts = [
         [(accuracies[place], None if answers is None else answers[place]) for place in range(start, start + k)]
@@ -190,15 +193,14 @@ def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | No
         found[f"mean@{k}_ci95"] = half_interval(means)
     if k == 1:
         return found
-    counts = [(len(prompt), sum(accuracy >= 1 for accuracy, _ in prompt)) for prompt in scored]
-    for j in _powers_of_two(k):
-        passes = [pass_at(j, answered, right) for answered, right in counts if answered >= j]
-        if passes:
-            found[f"pass@{j}"] = statistics.fmean(passes)
-    if answers is not None:
-        votes = [majority([answer for _, answer in prompt], [accuracy >= 1 for accuracy, _ in prompt]) for prompt in scored]
+    whole = [prompt for prompt in scored if len(prompt) == k]
+    right = [[accuracy >= 1 for accuracy, _ in prompt] for prompt in whole]
+    for j in _powers_of_two(k) if whole else ():
+        found[f"pass@{j}"] = statistics.fmean(pass_at(j, k, sum(each)) for each in right)
+    if whole and answers is not None:
+        votes = [majority([answer for _, answer in prompt], each) for prompt, each in zip(whole, right, strict=True)]
         found[f"majority@{k}"] = statistics.fmean(votes)
-    return found
+    return {**found, f"pass@{k}_prompts": len(whole)}
 
 
 def _powers_of_two(k: int) -> Iterator[int]:

@@ -91,11 +91,11 @@ def test_the_majority_and_its_ties(answers: list[str | None], right: list[bool],
     assert majority(answers, right) == pytest.approx(expected)
 
 
-def drawn_accuracies(generator: random.Random, prompts: int, k: int) -> tuple[list[float], list[str | None]]:
+def drawn_accuracies(generator: random.Random, prompts: int, k: int, unscored: float) -> tuple[list[float], list[str | None]]:
     accuracies, answers = [], []
     for _ in range(prompts):
         for _ in range(k):
-            accuracies.append(generator.choice([0.0, 0.0, 1.0, 0.5, nan]))
+            accuracies.append(nan if generator.random() < unscored else generator.choice([0.0, 0.0, 1.0, 0.5]))
             answers.append(generator.choice(["a", "b", "c", None]))
     return accuracies, answers
 
@@ -104,7 +104,7 @@ def drawn_accuracies(generator: random.Random, prompts: int, k: int) -> tuple[li
 def test_figures_of_a_set_are_those_of_a_slow_loop(seed: int) -> None:
     generator = random.Random(seed)
     prompts, k = generator.randint(1, 9), generator.choice([1, 2, 3, 6, 8])
-    accuracies, answers = drawn_accuracies(generator, prompts, k)
+    accuracies, answers = drawn_accuracies(generator, prompts, k, generator.choice([0.0, 0.1, 0.4]))
     means, passes, votes = [], {}, []
     for prompt in range(prompts):
         of_prompt = [(accuracies[prompt * k + sample], answers[prompt * k + sample]) for sample in range(k)]
@@ -112,9 +112,11 @@ def test_figures_of_a_set_are_those_of_a_slow_loop(seed: int) -> None:
         if not kept:
             continue
         means.append(sum(accuracy for accuracy, _ in kept) / len(kept))
+        if len(kept) < k:
+            continue
         right = [accuracy == 1.0 for accuracy, _ in kept]
         for j in (2, 4, 8, 3, 6):
-            if j <= len(kept):
+            if j <= k:
                 passes.setdefault(j, []).append(float(pass_by_subsets(j, right)))
         votes.append(float(majority_by_draws([answer for _, answer in kept], right)))
     expected = {f"mean@{k}": sum(means) / len(means)} if means else {}
@@ -122,6 +124,8 @@ def test_figures_of_a_set_are_those_of_a_slow_loop(seed: int) -> None:
         spread = sum((mean - expected[f"mean@{k}"]) ** 2 for mean in means) / (len(means) - 1)
         expected[f"mean@{k}_ci95"] = 1.959963984540054 * math.sqrt(spread / len(means))
     if k > 1 and means:
+        expected[f"pass@{k}_prompts"] = len(votes)
+    if k > 1 and votes:
         shown = {2: [2], 3: [2, 3], 6: [2, 4, 6], 8: [2, 4, 8]}[k]
         expected |= {f"pass@{j}": sum(passes[j]) / len(passes[j]) for j in shown if j in passes}
         expected[f"majority@{k}"] = sum(votes) / len(votes)
@@ -142,6 +146,7 @@ def test_a_set_of_one_prompt_has_no_interval_and_one_answer_no_estimates() -> No
         "mean@4": 0.5,
         "pass@2": pytest.approx(5 / 6),
         "pass@4": 1.0,
+        "pass@4_prompts": 1,
         "majority@4": 1.0,
     }
     assert estimates_of([1.0], 1, ["a"]) == {"mean@1": 1.0}
@@ -248,16 +253,29 @@ def test_several_sets_have_figures_of_their_own_and_a_mean_over_sets() -> None:
     for one in (few, many):
         for name, value in metrics_of_set(one).items():
             assert found[f"{one.plan.name}/{name}"] == value
-    assert {"few/mean@2", "few/pass@2", "few/majority@2", "many/mean@1", "many/mean@1_ci95"} <= found.keys()
+    assert {"few/mean@2", "few/pass@2", "few/pass@2_prompts", "few/majority@2", "many/mean@1", "many/mean@1_ci95"} <= found.keys()
     assert not {"few/mean@2_ci95", "many/pass@1", "many/majority@1"} & found.keys()
 
 
 def test_an_answer_that_could_not_be_scored_is_in_no_figure() -> None:
     masked = torch.tensor([False, True, False, True])
     found = metrics_of_set(validated("set", 2, [1.0, 0.0, 0.0, 1.0], ["a", "b", "c", "d"], masked=masked))
-    assert (found["accuracy"], found["mean@2"], found["majority@2"]) == (0.5, 0.5, 0.5)
-    assert "pass@2" not in found, "no prompt has two scored answers"
+    assert (found["accuracy"], found["mean@2"], found["pass@2_prompts"]) == (0.5, 0.5, 0)
+    assert not {"pass@2", "majority@2"} & found.keys(), "no prompt has two scored answers"
     assert found["samples"] == 4 and found["truncated"] == 0.25 and found["scored"] == 0.5
+
+
+def test_all_of_pass_at_j_is_over_the_same_prompts() -> None:
+    """A prompt that is never right and lost one of its answers would be in pass@2 alone, which then were smaller than pass@4."""
+    accuracies = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, nan]
+    assert estimates_of(accuracies, 4, ["a"] * 8) == {
+        "mean@4": 0.5,
+        "mean@4_ci95": pytest.approx(0.98, abs=1e-4),
+        "pass@4_prompts": 1,
+        "pass@2": 1.0,
+        "pass@4": 1.0,
+        "majority@4": 1.0,
+    }
 
 
 def test_a_set_of_which_nothing_could_be_scored_has_no_figure() -> None:
