@@ -123,6 +123,7 @@ class CheckpointWriter:
         run_config: kept beside every checkpoint.
         committed: told the step of every checkpoint from which another start would go on.
         before_commit: called when all of a checkpoint is written but its name.
+        metric_notes: of ``require_metric``: whether a step has had the metric (``_HAD``), and whether its absence was said (``_TOLD``).
     """
 
     manager: CheckpointManager
@@ -131,6 +132,7 @@ class CheckpointWriter:
     run_config: Mapping[str, Any] = field(default_factory=dict)
     committed: Callable[[int], None] = lambda step: None
     before_commit: Callable[[], None] = lambda: None
+    metric_notes: set[str] = field(default_factory=set)
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether a checkpoint follows this step; one always follows the last."""
@@ -138,6 +140,9 @@ class CheckpointWriter:
 
     def require_metric(self, metrics: Mapping[str, float]) -> None:
         """Refuse a ``checkpointing.metric_name`` that the run does not have, before a checkpoint would be ranked by it.
+
+        One that an earlier step had, or that is absent from a validation some answers of which could not be scored, is no wrong name: the
+        checkpoint of such a step has no figure, and is the best one only where none has. That is said once.
 
         Args:
             metrics: of a step that was taken; those of a validation tell of its names too.
@@ -147,7 +152,19 @@ class CheckpointWriter:
         """
         name, known = self.manager.metric_name, _ranking_metrics(metrics)
         of_validation = name is not None and name.startswith(_OF_VALIDATION)
-        if name is None or name in {"step", *known} or (of_validation and not any(each.startswith(_OF_VALIDATION) for each in known)):
+        if name is None or name == "step" or (of_validation and not any(each.startswith(_OF_VALIDATION) for each in known)):
+            return
+        if name in known:
+            self.metric_notes.add(_HAD)
+            return
+        if _HAD in self.metric_notes or self.manager.has_metric() or (of_validation and metrics.get(_SCORED, 1.0) < 1):
+            if _TOLD not in self.metric_notes:
+                self.metric_notes.add(_TOLD)
+                logger.warning(
+                    "checkpointing.metric_name = %s is not among the metrics of this step: a checkpoint without it is not taken for the "
+                    "best where another has it. This is not said again",
+                    name,
+                )
             return
         kin = [each for each in known if each.startswith(_OF_VALIDATION) == of_validation]
         alike = difflib.get_close_matches(name, kin, n=3, cutoff=0.5) or sorted(kin)
@@ -174,6 +191,8 @@ class CheckpointWriter:
 
 
 _OF_VALIDATION = ("val_", "validation/")
+_SCORED = "validation/scored"
+_HAD, _TOLD = "had", "told"
 
 
 def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -167,6 +167,7 @@ class CheckpointManager:
             raise CheckpointError(f"checkpointing.keep_top_k = {self.keep_top_k}: must be at least 0. Fix: write null to keep all")
         self._verify_hashes = verify_hashes
         self._committed: set[Path] = set()
+        self._has_told_of_missing = False
         if lock is not None and lock.held and self.checkpoint_dir.is_dir():
             self._tidy()
 
@@ -318,6 +319,10 @@ class CheckpointManager:
                     damaged[path] = problems
                 logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
 
+    def has_metric(self) -> bool:
+        """Whether some checkpoint has a figure under ``metric_name``."""
+        return any(self._metric(path) is not None for _, path in self.checkpoints())
+
     def _metric(self, path: Path) -> float | None:
         if self.metric_name is None:
             return None
@@ -328,7 +333,8 @@ class CheckpointManager:
 
     def _warn_of_missing_metrics(self, metrics: Mapping[int, float | None]) -> None:
         missing = sorted(step for step, value in metrics.items() if value is None)
-        if self.metric_name is not None and missing:
+        if self.metric_name is not None and missing and not self._has_told_of_missing:
+            self._has_told_of_missing = True
             logger.warning("checkpoints of steps %s have no metric %r; among them the most recent are kept", missing, self.metric_name)
 
     def _is_trusted(self, path: Path) -> bool:

@@ -18,7 +18,9 @@ import torch
 
 from megarl.algorithms import evaluate as evaluation_command
 from megarl.algorithms.evaluate import evaluate, result_of, weights_to_evaluate
+from megarl.algorithms.resume import CheckpointWriter
 from megarl.algorithms.run import run
+from megarl.checkpoint.manager import CheckpointManager
 from megarl.cli import main
 from megarl.config import validate_config
 from megarl.config.validation_sets import SetPlan, set_plans
@@ -384,6 +386,58 @@ def test_a_metric_of_no_set_ranks_no_checkpoint(tmp_path: Path, taught: str, dat
     config["checkpointing"]["metric_name"] = "validation/sums/mean@8"
     with pytest.raises(ConfigError, match=r"'validation/sums/mean@8': this run has no such metric\. Fix: write validation/sums/mean@4"):
         run(config, PolicyMaker())
+
+
+LOSES_ANSWERS = """
+from megarl.rollout.environment import EnvironmentReturn
+
+class Judge:
+    def __init__(self, section): self.lost, self.validations = section["options"]["lost"], 0
+
+    def step(self, turn):
+        count = len(turn.responses)
+        # a step has 12 responses, a validation 6, 6 and 2
+        masked = [count != 12 and self.validations in self.lost and place % 2 == 0 for place in range(count)]
+        self.validations += count == 2
+        return EnvironmentReturn([float(len(text) % 2) for text in turn.responses], [True] * count, masked)
+
+    def fault_of_reference(self, answer): return None
+
+    def close(self): pass
+"""
+
+
+@pytest.mark.parametrize(("lost", "best"), [([1], 4), ([2], 2), ([0, 1], 4), ([0, 1, 2], 4)])
+def test_a_figure_that_a_validation_has_not_ends_no_run(
+    lost: list[int], best: int, tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One answer of each prompt cannot be scored, so that there is no pass@2: of that step, of the first ones, of all."""
+    config = make_config("grpo", tmp_path, model, data, val_num_generations_per_prompt=2)
+    (tmp_path / "judge.py").write_text(LOSES_ANSWERS)
+    config["env"] = {"environment": f"{tmp_path / 'judge.py'}:Judge", "options": {"lost": lost}}
+    config["policy"]["generation"]["val_temperature"] = 1.0
+    config["checkpointing"] |= {"metric_name": "val_pass@2", "export_hf": False}
+    assert run(config, PolicyMaker()) == 0
+    logged = rows(tmp_path)
+    assert [place for place, row in enumerate(logged[::2]) if "validation/pass@2" not in row] == lost
+    assert [logged[2 * place]["validation/scored"] for place in lost] == [0.5] * len(lost)
+    manager = CheckpointManager({**config["checkpointing"], "checkpoint_dir": tmp_path / "checkpoints"})
+    assert manager.get_best_checkpoint_path() == tmp_path / "checkpoints" / f"step_{best}"
+    assert caplog.text.count("checkpointing.metric_name = val_pass@2 is not among the metrics") == 1
+
+
+def test_a_metric_that_an_earlier_launch_had_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager({"checkpoint_dir": tmp_path, "metric_name": "train/of_mine", "keep_top_k": 1})
+    writer = CheckpointWriter(manager, {}, 1)
+    with pytest.raises(ConfigError, match="this run has no such metric"):
+        writer.require_metric({"train/loss": 1.0})
+    for step, metrics in enumerate(({"train/of_mine": 0.5}, {"train/loss": 1.0}, {"train/loss": 1.0}), 1):
+        later = CheckpointWriter(manager, {}, 1)
+        later.require_metric(metrics)
+        with later.saving(step, {}, metrics):
+            pass
+    assert manager.get_best_checkpoint_path() == tmp_path / "step_1"
+    assert caplog.text.count("have no metric 'train/of_mine'") == 1
 
 
 def test_a_validation_of_one_set_is_cut_to_its_first_prompts(tmp_path: Path, taught: str, data: str) -> None:
