@@ -54,13 +54,34 @@ with os.fdopen(int(sys.argv[1])) as file:
 told = int(sys.argv[2])
 sys.argv = ["program.py"]
 names = {"__name__": "program" if task["function"] or task["statement"] else "__main__"}
+given = {}
+if task["given_names"]:
+    import builtins
+    for module in task["given_names"]:
+        loaded = __import__(module)
+        public = getattr(loaded, "__all__", None) or [name for name in vars(loaded) if not name.startswith("_")]
+        given.update((name, getattr(loaded, name)) for name in public if not hasattr(builtins, name))
+    given.update((name, __import__(name)) for name in task["given_modules"])
+    if "Solution" not in task["code"]:
+        given.pop(task["function"], None)
+names.update(given)
 exec(compile(task["code"], "program.py", "exec"), names)
 if task["function"]:
-    function = names.get(task["function"]) or getattr(names["Solution"](), task["function"])
+    name = task["function"]
+    # what was given is no answer, should the function have its name
+    own = names.get(name) if names.get(name) is not given.get(name) else None
+    function = own or getattr(names["Solution"](), name)
     os.write(told, json.dumps(function(*task["arguments"])).encode())
 elif task["statement"]:
     exec(compile(task["statement"], "test.py", "exec"), names)
     os.write(told, task["proof"].encode())
+"""
+
+_GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
+_GIVEN_MODULES = (*_GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
+"""What a program finds imported that stands for a method of ``Solution``, or a function that is called, as on the site that such tasks come
+from: all names of the former (of two modules that have one, the later module's), which hide none of Python's own; and each of the latter
+under its own name, where the program writes ``name.``, since ``bisect`` is a function too.
 """
 
 
@@ -207,7 +228,16 @@ def _lines(text: Any) -> str:
 
 def _passes(code: str, test: Test, limits: Limits) -> bool:
     proof = os.urandom(16).hex()
-    task = {"code": code, "function": test.function, "arguments": test.arguments, "statement": test.statement, "proof": proof}
+    is_part = bool(test.function) or "Solution(" in test.statement
+    task = {
+        "code": code,
+        "function": test.function,
+        "arguments": test.arguments,
+        "statement": test.statement,
+        "proof": proof,
+        "given_names": _GIVEN_NAMES if is_part else (),
+        "given_modules": [name for name in _GIVEN_MODULES if is_part and re.search(rf"(?<![\w.]){name}\.", code)],
+    }
     with _file(json.dumps(task)) as source, _file(test.given) as given, _file() as written, _file() as told:
         command = [sys.executable, "-s", "-P", "-c", _PROGRAM, str(source.fileno()), str(told.fileno())]
         ended_well = run(command, limits, given, written, (source.fileno(), told.fileno())) == 0

@@ -28,7 +28,7 @@ def fenced(code: str, before: str = "") -> str:
 
 def result_of(code: str, limits: Limits) -> str:
     """What a program writes; empty where it does not end well."""
-    task = json.dumps({"code": code, "function": "", "statement": ""})
+    task = json.dumps({"code": code, "function": "", "statement": "", "given_names": [], "given_modules": []})
     with programs._file(task) as source, programs._file() as given, programs._file() as written, programs._file() as told:
         ends = (source.fileno(), told.fileno())
         command = [programs.sys.executable, "-s", "-P", "-c", programs._PROGRAM, *map(str, ends)]
@@ -76,6 +76,57 @@ def test_tests_of_every_form(code: str, tests: str, score: float, share: float) 
     assert fault_of_tests(tests) is None
     assert judge(fenced(code), tests, PLAIN) == score
     assert judge(fenced(code), tests, PLAIN, partial=True) == share
+
+
+LEETCODE = """
+class Solution:
+    def run(self, numbers: List[int], most: Optional[int] = None) -> Dict[str, int]:
+        @cache
+        def total(place: int) -> int:
+            return 0 if place == len(numbers) else numbers[place] + total(place + 1)
+
+        counts, heap, queue = Counter(numbers), list(numbers), deque(numbers)
+        heapify(heap)
+        groups = defaultdict(list)
+        for number in accumulate(numbers):
+            groups[number % 2].append(number)
+        left = bisect_left(sorted(numbers), 2) + bisect.bisect_right(sorted(numbers), 2)
+        found = reduce(gcd, numbers), sqrt(16), inf, itemgetter(0)(queue), collections.OrderedDict(), math.pi, re.sub("a", "b", "a")
+        most = max(counts.values())
+        return {"total": total(0), "least": heappop(heap), "left": left, "power": pow(2, 5, 5), "most": most, "found": len(found)}
+"""
+
+
+@pytest.mark.parametrize("form", ["calls", "statements"])
+def test_a_method_of_solution_finds_what_its_site_imports(form: str) -> None:
+    """pow stays Python's own, of three arguments, and bisect is the module where the program takes something of it."""
+    expected = {"total": 8, "least": 1, "left": 4, "power": 2, "most": 2, "found": 7}
+    statements = [f"assert Solution().run([2, 1, 3, 2]) == {expected}"]
+    calls = {"fn_name": "run", "inputs": [[[2, 1, 3, 2]]], "outputs": [expected]}
+    assert judge(fenced(LEETCODE), json.dumps(calls if form == "calls" else statements), PLAIN) == 1.0
+    other = "def add(a: List[int], b) -> int:\n    return a + bisect([1, 2, 3], b)"
+    assert judge(fenced(other), json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}), PLAIN) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "score"),
+    [
+        ("def other(): ...", 0.0),
+        ("class Solution:\n    def other(self): ...", 0.0),
+        ("from math import gcd", 1.0),
+        ("class Solution:\n    def gcd(self, a, b):\n        return gcd(a, b)", 1.0),
+        ("class Solution:\n    def gcd(self, a, b):\n        return 2", 0.0),
+        ("def gcd(a, b):\n    return a if b == 0 else gcd(b, a % b)", 1.0),
+    ],
+)
+def test_what_a_program_is_given_does_not_answer_for_it(code: str, score: float) -> None:
+    """The function that is asked for may have the name of one that is imported."""
+    assert judge(fenced(code), json.dumps({"fn_name": "gcd", "inputs": [[12, 18]], "outputs": [6]}), PLAIN) == score
+
+
+def test_a_whole_program_imports_what_it_needs() -> None:
+    assert judge(fenced("print(gcd(4, 6))"), json.dumps({"inputs": [""], "outputs": ["2"]}), PLAIN) == 0.0
+    assert judge(fenced("def add(a, b):\n    return gcd(a, b)"), json.dumps(["assert add(4, 6) == 2"]), PLAIN) == 0.0
 
 
 def test_the_last_block_that_ends_is_the_program() -> None:
