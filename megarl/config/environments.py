@@ -67,7 +67,13 @@ class RewardOptions(TypedDict):
         Annotated[int, Key("`code`: MB of a file, and in namespaces of all files that a program writes; 16 when absent.", AT_LEAST_1)]
     ]
     partial: NotRequired[
-        Annotated[bool, Key("`code`: the score is the share of the tests that pass; when absent all of them have to, for 1.")]
+        Annotated[
+            bool,
+            Key(
+                "`code`: the score is the share of the tests that pass, each of which has a part of ``timeout_s``; when absent all of them "
+                "have to, for 1."
+            ),
+        ]
     ]
     isolation: NotRequired[
         Annotated[
@@ -173,7 +179,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("max_response_length",),
         "overlong": ("max_response_length", "overlong_buffer_length"),
         "http": ("url", "attempts", "timeout_s"),
-        "code": ("code_timeout_s", "memory_mb", "max_processes", "max_file_mb", "partial", "isolation"),
+        "code": ("code_timeout_s", "memory_mb", "max_processes", "max_file_mb", "partial", "isolation", "timeout_s"),
     }
 )
 """Name of each built-in reward to the options that it reads."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import resource
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,9 @@ _START_SECONDS = 120.0
 _OPEN_FILES = 64
 _LONGEST_OUTPUT = 1 << 24
 """Bytes of a program's output that are compared; more are wrong."""
+
+_LEAST_SECONDS = 0.05
+"""In which no program starts, so that a test with no more is not begun."""
 
 _STOPPED = 125
 """Exit code of a supervisor that ended its program."""
@@ -123,7 +127,7 @@ class Test:
     statement: str = ""
 
 
-def judge(response: str, answer: str, limits: Limits, partial: bool = False) -> float:
+def judge(response: str, answer: str, limits: Limits, partial: bool = False, seconds: float = math.inf) -> float:
     """1.0 when the program of a response passes all tests, else 0.0.
 
     Args:
@@ -131,6 +135,8 @@ def judge(response: str, answer: str, limits: Limits, partial: bool = False) -> 
         answer: the tests, see ``tests_of``.
         limits: of the program, for each test.
         partial: return the share of the tests that pass.
+        seconds: for all tests together, with ``partial``: each has its part of what is left, so that one that does not end leaves time for
+            the others, and those that were cut short have what is left in the end. A test whose time does not come has not passed.
 
     Raises:
         RewardError: the program cannot be started, for a reason that is not its own.
@@ -139,8 +145,26 @@ def judge(response: str, answer: str, limits: Limits, partial: bool = False) -> 
     code = program_in(response)
     if code is None:
         return 0.0
-    results = (_passes(code, test, limits) for test in tests)
-    return sum(results) / len(tests) if partial else float(all(results))
+    if partial:
+        return _number_passed(code, tests, limits, time.monotonic() + seconds) / len(tests)
+    return float(all(_passes(code, test, limits) is True for test in tests))
+
+
+def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: float) -> int:
+    passed, waiting = 0, [(test, 0.0) for test in tests]
+    while waiting:
+        cut_short = list[tuple[Test, float]]()
+        for place, (test, before) in enumerate(waiting):
+            granted = min(limits.seconds, (deadline - time.monotonic()) / (len(waiting) - place))
+            # no more than it had says nothing new
+            if granted <= max(before, _LEAST_SECONDS):
+                continue
+            result = _passes(code, test, replace(limits, seconds=granted))
+            passed += result is True
+            if result is None and granted < limits.seconds:
+                cut_short.append((test, granted))
+        waiting = cut_short
+    return passed
 
 
 def program_in(response: str) -> str | None:
@@ -226,7 +250,8 @@ def _lines(text: Any) -> str:
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
-def _passes(code: str, test: Test, limits: Limits) -> bool:
+def _passes(code: str, test: Test, limits: Limits) -> bool | None:
+    """Whether a test passes; None where the program was ended for what it took."""
     proof = os.urandom(16).hex()
     is_part = bool(test.function) or "Solution(" in test.statement
     task = {
@@ -240,7 +265,10 @@ def _passes(code: str, test: Test, limits: Limits) -> bool:
     }
     with _file(json.dumps(task)) as source, _file(test.given) as given, _file() as written, _file() as told:
         command = [sys.executable, "-s", "-P", "-c", _PROGRAM, str(source.fileno()), str(told.fileno())]
-        ended_well = run(command, limits, given, written, (source.fileno(), told.fileno())) == 0
+        ended = run(command, limits, given, written, (source.fileno(), told.fileno()))
+        if ended == _STOPPED:
+            return None
+        ended_well = ended == 0
         if test.function:
             return ended_well and _returned(_text(told), test.expected)
         return ended_well and (_text(told) == proof if test.statement else same_output(_text(written), test.expected))

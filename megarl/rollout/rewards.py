@@ -42,6 +42,9 @@ _LARGEST_REPLY = 1 << 20
 _LONGEST_PAUSE = 0.5
 """Seconds before the second request at most."""
 
+_SHARE_OF_TESTS = 0.9
+"""Of the time for a response that its tests may take where each counts; the rest is for what is around them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -191,6 +194,7 @@ def _code(
     max_file_mb: int = 16,
     partial: bool = False,
     isolation: str = "required",
+    timeout_s: float = 5.0,
 ) -> Reward:
     fault = programs.fault_of_isolation()
     if fault is not None and isolation == "required":
@@ -205,7 +209,10 @@ def _code(
         if fault
         else ""
     )
-    return Reward(lambda task: programs.judge(task.response, task.answer, limits, partial), programs.fault_of_tests, notice=notice)
+    seconds = _SHARE_OF_TESTS * timeout_s
+    return Reward(
+        lambda task: programs.judge(task.response, task.answer, limits, partial, seconds), programs.fault_of_tests, notice=notice
+    )
 
 
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(

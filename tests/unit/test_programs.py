@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,15 +270,52 @@ def test_a_pool_tests_programs() -> None:
     """Through the pool, where the limit of all tests is over while a program runs: it is gone, and the next answer is judged."""
     mark = f"megarl-test-pool-{os.getpid()}"
     sleeps = starts(mark) + "import time\ntime.sleep(600)"
-    options = {"isolation": "preferred", "code_timeout_s": 600.0, "partial": True}
-    pool = RewardPool([RewardSpec("code", options, timeout_s=2.0)], 1)
+    options = {"isolation": "preferred", "code_timeout_s": 600.0}
+    pool = RewardPool(
+        [RewardSpec("code", options, timeout_s=2.0), RewardSpec("code", {**options, "partial": True, "timeout_s": 4.0}, 4.0)], 1
+    )
     try:
-        tasks = [Task(fenced(code), TEXT) for code in (ADDS, sleeps, ADDS.replace("a + b", "3"))]
-        scores = pool.score([(0, task) for task in tasks])
-        assert [(score.value, score.fault) for score in scores] == [(1.0, None), (None, "timeout"), (0.5, None)]
+        some = starts(mark) + ADDS.replace("print", "while a == 1: pass\nprint")
+        tasks = [(0, ADDS), (0, sleeps), (0, ADDS.replace("a + b", "3")), (1, some), (1, ADDS.replace("a + b", "3"))]
+        scores = pool.score([(which, Task(fenced(code), TEXT)) for which, code in tasks])
+        found = [(score.value, score.fault) for score in scores]
+        assert found == [(1.0, None), (None, "timeout"), (0.0, None), (0.5, None), (0.5, None)]
         assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    ("needs", "seconds", "passed"),
+    [
+        ([9e9, 1, 1, 1], 10.0, 3),  # one that does not end costs itself alone
+        ([1, 9e9, 1, 9e9], 10.0, 2),
+        ([3.5, 1, 1, 1], 10.0, 4),  # a slow one has what the others left
+        ([3.5, 3.5, 0.1, 0.1], 10.0, 3),
+        ([3.5, 3.5, 3.5, 0.1], 10.0, 1),  # until there is nothing left
+        ([5, 1, 1, 1], 100.0, 3),  # no more than a test may have
+        ([9e9] * 4, 10.0, 0),
+        ([1], 10.0, 1),
+        ([1] * 4, 0.0, 0),
+    ],
+)
+def test_a_test_that_does_not_end_leaves_the_others_their_time(
+    needs: list[float], seconds: float, passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on only where a test runs."""
+    now, runs = [0.0], list[float]()
+
+    def takes(code: str, test: programs.Test, limits: Limits) -> bool | None:
+        needed = needs[int(test.given)]
+        runs.append(limits.seconds)
+        now[0] += min(needed, limits.seconds)
+        return True if needed <= limits.seconds else None
+
+    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(programs, "_passes", takes)
+    tests = json.dumps({"inputs": list(map(str, range(len(needs)))), "outputs": [""] * len(needs)})
+    assert judge(fenced(ADDS), tests, Limits(4.0), partial=True, seconds=seconds) == passed / len(needs)
+    assert now[0] <= seconds and max(runs, default=0.0) <= 4.0
 
 
 def test_isolation_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
