@@ -141,7 +141,7 @@ class SingleTurn:
                 logger.warning("%s: %s", key, reward.notice)
             place = None if reward.is_immediate else len(pooled)
             self._parts.append(_Part(key.rpartition(".")[2], inner.get("weight", 1.0), spec, reward, place))
-            pooled += [] if reward.is_immediate else [spec]
+            pooled += [] if reward.is_immediate else [replace(spec, options={**spec.options, **reward.settled})]
         self._pool: RewardPool | None = None
         if pooled:
             processes = section["processes"] or min(os.cpu_count() or 1, 8)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import math
 import os
 import re
@@ -35,6 +36,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.errors import RewardError
+
+logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
@@ -319,7 +322,7 @@ def _same_number(written: str, expected: str) -> bool:
 
 @lru_cache(maxsize=1)
 def fault_of_isolation() -> str | None:
-    """Why programs cannot be isolated here; None where they can. Found by running one."""
+    """Why programs cannot be isolated here; None where they can. Found by running one, and said once in the log where they can."""
     if sys.platform != "linux":
         return "only Linux has namespaces"
     # by a process of its own: this one may have threads, beside which no Python should run between fork and exec
@@ -330,7 +333,10 @@ def fault_of_isolation() -> str | None:
         return f"{type(error).__name__}: {error}"
     if found.returncode:
         return (found.stderr.strip().splitlines() or [f"exit code {found.returncode}"])[-1]
-    return found.stdout.strip() or None
+    if found.stdout.strip():
+        return found.stdout.strip()
+    logger.info("programs of the model run in namespaces of their own: no network, no other processes, no files of the machine to write to")
+    return None
 
 
 def main() -> None:

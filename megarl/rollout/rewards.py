@@ -104,6 +104,8 @@ class Reward:
         notice: what a user has to know before it is used; empty for nothing.
         final_answer: what a response answers in the end, as a text that equal answers share, by which a majority votes; None where it has
             no answer. Itself None where the reward knows of none.
+        settled: options beside those of the configuration that the driver has decided, for the processes of the pool, of which each would
+            find out by itself otherwise, and perhaps something else.
     """
 
     judge: Callable[[Task], Any]
@@ -113,6 +115,7 @@ class Reward:
     tells_right_from_wrong: bool = True
     notice: str = ""
     final_answer: Callable[[str], str | None] | None = None
+    settled: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _exact_match(strip: bool = True) -> Reward:
@@ -195,15 +198,22 @@ def _code(
     partial: bool = False,
     isolation: str = "required",
     timeout_s: float = 5.0,
+    isolated: bool | None = None,
 ) -> Reward:
-    fault = programs.fault_of_isolation()
+    """The reward ``code``; ``isolated`` is what the driver has decided, None where this process is to decide.
+
+    Where it is decided, a program that cannot be isolated later on is not run: that raises a RewardError for its sample.
+    """
+    fault = programs.fault_of_isolation() if isolated is None else None
     if fault is not None and isolation == "required":
         fix = (
             "allow user namespaces on the driver's machine, or write preferred, with which programs could reach the network, write files "
             "and end other processes"
         )
         raise ConfigError([Violation("env.isolation", isolation, f"programs of a model cannot be isolated here: {fault}", fix)])
-    limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated=fault is None)
+    if isolated is None:
+        isolated = fault is None
+    limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated=isolated)
     notice = (
         f"programs of the model are not isolated ({fault}): they could reach the network, write files and end other processes"
         if fault
@@ -211,7 +221,10 @@ def _code(
     )
     seconds = _SHARE_OF_TESTS * timeout_s
     return Reward(
-        lambda task: programs.judge(task.response, task.answer, limits, partial, seconds), programs.fault_of_tests, notice=notice
+        lambda task: programs.judge(task.response, task.answer, limits, partial, seconds),
+        programs.fault_of_tests,
+        notice=notice,
+        settled={"isolated": isolated},
     )
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from megarl.errors import ConfigError, RewardError
 from megarl.rollout import programs
+from megarl.rollout.environment import SingleTurn
 from megarl.rollout.programs import Limits, fault_of_isolation, fault_of_tests, judge, same_output
-from megarl.rollout.reward_pool import RewardPool
+from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
 
 PLAIN = Limits(seconds=20.0, isolated=False)
@@ -325,6 +326,37 @@ def test_isolation_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
     reward = get_reward(RewardSpec("code", {"isolation": "preferred"}))
     assert "could reach the network" in str(reward.notice)
     assert reward.judge(Task(fenced(ADDS), TEXT)) == 1.0
+
+
+@pytest.mark.parametrize("fault", [None, "unshare: Operation not permitted"])
+def test_the_driver_alone_decides_whether_programs_are_isolated(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "fault_of_isolation", lambda: fault)
+    section = {"reward": "code", "isolation": "preferred", "on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0}
+    environment = SingleTurn(section)
+    try:
+        assert environment._pool is not None
+        [spec] = environment._pool.specs
+        assert spec.options["isolated"] is (fault is None)
+    finally:
+        environment.close()
+    # a process of the pool, also one that takes the place of another, does not look for itself
+    monkeypatch.setattr(programs, "fault_of_isolation", lambda: pytest.fail("it looked for itself"))
+    get_reward(spec)
+
+
+def test_programs_that_can_be_isolated_no_more_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is neither scored 0 nor run without protection: the error leaves its sample out."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "unshare: No space left on device")
+
+    monkeypatch.setattr(programs, "_hideable", lambda: ("/tmp",))
+    monkeypatch.setattr(programs, "_enter_namespaces", refuse)
+    spec = RewardSpec("code", {"isolation": "preferred", "isolated": True})
+    mark = tmp_path / "was-run"
+    score = score_of(get_reward(spec), Task(fenced(f"open({str(mark)!r}, 'w')"), TEXT), spec)
+    assert (score.value, score.fault) == (None, "error") and "unshare: No space left on device" in score.message
+    assert not mark.exists()
 
 
 def test_a_program_that_cannot_be_started_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
