@@ -32,7 +32,8 @@ class SampleLog:
     (without), ``reference``, ``reward``, ``rewards`` (its parts by name, without weights), ``accuracy``, ``advantage``, ``length``
     (tokens of the answer), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute difference
     of the log-probabilities of engine and policy), ``weight_version`` and, where they are asked for, ``prompt_ids`` and ``answer_ids``.
-    What is not known is null, an infinite number the text ``inf``. Texts longer than ``max_characters`` lose their middle.
+    What is not known is null, as reward and accuracy of a sample that the environment masked; an infinite number is the text ``inf``. Texts
+    longer than ``max_characters`` lose their middle.
 
     Attributes:
         files: where they go.
@@ -116,9 +117,8 @@ class SampleLog:
         masked = (samples["sample_mask"][:number] == 0).tolist()
         columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
         versions = samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
-        figures = {name: _numbers(values) for name, values in known.items()} | {"reward": _numbers(samples["reward"][:number])}
-        if "accuracy" in samples:
-            figures["accuracy"] = _numbers(samples["accuracy"][:number])
+        judged = {name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan) for name in _JUDGED if name in samples}
+        figures = {name: _numbers(values) for name, values in {**known, **judged}.items()}
         parts = {name.removeprefix(PART): _numbers(samples[name][:number]) for name in samples if name.startswith(PART)}
         rows: list[dict[str, Any]] = []
         before: Example | None = None
@@ -152,7 +152,8 @@ class SampleLog:
 
 
 _COLUMNS = {"length": "generation_lengths", "truncated": "truncated"}
-_FIGURES = ("reward", "accuracy", "advantage", "mismatch")
+_JUDGED = ("reward", "accuracy")
+_FIGURES = (*_JUDGED, "advantage", "mismatch")
 
 
 def _token_ids(samples: BatchedDataDict[Any], row: int, record: Example) -> dict[str, list[int]]:

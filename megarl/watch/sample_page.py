@@ -57,7 +57,8 @@ const make = (tag, name, text) => {
 };
 const known = value => value !== null && value !== undefined;
 const number = value => value === "inf" ? Infinity : value === "-inf" ? -Infinity : typeof value === "number" ? value : NaN;
-const short = value => typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value);
+const short = value => !known(value) ? "none"
+  : typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value);
 
 const matches = (row, wanted) =>
   (!wanted.text || (row.prompt + "\n" + row.answer).toLowerCase().includes(wanted.text.toLowerCase())) &&
@@ -78,7 +79,7 @@ const identity = row => JSON.stringify([row.set ?? null, row.record ?? null, row
 const figures = row => {
   const line = make("div", "figures");
   const shown = {};
-  for (const name of ["reward", "accuracy", "advantage", "mismatch"]) if (known(row[name])) shown[name] = row[name];
+  for (const name of ["reward", "accuracy", "advantage", "mismatch"]) if (name === "reward" || known(row[name])) shown[name] = row[name];
   for (const [name, value] of Object.entries(row.rewards || {})) shown["part " + name] = value;
   for (const [name, value] of Object.entries(shown)) line.append(make("span", "", name + " " + short(value)));
   line.append(make("span", "", row.length + " tokens"));

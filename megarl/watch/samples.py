@@ -190,7 +190,7 @@ _SHOWN: tuple[tuple[str, str], ...] = (("reward", "reward"), ("accuracy", "accur
 def _figures(row: Sample) -> Text:
     """One line of figures."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
-    figures = {title: row.get(name) for name, title in _SHOWN if row.get(name) is not None} | dict(parts or {})
+    figures = {title: row.get(name) for name, title in _SHOWN if name == "reward" or row.get(name) is not None} | dict(parts or {})
     words = [f"{_plain(name)} {_plain(value)}" for name, value in figures.items()]
     words.append(f"{_plain(row.get('length'))} tokens")
     words += [f"weights {_plain(row['weight_version'])}"] if row.get("weight_version") is not None else []
@@ -205,6 +205,8 @@ def _figures(row: Sample) -> Text:
 
 def _plain(value: Any) -> str:
     """A value of a file in a line of figures, where anything may stand in it."""
+    if value is None:
+        return "none"
     if isinstance(value, float):
         return format_number(value)
     return UNSAFE.sub(_by_number, str(value)).replace("\n", " ")

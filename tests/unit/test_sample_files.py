@@ -348,7 +348,7 @@ def rollouts_of(prompts: int, generations: int, first: int = 0) -> Rollouts:
             "accuracy": torch.tensor([math.nan] + [1.0] * (count - 1)),
             "reward/right": torch.tensor([1.0] * (count - 1) + [math.nan]),
             "weight_version": torch.full((count,), 8),
-            "masked": torch.zeros(count, dtype=torch.bool),
+            "masked": torch.tensor([False] * (count - 2) + [True, False]),
         }
     )
     return Rollouts(samples, [record for record in records for _ in range(generations)], {})
@@ -394,6 +394,8 @@ def test_what_is_not_known_is_null_and_numbers_are_those_of_the_batch(tmp_path: 
     assert (third["record"], third["source"], third["prompt"], third["group"]) == (4, "two", "w7 w8 w1", 1)
     assert (third["masked"], last["masked"], last["length"], last["mismatch"], last["rewards"]) == (True, True, 0, None, {"right": None})
     assert last["answer_ids"] == []
+    assert (third["reward"], third["accuracy"]) == (None, None)
+    assert (last["reward"], last["accuracy"]) == (0.1, 1.0), "no answer, but scored"
 
 
 def test_a_validation_of_several_sets_in_parts_is_one_file(tmp_path: Path) -> None:

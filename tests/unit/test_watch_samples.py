@@ -101,6 +101,14 @@ def test_the_newest_step_is_shown_with_each_prompt_once(run_dir: Path) -> None:
     assert "right 0.000  form 1.000  1 tokens  weights 1  truncated  masked" in text and "environment math" in text
 
 
+def test_a_masked_sample_has_no_reward(run_dir: Path) -> None:
+    add_samples(run_dir, 3, [sample(3, 0, reward=None, masked=True, rewards={"right": None}), sample(3, 1)])
+    text = shown(run_dir)
+    assert "answer 0  reward none  advantage 0.500  mismatch 0.0010  right none  10 tokens  weights 2  masked" in text
+    assert answers(shown(run_dir, order="worst")) == ["answer 1.0 at 3"]
+    assert answers(shown(run_dir, order="longest")) == ["answer 0.0 at 3", "answer 1.0 at 3"]
+
+
 @pytest.mark.parametrize(
     ("order", "wanted"),
     [
@@ -279,6 +287,18 @@ def test_damaged_files_cost_the_page_nothing_else(run_dir: Path) -> None:
     assert list(data["validation"]["steps"]) == ["0", "2"]
     (run_dir / "samples" / "validation_step_5.jsonl").mkdir()
     assert samples_panel(run_dir) == ""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js to run the script of the page")
+def test_the_page_says_that_a_masked_sample_has_no_reward(run_dir: Path) -> None:
+    script = Elements(samples_panel(run_dir)).scripts[1]
+    known = script[script.index("const known") : script.index("const matches")]
+    figures = script[script.index("const figures") : script.index("const place")]
+    made = "const make = (tag, name, text) => ({text, parts: [], append(...parts) { this.parts.push(...parts); }});\n"
+    row = sample(3, 0, reward=None, masked=True, rewards={"right": None})
+    asked = f"console.log(JSON.stringify(figures({json.dumps(row)}).parts.map(part => part.text)))"
+    said = subprocess.run(["node", "-e", made + known + figures + asked], capture_output=True, text=True, check=True).stdout
+    assert {"reward none", "part right none", "masked"} <= set(json.loads(said))
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js to run the script of the page")
