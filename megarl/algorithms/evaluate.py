@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 import time
@@ -28,6 +29,7 @@ from megarl.config.algorithms import generates, own_section
 from megarl.config.report import WIDTH, layout_table, validation_table
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
+from megarl.config.validation_sets import SetPlan, set_plans
 from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
 from megarl.observe.timing import PhaseTimer
 
@@ -131,22 +133,62 @@ def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> d
     metrics = validation_metrics(evaluation.validated)
     return {
         "megarl": __version__,
-        "model": config["policy"]["model_name"],
-        "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
-        "step": None if weights.checkpoint is None else weights.step,
+        **_weights_of(config, weights),
         "engine": config["policy"]["generation"]["backend"],
         "seconds": evaluation.seconds,
         "metrics": {f"validation/{name}": value for name, value in metrics.items()},
         "sets": {
             each.plan.name: {
-                "answers_a_prompt": each.plan.generations,
-                **{name: getattr(each.plan, name) for name in ("temperature", "top_p", "top_k")},
+                **_sampling_of(each.plan),
                 "not_scored": int(each.accuracies.isnan().sum()),
                 **metrics_of_set(each),
             }
             for each in evaluation.validated
         },
     }
+
+
+def _weights_of(config: Config, weights: ResumePoint) -> dict[str, Any]:
+    """Which weights were evaluated; a model's directory by its whole path."""
+    model = config["policy"]["model_name"]
+    return {
+        "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
+        "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
+        "step": None if weights.checkpoint is None else weights.step,
+    }
+
+
+def _sampling_of(plan: SetPlan) -> dict[str, Any]:
+    """How a set was sampled."""
+    return {
+        "answers_a_prompt": plan.generations,
+        **{name: getattr(plan, name) for name in ("temperature", "top_p", "top_k", "max_prompts")},
+    }
+
+
+def result_path(config: Config, weights: ResumePoint) -> Path:
+    """Where a result goes that is not sent elsewhere: ``evaluations/step_40.json`` of the run's directory, or with the name of the model.
+
+    Where that file has a result of other weights, of other sets or of another way to sample them, ``step_40-2.json`` or the next name
+    without such a result: what is measured again replaces what was measured before, and nothing else.
+    """
+    model = config["policy"]["model_name"]
+    name = f"step_{weights.step}" if weights.checkpoint is not None else Path(model).name
+    directory = Path(config["run_dir"]) / DIRECTORY
+    of_this = {**_weights_of(config, weights), "sets": {plan.name: _sampling_of(plan) for plan in set_plans(config)}}
+    paths = itertools.chain([directory / f"{name}.json"], (directory / f"{name}-{number}.json" for number in itertools.count(2)))
+    return next(path for path in paths if not path.exists() or _is_result_of(path, of_this))
+
+
+def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
+    """Whether a file has a result of these weights, sets and ways to sample them."""
+    try:
+        found = json.loads(path.read_bytes())
+        same_weights = all(found[key] == value for key, value in of_this.items() if key != "sets")
+        sets = {name: {key: figures[key] for key in of_this["sets"][name]} for name, figures in found["sets"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return bool(same_weights and sets == of_this["sets"])
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
@@ -178,8 +220,7 @@ def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: b
     """
     check_evaluation(config)
     weights = weights_to_evaluate(checkpoint)
-    name = Path(config["policy"]["model_name"]).name if checkpoint is None else f"step_{weights.step}"
-    path = out or Path(config["run_dir"]) / DIRECTORY / f"{name}.json"
+    path = out or result_path(config, weights)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     if dry_run:
         _describe(config, weights, path, console)

@@ -65,8 +65,9 @@ def test_a_checkpoint_and_its_export_have_the_figures_of_the_run(backend: str, m
     assert 0 < logged["validation/validation/mean@8"] < 1 and logged["validation/others/samples"] == 9
     checkpoint, exported = run_dir / "checkpoints" / "step_2", run_dir / "hf" / "step_2"
     for weights in (["--checkpoint", str(checkpoint)], ["--model", str(exported)]):
-        program("eval", *config, *weights)
-        result = json.loads((run_dir / "evaluations" / "step_2.json").read_text())
+        path = Path(program("eval", *config, *weights).rpartition("written to ")[2].strip())
+        assert path.name == ("step_2.json" if weights[0] == "--checkpoint" else "step_2-2.json")
+        result = json.loads(path.read_text())
         assert result["metrics"] == logged
         assert (result["checkpoint"], result["step"]) == ((str(checkpoint), 2) if weights[0] == "--checkpoint" else (None, None))
     assert len(read_rows(run_dir)) == 2, "an evaluation logs nothing into the run"

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -500,6 +501,28 @@ def test_the_command_prints_a_table_and_writes_json(
     assert main(["eval", file, "--json", str(tmp_path / "there.json")]) == 0
     assert json.loads((tmp_path / "there.json").read_text())["model"] == model
     assert not list((tmp_path / "run").glob("checkpoints")), "nothing but the result is left"
+
+
+def test_a_result_replaces_none_of_other_weights(tmp_path: Path, taught: str, model: str, data: str) -> None:
+    """Two models of one name, another checkpoint of that step, other sampling, a file that is none: each has its own, found again."""
+    run(make_config("grpo", tmp_path / "other", model, data, max_num_steps=2, val_period=0, val_at_start=False), PolicyMaker())
+    steps = [tmp_path / name / "checkpoints" / "step_2" for name in ("other", "moved")]
+    shutil.copytree(steps[0], steps[1])
+    twin = shutil.copytree(taught, tmp_path / "twin" / Path(taught).name)
+    config = several_sets(tmp_path / "run", taught, data, max_val_samples=2)
+    fewer = several_sets(tmp_path / "run", taught, data, max_val_samples=1)
+    cases = [(config, None), (several_sets(tmp_path / "run", str(twin), data, max_val_samples=2), None), (fewer, None)]
+    cases += [(config, checkpoint) for checkpoint in steps]
+    names = [f"step_{TAUGHT}", f"step_{TAUGHT}-2", f"step_{TAUGHT}-3", "step_2", "step_2-3"]
+    directory = tmp_path / "run" / "evaluations"
+    directory.mkdir(parents=True)
+    (directory / "step_2-2.json").write_text("notes")
+    for _ in range(2):
+        for (case, checkpoint), name in zip(cases, names, strict=True):
+            checked, weights = validate_config(case), weights_to_evaluate(checkpoint)
+            path = evaluation_command.result_path(checked, weights)
+            assert path == directory / f"{name}.json"
+            path.write_text(json.dumps(result_of(evaluate(checked, weights, PolicyMaker()), checked, weights)))
 
 
 @pytest.mark.parametrize(
