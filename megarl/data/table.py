@@ -249,22 +249,23 @@ def _last_use_and_bytes(table: Path) -> tuple[float, int]:
 
 def _remove_unused(table: Path) -> bool:
     """Whether a table was removed; one in use is not, nor one where that cannot be told."""
+    hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
     try:
-        descriptor = os.open(table / _META, os.O_RDONLY | os.O_CLOEXEC)
+        # NFS makes of this lock one of a range of bytes, which nobody has who may not write
+        descriptor = os.open(table / _META, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # out of sight in one step: nobody finds a part of it
-        hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
         table.rename(hidden)
     except OSError:
         return False
-    else:
-        shutil.rmtree(hidden, ignore_errors=True)
-        return True
     finally:
+        # before it is removed: NFS keeps a file that is open under another name, in a directory that then cannot go
         os.close(descriptor)
+    shutil.rmtree(hidden, ignore_errors=True)
+    return True
 
 
 def _values(row: Sequence[int] | bytes, dtype: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -461,8 +462,26 @@ def kept(spilling: Path) -> set[str]:
     return {each.name for each in spilling.iterdir()}
 
 
-def test_the_cache_is_bounded_by_last_use_and_never_loses_what_is_in_use(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
+def locked_as_on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a lock is one of a range of bytes: who locks out others has to have the file open for writing (nfs(5), flock(2))."""
+    lock = fcntl.flock
+
+    def on_nfs(file: Any, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == (os.O_RDONLY if operation & fcntl.LOCK_EX else os.O_WRONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", on_nfs)
+
+
+@pytest.mark.parametrize("on_nfs", [False, True])
+def test_the_cache_is_bounded_by_last_use_and_never_loses_what_is_in_use(
+    on_nfs: bool, tmp_path: Path, tokenizer: Any, spilling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of four tables of equal size the bound has room for three."""
+    if on_nfs:
+        locked_as_on_nfs(monkeypatch)
     config: Any = {"max_input_seq_length": 9, "cache_dir": str(spilling), "cache_gib": None}
     sources: list[Any] = [
         write(tmp_path / f"{name}.jsonl", [{"p": "two", "a": name}] * 9, prompt_key="p", answer_key="a")
