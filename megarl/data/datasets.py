@@ -33,13 +33,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1024
-_ORDERS_OF_ROLES = 64
 _PROGRESS_EVERY = 100_000
 _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
-_FORM = 1
+_FORM = 2
 """Number of the form of a kept table; another one is made anew."""
 
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8"}
@@ -304,8 +303,8 @@ class _Tokenization:
         self._seen = self._kept = self._longest = 0
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
-        self._orders: set[tuple[str, ...]] = set()
-        self._unwritten = _Offenders()
+        self._unwritten, self._unlearned = _Offenders(), _Offenders()
+        self._writes_prompts = True
 
     def run(self) -> Table:
         """The table; on a refusal nothing of it is left."""
@@ -325,7 +324,7 @@ class _Tokenization:
 
     def _add(self, records: Sequence[Record]) -> None:
         rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        for record, (prompt, answer, targets) in zip(records, self._encoded(records), strict=True):
+        for record, text, (prompt, answer, targets) in zip(records, *self._encoded(records), strict=True):
             place, self._seen = self._seen, self._seen + 1
             where = f"index {place} ({record.origin})"
             length = len(prompt) + (len(answer) if self._reading.with_answers else 0)
@@ -335,7 +334,9 @@ class _Tokenization:
             if length > self._limit:
                 self._long.add(f"{where}: {length} tokens")
                 continue
-            self._judge(record, where)
+            self._judge(record, where, text)
+            if targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
+                self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
             self._kept += 1
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
@@ -345,35 +346,38 @@ class _Tokenization:
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))
         self._writer.append(rows)
 
-    def _encoded(self, records: Sequence[Record]) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """Prompt, answer and flat spans of targets of each record."""
+    def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[tuple[list[int], list[int], list[int]]]]:
+        """Text of the prompt of each record, and its tokens: prompt, answer and flat spans of targets."""
         if self._reading.with_answers and records[0].last is not None:
-            for record in records:
-                whole = self._encoder.encode_conversation(record)
-                first = whole.targets[0][0]
-                yield whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
-            return
-        prompts = self._encoder.encode_records(records)
+            return map(self._text_of_turns, records), map(self._conversation, records)
+        texts = [self._encoder.text(record) for record in records]
         answers = encode_answers(self._tokenizer, [record.answer for record in records])
-        yield from ((prompt, answer, []) for prompt, answer in zip(prompts, answers, strict=True))
+        return texts, ((prompt, answer, []) for prompt, answer in zip(self._encoder.encode_texts(texts), answers, strict=True))
 
-    def _judge(self, record: Record, where: str) -> None:
+    def _text_of_turns(self, record: Record) -> str | None:
+        if self._writes_prompts:
+            try:
+                return self._encoder.text(record)
+            except DataError:
+                # whoever needs a prompt by itself says so
+                self._writes_prompts = False
+        return None
+
+    def _conversation(self, record: Record) -> tuple[list[int], list[int], list[int]]:
+        whole = self._encoder.encode_conversation(record)
+        first = whole.targets[0][0]
+        return whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
+
+    def _judge(self, record: Record, where: str, text: str | None) -> None:
         fault = None if self._find is None else self._find(record.answer, record.fields)
         if fault is not None:
             self._useless.add(f"{where}: {record.answer[:80]!r}: {fault}")
         hit = None if self._control is None else self._control.search("\n".join(texts_of(record.prompt)))
         if hit is not None:
             self._controlled.add(f"{where}: {hit[0]!r}")
-        order = () if isinstance(record.prompt, str) else tuple(message["role"] for message in record.prompt)
-        # a template does with all records of an order of roles what it does with the first
-        if order not in self._orders and len(self._orders) < _ORDERS_OF_ROLES:
-            self._orders.add(order)
-            role = None
-            # where the template writes no prompt by itself, whoever needs that says so
-            with contextlib.suppress(DataError):
-                role = self._encoder.unwritten_role(record)
-            if role is not None:
-                self._unwritten.add(f"{where}: a turn of {role!r}")
+        role = None if text is None else self._encoder.unwritten_role(record, text)
+        if role is not None:
+            self._unwritten.add(f"{where}: a turn of {role!r}")
 
     def _refuse(self) -> None:
         """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence."""
@@ -405,8 +409,14 @@ class _Tokenization:
             )
         if self._unwritten.count:
             notes.append(
-                f"policy.tokenizer.chat_template leaves turns out, so that the model never sees them: {self._unwritten}, and in all "
-                "records with the same order of roles. Give it a template that writes them, or take them out of the records"
+                f"policy.tokenizer.chat_template leaves turns out of {self._unwritten.count} of {self._seen} records, so that the model "
+                f"never sees them: {self._unwritten}. Give it a template that writes them, or take them out of the records"
+            )
+        if self._unlearned.count:
+            notes.append(
+                f"the marks {{% generation %}} of policy.tokenizer.chat_template leave turns of the assistant out of "
+                f"{self._unlearned.count} of {self._seen} records, so that these turns are not learned: {self._unlearned}. Mark all "
+                "of them, where that is not meant"
             )
         if self._controlled.count:
             notes.append(
@@ -414,6 +424,11 @@ class _Tokenization:
                 f"such; the first: {self._controlled.shown[0]}. Take it out where it is meant as text"
             )
         return notes
+
+
+def _turns_of_assistant(record: Record) -> int:
+    """Of a conversation, its last turn included."""
+    return 1 + sum(not isinstance(turn, str) and turn["role"] == "assistant" for turn in record.prompt)
 
 
 def _chunks(records: Iterator[Record], size: int) -> Iterator[list[Record]]:

@@ -141,7 +141,11 @@ class PromptEncoder:
         Raises:
             DataError: the chat template cannot be applied to a prompt; names the record.
         """
-        return [self._leading_tokens + row for row in _tokens(self._tokenizer, [self._text(record) for record in records])]
+        return self.encode_texts([self.text(record) for record in records])
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """As ``encode_records``, for what ``text`` made of them."""
+        return [self._leading_tokens + row for row in _tokens(self._tokenizer, texts)]
 
     def encode_conversation(self, record: Record) -> EncodedConversation:
         """Tokens of a whole conversation, and where the assistant speaks.
@@ -213,15 +217,19 @@ class PromptEncoder:
     def _pieces(self, text: str) -> list[int]:
         return _tokens(self._tokenizer, [text])[0] if text else []
 
-    def unwritten_role(self, record: Record) -> str | None:
-        """The role of a turn of the prompt, the system's or the user's, that the chat template leaves out; None where all are written."""
+    def unwritten_role(self, record: Record, text: str) -> str | None:
+        """The role of a turn of the prompt, the system's or the user's, that is not in its ``text``; None where all are there."""
         messages = self._prompt_messages(record)
-        text = str(self._rendered(record, messages, tokenize=False, add_generation_prompt=True))
         # calls and answers of tools may be written in another form, and reasoning be left out
         asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
         return next((message["role"] for message in asked if (message.get("content") or "").strip() not in text), None)
 
-    def _text(self, record: Record) -> str:
+    def text(self, record: Record) -> str:
+        """What the chat template makes of a record's prompt, up to where the answer starts.
+
+        Raises:
+            DataError: it cannot be applied; names the record.
+        """
         return str(self._rendered(record, self._prompt_messages(record), tokenize=False, add_generation_prompt=True))
 
     def _prompt_messages(self, record: Record) -> list[ChatMessage]:

@@ -286,21 +286,43 @@ def test_a_template_that_fails_names_the_turn(tmp_path: Path, fails_at: str, tur
 
 
 def test_turns_that_the_template_leaves_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of each order of roles the first record is looked at; reasoning of earlier turns and answers of tools may be left out."""
+    """Of every record, wherever it stands; reasoning of earlier turns and answers of tools may be left out."""
     template = "{% for m in messages %}{% if m['role'] in ('user', 'tool') %}{{ m['content'] | trim }} {% endif %}{% endfor %}"
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
     asked = {"role": "user", "content": " two\n"}
     rows = [{"m": turns, "a": 5} for turns in ([asked, BOT, TOOL], [SYSTEM, USER], [SYSTEM, USER], [SYSTEM, USER, BOT, USER])]
     source = write(tmp_path / "a.jsonl", rows, messages_key="m", answer_key="a")
     load(source, tokenizer)
-    places = "".join(rf"index {place} \(\S*a\.jsonl line {place + 1}\): a turn of 'system'(; |, and in all records)" for place in (1, 3))
-    assert re.search(f"chat_template leaves turns out, so that the model never sees them: {places}", caplog.text)
+    places = "; ".join(rf"index {place} \(\S*a\.jsonl line {place + 1}\): a turn of 'system'" for place in (1, 2, 3))
+    assert re.search(f"chat_template leaves turns out of 3 of 4 records, so that the model never sees them: {places}", caplog.text)
     caplog.clear()
     load(write(tmp_path / "b.jsonl", rows[:1], messages_key="m", answer_key="a"), tokenizer)
     assert caplog.text == ""
     # the run's own system prompt is a turn as well
     load(write(tmp_path / "c.jsonl", [{"p": "two", "a": 5}] * 3, prompt_key="p", answer_key="a"), tokenizer, system_prompt="be kind")
-    assert "index 0" in caplog.text and caplog.text.count("a turn of 'system'") == 1
+    assert "of 3 of 3 records" in caplog.text and caplog.text.count("a turn of 'system'") == 3
+
+
+def test_a_turn_that_one_record_alone_loses_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The record before it has the same order of roles, and another content."""
+    template = TURN_TEMPLATE.replace("{% else %}", "{% elif m['content'] != 'kind' %}")
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    turns = [[{"role": "user", "content": text}, BOT] for text in ("two", "three", "kind", "six")]
+    for with_answers in (True, False):
+        caplog.clear()
+        keys = {} if with_answers else {"answer_key": "a"}
+        rows = [{"m": each if with_answers else each[:1], "a": 5} for each in turns]
+        load(write(tmp_path / "a.jsonl", rows, messages_key="m", **keys), tokenizer, with_answers=with_answers)
+        assert re.search(r"leaves turns out of 1 of 4 records, .*: index 2 \(\S*a\.jsonl line 3\): a turn of 'user'\. Give", caplog.text)
+
+
+def test_turns_that_the_marks_leave_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unmarked = "{% if m['role'] == 'assistant' and m['content'] == 'six' %}Q "
+    template = MARKED_TEMPLATE.replace("{% if m['role'] == 'assistant' %}", unmarked + "{% elif m['role'] == 'assistant' %}")
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    rows = [{"m": [USER, {**BOT, "content": text}, USER, BOT]} for text in ("five", "six")]
+    load(write(tmp_path / "a.jsonl", rows, messages_key="m"), tokenizer, with_answers=True)
+    assert re.search(r"turns of the assistant out of 1 of 2 records, .*: index 1 \(\S*a\.jsonl line 2\): 1 of 2\. Mark all", caplog.text)
 
 
 def test_several_sources_are_one_after_another(tmp_path: Path, tokenizer: Any) -> None:
