@@ -16,6 +16,9 @@ from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 CHECK_SECONDS = 5.0
 """How long one answer may take to be judged where the caller has set no time limit."""
 
+_LONGEST_KEPT = 1000
+"""Characters of a reference that is kept with what was read from it."""
+
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _BASE = re.compile(r"\d_\{?\d")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}\s*(?:\^\s*(?:\d|\{\d+\}))?\s*$")
@@ -71,10 +74,17 @@ def fault_of_reference(answer: str) -> str | None:
         return f"it could not be read within {CHECK_SECONDS:g} s"
 
 
-@lru_cache(maxsize=65536)
 def _parsed(answer: str) -> tuple[Any, ...]:
     """Return what the library reads from a reference: values, and last the text that they came from; empty for nothing."""
+    return _parsed_before(answer) if len(answer) <= _LONGEST_KEPT else _parsed_now(answer)
+
+
+def _parsed_now(answer: str) -> tuple[Any, ...]:
     return tuple(_parse(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"))
+
+
+_parsed_before = lru_cache(maxsize=1024)(_parsed_now)
+"""References come again with every answer to their prompt."""
 
 
 def _parse(text: str) -> list[Any]:

@@ -193,7 +193,6 @@ def fault_of_tests(answer: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1024)
 def tests_of(answer: str) -> tuple[Test, ...]:
     """The tests that a reference answer holds as JSON, in one of the forms that data sets have.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
+
 import pytest
 
 from megarl.rollout import mathematics
 from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
+from megarl.rollout.programs import fault_of_tests
 
 # kind -> reference, parts of it that are wrong, other ways to write it
 REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
@@ -145,3 +150,29 @@ def test_no_alarm_is_left_behind() -> None:
     math_verify(r"\boxed{5}", "5")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+class Reference(str):
+    """A reference whose end can be seen."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_references_that_were_judged_do_not_stay_in_memory() -> None:
+    """Tests of a program may take megabytes each, and every process of the pool meets every reference."""
+    long = Reference(r"\text{" + "x" * 2000 + "} + 3")
+    tests = Reference(json.dumps({"inputs": ["1"], "outputs": ["2"]}))
+    gone = [weakref.ref(each) for each in (long, tests)]
+    fault_of_reference(long)
+    assert fault_of_tests(tests) is None
+    del long, tests
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_what_is_kept_of_references_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mathematics, "_parse", lambda text: [text])
+    for number in range(1100):
+        assert mathematics._parsed(f"kept {number}") == mathematics._parsed(f"kept {number}") == (f"\\boxed{{kept {number}}}",)
+    assert mathematics._parsed_before.cache_info().currsize <= 1024
+    mathematics._parsed_before.cache_clear()
