@@ -74,7 +74,21 @@ const choose = (rows, wanted) => {
   const kept = rows.filter(row => matches(row, wanted) && !((wanted.order === "worst" || wanted.order === "best") && row.masked === true));
   return wanted.order ? kept.sort(orders[wanted.order]) : kept;
 };
-const identity = row => JSON.stringify([row.set ?? null, row.record ?? null, row.prompt, row.generation ?? null]);
+const shared = row => JSON.stringify([row.set ?? null, row.record ?? null, row.prompt, row.generation ?? null]);
+const byIdentity = rows => {
+  const seen = new Map(), found = new Map();
+  for (const row of rows) {
+    const name = shared(row), before = seen.get(name) || 0;
+    seen.set(name, before + 1);
+    found.set(name + " " + before, row);
+  }
+  return found;
+};
+const paired = (rows, others) => {
+  const theirs = byIdentity(others), found = new Map();
+  for (const [name, row] of byIdentity(rows)) if (theirs.has(name)) found.set(row, theirs.get(name));
+  return found;
+};
 
 const figures = row => {
   const line = make("div", "figures");
@@ -140,11 +154,11 @@ const draw = () => {
   let rows = choose(steps[step.value].slice(), wanted);
   let others = null;
   if (against.value) {
-    others = new Map(steps[against.value].map(row => [identity(row), row]));
-    rows = rows.filter(row => others.has(identity(row)));
+    others = paired(steps[step.value], steps[against.value]);
+    rows = rows.filter(row => others.has(row));
   }
   const pair = [Number(step.value), Number(against.value)];
-  list.replaceChildren(...rows.slice(0, limit).map(row => sample(row, others && others.get(identity(row)), pair)));
+  list.replaceChildren(...rows.slice(0, limit).map(row => sample(row, others && others.get(row), pair)));
   more.hidden = rows.length <= limit;
   const count = Object.keys(steps).length, here = steps[step.value].length, there = data[kind.value].rows[step.value];
   const notes = [`${rows.length} of ${here} samples.`];

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -150,7 +151,7 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
     """Answers to the same prompts at two steps side by side, those of the earlier step on the left."""
     steps = sorted(_step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against))
-    left, right = ({_identity(row): row for row in read_samples(files[step])} for step in steps)
+    left, right = (_by_identity(read_samples(files[step])) for step in steps)
     both = [name for name in left if name in right]
     if not both:
         fix = "take --validation, whose prompts are the same each time" if selection.kind == TRAIN else "take two other steps"
@@ -170,9 +171,16 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
         yield table
 
 
-def _identity(row: Sample) -> tuple[str, ...]:
-    """What a sample shares with those of other steps: its prompt, and its number among the answers to it."""
-    return tuple(repr(row.get(name)) for name in ("set", "record", "prompt", "generation"))
+def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
+    """Samples by what they share with those of other steps: prompt, number among the answers to it, and how often both came before, since a
+    step may have a record twice."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    found: dict[tuple[str, ...], Sample] = {}
+    for row in rows:
+        shared = tuple(repr(row.get(name)) for name in ("set", "record", "prompt", "generation"))
+        found[(*shared, str(seen[shared]))] = row
+        seen[shared] += 1
+    return found
 
 
 def _place(row: Sample, *, with_step: bool = True) -> str:

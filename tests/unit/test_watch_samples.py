@@ -146,6 +146,24 @@ def test_two_steps_stand_side_by_side(run_dir: Path) -> None:
     assert "set aime  prompt 1 of sums.jsonl" in text
 
 
+DOUBLED = [(0, 0), (0, 1), (1, 0), (0, 0), (0, 1), (0, 0)]
+"""Record and number of the answer: a step has record 0 three times, of the last time the first answer alone."""
+
+
+def doubled(step: int, number: int = len(DOUBLED)) -> list[dict[str, Any]]:
+    return [
+        sample(step, record, generation, group=place, answer=f"answer {place}.{generation} at {step}")
+        for place, (record, generation) in enumerate(DOUBLED[:number])
+    ]
+
+
+def test_a_prompt_that_a_step_has_twice_is_compared_twice(run_dir: Path) -> None:
+    add_samples(run_dir, 3, doubled(3))
+    add_samples(run_dir, 4, doubled(4, 5))
+    text = shown(run_dir, against=3, number=9)
+    assert answers(text) == [f"answer {place}.{DOUBLED[place][1]} at {step}" for place in range(5) for step in (3, 4)]
+
+
 def test_a_command_line_selects(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(run_dir), "--best", "--number", "1", "--step", "1"]) == 0
     assert answers(capsys.readouterr().out) == ["answer 0.1 at 1"]
@@ -299,6 +317,16 @@ def test_the_page_says_that_a_masked_sample_has_no_reward(run_dir: Path) -> None
     asked = f"console.log(JSON.stringify(figures({json.dumps(row)}).parts.map(part => part.text)))"
     said = subprocess.run(["node", "-e", made + known + figures + asked], capture_output=True, text=True, check=True).stdout
     assert {"reward none", "part right none", "masked"} <= set(json.loads(said))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js to run the script of the page")
+def test_the_script_pairs_as_the_command_does(run_dir: Path) -> None:
+    script = Elements(samples_panel(run_dir)).scripts[1]
+    functions = script[script.index("const number") : script.index("const figures")]
+    given = f"const rows = {json.dumps(doubled(4, 5))}, others = {json.dumps(doubled(3))};"
+    asked = "console.log(JSON.stringify([...paired(rows, others)].map(([row, other]) => [row.group, other.group])))"
+    said = subprocess.run(["node", "-e", functions + given + asked], capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) == [[place, place] for place in range(5)]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js to run the script of the page")
