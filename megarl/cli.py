@@ -149,7 +149,11 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     chosen.add_argument("--worst", dest="order", action="store_const", const="worst", help="those with the lowest reward first")
     chosen.add_argument("--best", dest="order", action="store_const", const="best", help="those with the highest reward first")
     chosen.add_argument("--longest", dest="order", action="store_const", const="longest", help="those of the most tokens first")
-    chosen.add_argument("--grep", metavar="TEXT", help="only those with this text, in any case; without --step, of all steps, newest first")
+    chosen.add_argument(
+        "--grep",
+        metavar="TEXT",
+        help="only those with this text in prompt or answer, in any case; without --step, of all steps, newest first",
+    )
     chosen.add_argument("--diff", type=int, metavar="STEP", help="answers to the same prompts at that step and at --step, side by side")
     samples.add_argument("--number", type=int, default=5, metavar="K", help="show at most so many (default 5)")
 

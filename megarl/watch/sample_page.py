@@ -60,8 +60,10 @@ const number = value => value === "inf" ? Infinity : value === "-inf" ? -Infinit
 const short = value => !known(value) ? "none"
   : typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value);
 
+// the rule of megarl samples --grep
+const holds = (row, text) => [row.prompt, row.answer].some(said => said.toUpperCase().includes(text.toUpperCase()));
 const matches = (row, wanted) =>
-  (!wanted.text || (row.prompt + "\n" + row.answer).toLowerCase().includes(wanted.text.toLowerCase())) &&
+  (!wanted.text || holds(row, wanted.text)) &&
   (!wanted.set || row.set === wanted.set) &&
   (!wanted.only || row[wanted.only] === true);
 const by = (key, sign) => (one, other) => {
@@ -136,6 +138,7 @@ const order = select("order", [option("", "as sampled"), ...Object.keys(orders).
 const only = select("only", [option("", "all"), option("truncated", "truncated"), option("masked", "masked")]);
 const text = field("with the text", make("input"));
 text.type = "search";
+text.title = "In prompt or answer, whatever letters are capitals, as megarl samples --grep; of long texts the page has no middle.";
 let limit = 20;
 
 const refill = () => {

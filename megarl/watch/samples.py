@@ -34,7 +34,7 @@ class Selection:
         step: whose; None for the newest that has some.
         kind: ``TRAIN`` or ``VALIDATION``.
         order: None for the order in which they were written.
-        text: only samples with it in prompt or answer, in letters of either case; without a step those of all steps, the newest first.
+        text: only samples that have it in them (``holds``); without a step those of all steps, the newest first.
         against: the step whose answers to the same prompts are shown beside them.
         number: at most so many.
     """
@@ -84,9 +84,9 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
     steps = (
         [_step(files, selection.step, selection.kind, run_dir)] if selection.step is not None or not files else sorted(files, reverse=True)
     )
-    wanted, found = selection.text.casefold(), list[Sample]()
+    found = list[Sample]()
     for step in steps:
-        found += [row for row in read_samples(files[step]) if wanted in row["prompt"].casefold() or wanted in row["answer"].casefold()]
+        found += [row for row in read_samples(files[step]) if holds(row, selection.text)]
         if len(found) >= selection.number:
             break
     if not found:
@@ -95,6 +95,14 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
             f"no {selection.kind} sample of {where} in {run_dir} holds {selection.text!r}. Fix: give a shorter text, or another step"
         )
     return found[: selection.number]
+
+
+def holds(row: Sample, text: str) -> bool:
+    """Whether the prompt or the answer of a sample has a text in it, whatever letters of either are capitals; the rule of the page too.
+
+    Compared in capitals: some letters have several small forms.
+    """
+    return any(text.upper() in row[name].upper() for name in ("prompt", "answer"))
 
 
 def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Path) -> int:

@@ -21,7 +21,7 @@ from megarl.observe.sample_files import SampleFiles
 from megarl.watch import sample_page
 from megarl.watch.report import write_report
 from megarl.watch.sample_page import samples_panel, spread
-from megarl.watch.samples import Selection, ordered, render
+from megarl.watch.samples import Selection, holds, ordered, render
 from tests.unit.runs import make_run
 from tests.unit.test_sample_files import HOSTILE
 
@@ -317,6 +317,39 @@ def test_the_page_says_that_a_masked_sample_has_no_reward(run_dir: Path) -> None
     asked = f"console.log(JSON.stringify(figures({json.dumps(row)}).parts.map(part => part.text)))"
     said = subprocess.run(["node", "-e", made + known + figures + asked], capture_output=True, text=True, check=True).stdout
     assert {"reward none", "part right none", "masked"} <= set(json.loads(said))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js to run the script of the page")
+def test_the_script_finds_texts_as_the_command_does(run_dir: Path) -> None:
+    """Not over the seam of prompt and answer, and whatever letters are capitals, of which some have several small ones."""
+    script = Elements(samples_panel(run_dir)).scripts[1]
+    functions = script[script.index("const number") : script.index("const figures")]
+    rows = [
+        sample(2, place, prompt=prompt, answer=answer)
+        for place, (prompt, answer) in enumerate(
+            [("What is", "Stra\u00dfe"), ("\u039f\u0394\u039f\u03a3", "is\nit"), ("", "\u0130stanbul \ufb01 \u01c5")]
+        )
+    ]
+    texts = [
+        "IS\nstra",
+        "is",
+        "STRASSE",
+        "stra\u00dfe",
+        "strasse",
+        "\u03bf\u03b4\u03bf\u03c3",
+        "\u03bf\u03b4\u03bf\u03c2",
+        "i\u0307stanbul",
+        "FI",
+        "\u01c6",
+        " ",
+        "x",
+    ]
+    found = [[row["record"] for row in rows if holds(row, text)] for text in texts]
+    given = f"const rows = {json.dumps(rows)}, texts = {json.dumps(texts)};"
+    asked = "console.log(JSON.stringify(texts.map(text => choose(rows, {text}).map(row => row.record))))"
+    said = subprocess.run(["node", "-e", functions + given + asked], capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) == found
+    assert found[:7] == [[], [0, 1], [0], [0], [0], [1], [1]]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js to run the script of the page")
