@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,9 @@ TRAIN, VALIDATION = "train", "validation"
 
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 """Characters that a terminal may obey, that turn the direction of text around, or that are no text; tab and line feed are not in it."""
+
+Then = Callable[[str, int, Sequence[Mapping[str, Any]]], None]
+"""Takes the samples of a step: kind, step, rows."""
 
 _NAME = re.compile(rf"({TRAIN}|{VALIDATION})_step_(\d+)\.jsonl")
 _MOST_WAITING = 4
@@ -46,28 +49,29 @@ class SampleFiles:
         patience_s: seconds that ``flush`` and ``close`` wait for a disk.
         """
         self._directory, self._most_files, self._patience_s = directory, most_files, patience_s
-        self._waiting: deque[tuple[str, int, Sequence[Mapping[str, Any]]]] = deque()
+        self._waiting: deque[tuple[str, int, Sequence[Mapping[str, Any]], Then | None]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._stalled = False
         self._lost = 0
 
-    def write(self, kind: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, kind: str, step: int, rows: Sequence[Mapping[str, Any]], then: Then | None = None) -> None:
         """Have the samples of a step written, in the place of those that it may have already.
 
         Args:
             kind: ``TRAIN`` or ``VALIDATION``.
             step: of the run.
             rows: what JSON holds; not changed afterwards.
+            then: called with the same by the thread once they are written, or cannot be: what else is done with them and takes time.
         """
         with self._changed:
             full = len(self._waiting) >= _MOST_WAITING
             if not full and not self._closed:
-                self._waiting.append((kind, step, rows))
+                self._waiting.append((kind, step, rows, then))
                 self._changed.notify_all()
         if full:
-            self._lose(f"the disk is slower than the steps: {_MOST_WAITING} of them wait")
+            self._lose(f"the disk, or who takes them besides, is slower than the steps: {_MOST_WAITING} of them wait")
         elif self._thread is None:
             # a daemon, so that a disk that does not answer cannot keep the process from ending
             self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
@@ -113,12 +117,17 @@ class SampleFiles:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                kind, step, rows = self._waiting[0]
+                kind, step, rows, then = self._waiting[0]
             try:
                 _replace(self._directory / f"{kind}_step_{step}.jsonl", b"".join(map(_line, rows)))
                 self._prune(kind)
             except Exception as error:
                 self._lose(f"{kind}_step_{step}.jsonl cannot be written ({type(error).__name__}: {error})")
+            try:
+                if then is not None:
+                    then(kind, step, rows)
+            except Exception as error:
+                self._lose(f"what takes those of step {step} besides fails ({type(error).__name__}: {error})")
             # removed only now: flush waits for what is being written too
             with self._changed:
                 self._waiting.popleft()

@@ -79,8 +79,9 @@ class WandbSink:
         self._run.log({name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"])
 
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Send the samples of a step as a table, ``samples/KIND``.
+        """Send the samples of a step as a table, ``samples/KIND``, whose column ``step`` says which.
 
+        It goes with the row that W&B has at hand, since it may come when that of its own step is gone, and W&B takes no earlier step.
         Token ids stay here; the parts of a reward are columns ``reward/NAME``.
         """
         rows = [_as_columns(sample) for sample in samples]
@@ -88,7 +89,7 @@ class WandbSink:
         data = [[row.get(name) for name in columns] for row in rows]
         # a number that is infinite is a text
         table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
-        self._run.log({f"samples/{kind}": table}, step=step)
+        self._run.log({f"samples/{kind}": table}, commit=False)
 
     def truncate_after(self, step: int) -> None:
         """Nothing to do: W&B itself ignores a step that it already has."""

@@ -93,7 +93,7 @@ class MetricSinks:
             self._guard(sink, "write", row)
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Hand the samples of a step to the sinks that take such; before the step is logged.
+        """Hand the samples of a step to the sinks that take such, from whatever thread; the step may have been logged meanwhile.
 
         Args:
             kind: ``train`` or ``validation``.

@@ -95,9 +95,8 @@ class SampleLog:
     def _write(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
-        self.files.write(kind, step, rows)
-        if self.sinks is not None and self.section["wandb_table"]:
-            self.sinks.log_samples(kind, step, rows)
+        then = self.sinks.log_samples if self.sinks is not None and self.section["wandb_table"] else None
+        self.files.write(kind, step, rows, then)
 
     def _number(self, key: str, there: int) -> int:
         wanted: int | None = self.section[key]

@@ -243,10 +243,14 @@ def test_wandb_run_is_continued_and_gets_no_secrets(tmp_path: Path, monkeypatch:
     assert rows(tmp_path)[0]["train/loss"] == 0.25
 
 
-def test_samples_are_a_table_of_the_step_whose_row_follows(
+def test_samples_are_a_table_that_goes_with_the_row_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logged: list[tuple[dict[str, Any], int]] = []
+    """It is made beside the steps and may come late: W&B refuses what is of an earlier step than the last row."""
+    logged: list[tuple[dict[str, Any], int | None, bool | None]] = []
+
+    def log(row: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        logged.append((row, step, commit))
 
     class Table:
         def __init__(self, columns: list[str], data: list[list[Any]], allow_mixed_types: bool) -> None:
@@ -255,19 +259,19 @@ def test_samples_are_a_table_of_the_step_whose_row_follows(
 
     module = types.ModuleType("wandb")
     module.Table = Table  # type: ignore[attr-defined]
-    module.init = lambda **_: types.SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=lambda: None)  # type: ignore[attr-defined]
+    module.init = lambda **_: types.SimpleNamespace(log=log, finish=lambda: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     samples = [
         {"answer": "one", "mismatch": "inf", "prompt_ids": [1, 2], "rewards": {"right": 1.0}},
         {"answer": "two", "mismatch": 0.5, "prompt_ids": [3], "rewards": {"right": 0.0, "form": None}},
     ]
     with open_sinks({"wandb_enabled": True}, tmp_path) as sinks:
+        sinks.log({"loss": 1.0}, 4)
         sinks.log_samples("train", 3, samples)
-        sinks.log({"loss": 1.0}, 3)
         del module.Table
         sinks.log_samples("train", 4, samples)
-    [(row, step), (following, same)] = logged
-    assert list(row) == ["samples/train"] and step == same == 3 and following == {"loss": 1.0}
+    [first, (row, step, commit)] = logged
+    assert first == ({"loss": 1.0}, 4, None) and list(row) == ["samples/train"] and (step, commit) == (None, False)
     table = row["samples/train"]
     assert table.columns == ["answer", "mismatch", "reward/right", "reward/form"]
     assert table.data == [["one", "inf", 1.0, None], ["two", 0.5, 0.0, None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -396,6 +397,28 @@ def test_what_is_not_known_is_null_and_numbers_are_those_of_the_batch(tmp_path: 
     assert last["answer_ids"] == []
     assert (third["reward"], third["accuracy"]) == (None, None)
     assert (last["reward"], last["accuracy"]) == (0.1, 1.0), "no answer, but scored"
+
+
+def test_a_table_that_takes_long_keeps_no_step_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is made by the thread that writes the files; one that fails costs nothing else."""
+    goes_on, taken = threading.Event(), list[tuple[str, int, int, bool]]()
+
+    class Sinks:
+        def log_samples(self, kind: str, step: int, rows: list[Any]) -> None:
+            goes_on.wait()
+            taken.append((kind, step, len(rows), threading.current_thread() is threading.main_thread()))
+            if step == 2:
+                raise OSError("no network")
+
+    log, files = log_of(tmp_path, wandb_table=True)
+    log = dataclasses.replace(log, sinks=Sinks())
+    with files:
+        for step in (1, 2, 3):
+            log.train(step, rollouts_of(2, 2), torch.zeros(4))
+        assert taken == []
+        goes_on.set()
+    assert taken == [("train", step, 4, False) for step in (1, 2, 3)]
+    assert len(content(tmp_path)) == 3 and "no network" in caplog.text
 
 
 def test_a_validation_of_several_sets_in_parts_is_one_file(tmp_path: Path) -> None:
