@@ -12,6 +12,7 @@ import yaml
 
 from megarl.cli import load_and_check
 from megarl.config.sections import Config
+from megarl.config.validation_sets import GENERATIONS
 from megarl.quickstart.material import make_tokenizer
 from tests.models import make_tiny
 
@@ -19,6 +20,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 ROWS = CONFIGS / "quickstart"
 STEPS = 2
 LONGEST_PROMPT, LONGEST_ANSWER = 440, 8
+# to each prompt of a validation set that says how many it wants
+ANSWERS = 2
 # as that of Qwen3: told not to think, it writes an empty thought where the answer starts
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -110,6 +113,8 @@ def _sources(recipe: str, key: str) -> list[dict[str, Any]]:
 def _read_from_rows(source: dict[str, Any], rows: str) -> dict[str, Any]:
     """A source that is read from the shipped rows; a set without an adapter is known by its keys alone."""
     kept = {name: value for name, value in source.items() if name not in {"split", "subset"}}
+    if GENERATIONS in kept:
+        kept[GENERATIONS] = ANSWERS
     if "messages_key" in kept:
         del kept["name"]
     return {**kept, "path": str(ROWS / rows)}

@@ -38,7 +38,7 @@ _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
-_FORM = 2
+_FORM = 3
 """Number of the form of a kept table; another one is made anew."""
 
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8"}

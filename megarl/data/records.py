@@ -65,11 +65,23 @@ def read_records(source: DataSource) -> Iterator[Record]:
     """
     known = named_set(source)
     record = None
-    for origin, row in itertools.islice(rows_of(source), source.get("max_samples")):
-        record = _record(row, source, known, origin)
-        yield replace(record, fields=_fields(row, source, origin)) if source.get("extra_keys") else record
+    for record in itertools.islice(_all_records(source, known), source.get("max_samples")):
+        yield record
     if record is None:
         raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
+
+
+def _all_records(source: DataSource, known: NamedSet | None) -> Iterator[Record]:
+    """The records of all rows; of a set that is stored several times each once, with the fields of its first row."""
+    seen = set[bytes]()
+    for origin, row in rows_of(source):
+        record = _record(row, source, known, origin)
+        if known is not None and known.once:
+            said = hashlib.blake2b(json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16).digest()
+            if said in seen:
+                continue
+            seen.add(said)
+        yield replace(record, fields=_fields(row, source, origin)) if source.get("extra_keys") else record
 
 
 class Fingerprint:

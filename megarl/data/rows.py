@@ -33,6 +33,7 @@ class NamedSet:
         split: that is taken where the source says nothing.
         subsets: that are read one after another where the source says nothing.
         answer: makes the reference of the answer's text; raises ValueError for one that is not of the published form.
+        once: rows with the prompt and the answer of an earlier one are left out: the set is published with copies of each problem.
     """
 
     hub: str
@@ -41,6 +42,7 @@ class NamedSet:
     split: str = "train"
     subsets: tuple[str | None, ...] = (None,)
     answer: Callable[[str], str] | None = None
+    once: bool = False
 
 
 def named_set(source: DataSource) -> NamedSet | None:

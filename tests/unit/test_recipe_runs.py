@@ -12,13 +12,15 @@ import pytest
 from pyarrow import parquet
 
 from megarl.algorithms.run import run
+from megarl.cli import load_and_check
 from megarl.config import load_config
 from megarl.config.recipes import find
+from megarl.config.validation_sets import set_plans
 from megarl.data.datasets import Reading, load_dataset
 from megarl.data.records import read_records
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
-from tests.small_recipes import RECIPES, ROWS, STEPS, make_small_model, small
+from tests.small_recipes import ANSWERS, RECIPES, ROWS, STEPS, make_small_model, small
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, rows
 
@@ -52,11 +54,25 @@ def test_a_recipe_runs_whole(recipe: str, models: Mapping[str, Path], tmp_path: 
     assert [row["step"] for row in trained] == [1, STEPS] and all(row["train/grad_norm"] is not None for row in trained)
     if recipe.startswith("grpo"):
         # 10 of the shipped rows, whose answers the environment could be asked about
-        assert logged[0]["validation/samples"] == 10 and 0 <= logged[0]["validation/accuracy"] <= 1
+        answers = ANSWERS if "dapo17k" in recipe else 1
+        assert logged[0]["validation/samples"] == 10 * answers and 0 <= logged[0]["validation/accuracy"] <= 1
         assert ("train/reward/short" in trained[0]) == ("dapo17k" in recipe)
     else:
         assert logged[-1]["validation/loss"] > 0
     assert (tmp_path / "run" / "hf" / f"step_{STEPS}" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "dapo17k" in recipe])
+def test_aime_is_sampled_and_each_problem_asked_once(recipe: str, tmp_path: Path) -> None:
+    """Published are 32 copies of each of the 30 problems, which a greedy policy answers 32 times alike."""
+    [plan] = set_plans(load_and_check(str(find(recipe)), []))
+    assert (plan.generations, plan.temperature, plan.top_p) == (32, 1.0, 0.7)
+    assert plan.max_prompts is None or plan.max_prompts >= 30
+    path = tmp_path / "aime.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in 32 * stored("dapo-math-17k.jsonl")[:30]))
+    asked = [(record.prompt, record.answer) for record in read_records({"name": "DAPOMathAIME2024", "path": str(path)})]
+    assert len(asked) == len(set(asked)) == min(30, len(stored("dapo-math-17k.jsonl")))
+    assert len(list(read_records({"name": "DAPOMathAIME2024", "path": str(path), "max_samples": 7}))) == 7
 
 
 @pytest.mark.parametrize("name", SHIPPED)
