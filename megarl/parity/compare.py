@@ -20,10 +20,10 @@ from megarl.models.policy.batch_plan import ShardedBatch
 from megarl.observe.metrics import reduce_metrics
 from megarl.parity.batches import logprob_shards
 from megarl.parity.case import Case
-from megarl.parity.errors import relative_error, root_mean_square, tensor_error, token_errors
+from megarl.parity.errors import BOUND, relative_error, root_mean_square, tensor_error, token_errors
 from megarl.parity.jobs import Share
 from megarl.parity.losses import make_loss
-from megarl.parity.noise import BOUND, LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT, Bounds
+from megarl.parity.noise import LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT, Bounds
 from megarl.parity.reference import Expected
 
 

@@ -6,6 +6,9 @@ import math
 
 import torch
 
+BOUND = 1e-5
+"""Largest relative error in float32, and elsewhere of what rounding does not touch."""
+
 
 def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
     """``|found - expected|`` by the larger of ``|expected|`` and ``scale``; 0 for equal numbers, also infinities, infinite for what is no

@@ -21,7 +21,7 @@ import torch
 from megarl.models.engine.precision import dtype_of
 from megarl.parity.batches import Batch
 from megarl.parity.case import Case
-from megarl.parity.errors import relative_error, root_mean_square, tensor_error, token_errors
+from megarl.parity.errors import BOUND, relative_error, root_mean_square, tensor_error, token_errors
 from megarl.parity.reference import Expected, load_model, token_logprobs, trained
 from megarl.parity.routers import gates_of
 
@@ -40,8 +40,6 @@ LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**16}
 """Both backends with loss scaling start there."""
 LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = "log-probabilities", "log-probabilities after training", ", root mean square", "weight "
 MEAN_LOGPROBS = LOGPROBS + MEAN
-BOUND = 1e-5
-"""Largest relative error in float32, and elsewhere of what rounding does not touch."""
 
 
 @dataclass(frozen=True, slots=True)

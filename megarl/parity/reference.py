@@ -16,12 +16,15 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 from megarl.parity.batches import Batch, calls_of
 from megarl.parity.case import Case
+from megarl.parity.errors import BOUND
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Routers
 from megarl.parity.settings import BETAS, MOMENTUM, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
+# exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the sum of the terms at most
+ROUNDING = 4 * 2.0**-24
 
 
 def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -195,8 +198,8 @@ class ReferenceTrainer:
 
     def _scales(self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> dict[str, float]:
         """Return for each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities: the factor by
-        which an
-        error of the log-probabilities, relative to the larger of themselves and 1, comes back in the metric."""
+        which an error of the log-probabilities, relative to the larger of themselves and 1, comes back in the metric. Where terms cancel
+        within a token, as much as makes their rounding errors relative ones of ``BOUND``."""
         moved = logprobs + SMALL_CHANGE * logprobs.abs().clamp(min=1.0)
         parts: dict[str, list[float]] = {}
         for first in range(0, logprobs.shape[0], self._together):
@@ -207,7 +210,9 @@ class ReferenceTrainer:
             for name, value in here.items():
                 slope = (float(there[name]) - float(value)) / SMALL_CHANGE
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
-        return {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
+        found = {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
+        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), logprobs)
+        return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:
         """The size of a metric from those of its rows."""

@@ -32,11 +32,14 @@ class ReferenceLoss:
         compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] float64) -> (loss, metrics), in float64.
         weight: factor of the loss.
         rows_together: consecutive rows that it reads together.
+        rounded: (data, valid sequences, valid tokens, log-probabilities) -> by metric, the sum of the sizes of the numbers that cancel in
+            it, where they do within one token: rounding errors are relative to these and not to what is left.
     """
 
     compute: Callable[[Mapping[str, Any], float, float, Tensor], tuple[Tensor, dict[str, Any]]]
     weight: float = 1.0
     rows_together: int = 1
+    rounded: Callable[[Mapping[str, Any], float, float, Tensor], dict[str, float]] = lambda *given: {}
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
@@ -61,7 +64,11 @@ def reference_loss(case: Case) -> ReferenceLoss:
         return ReferenceLoss(_negative_log_likelihood, weight)
     if case.loss_kind == "dpo":
         return ReferenceLoss(lambda *given: _preference(*given, mean="mean" in options, sft=_SFT if "sft" in options else 0.0), weight, 2)
-    return ReferenceLoss(lambda *given: _policy_gradient(*given, options=options), weight)
+    return ReferenceLoss(
+        lambda *given: _policy_gradient(*given, options=options),
+        weight,
+        rounded=lambda *given: _rounded_in_divergence(*given, options=options, weight_of_loss=weight),
+    )
 
 
 def _counted(data: Mapping[str, Any]) -> Rows:
@@ -172,10 +179,12 @@ def _ratio(current: Tensor, previous: Tensor, options: Any) -> Tensor:
     if "noratio" in options:
         return current
     if "gspo-token" in options:
-        # its value is that of the sequence, its logarithm changes with the token's own log-probability
+        # equation 14: sg(s) pi / sg(pi) has the value s and the derivative s by the log of pi; where s is clamped it is a constant
         with torch.no_grad():
-            exponent = torch.clip((current - previous).mean(), -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP)
-        return torch.exp(exponent) * (1 + current - current.detach())
+            logarithm = (current - previous).mean()
+            value = torch.exp(torch.clip(logarithm, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
+            slope = value * (logarithm.abs() <= _LOG_RATIO_CLAMP)
+        return value + slope * (current - current.detach())
     exponent = _of_level(current - previous, options)
     return torch.exp(torch.clip(exponent, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
 
@@ -233,6 +242,26 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, options:
         value = (weight * torch.clip(estimate, -_KL_CLAMP, _KL_CLAMP)).sum()
     moving = (slope * current).sum()
     return value + moving - moving.detach()
+
+
+def _rounded_in_divergence(
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, options: Any, weight_of_loss: float
+) -> dict[str, float]:
+    """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2 / 2; k1 and k2 have nothing
+    that cancels but d itself, and an error of that is one of the log-probabilities."""
+    if "kl" not in options or {"k1", "k2"} & options:
+        return {}
+    size = 0.0
+    for row, places in _counted(data):
+        if not len(places):
+            continue
+        current = logprobs[row, places].double()
+        reference, generation = (data[key][row, 1:][places].double() for key in ("reference_policy_logprobs", "generation_logprobs"))
+        difference = reference - current
+        weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
+        terms = weight * (torch.exp(difference) + difference.abs() + 1)
+        size += _share(len(places), sequences, tokens, options) * float(terms[difference.exp() - difference - 1 <= _KL_CLAMP].sum())
+    return {"kl_penalty": size, "loss": weight_of_loss * _KL * size}
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:

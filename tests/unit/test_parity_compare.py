@@ -12,9 +12,9 @@ import torch
 from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
 from megarl.parity.compare import Difference, compare
-from megarl.parity.errors import relative_error
+from megarl.parity.errors import BOUND, relative_error
 from megarl.parity.jobs import Share
-from megarl.parity.noise import BOUND, FACTOR, Bounds
+from megarl.parity.noise import FACTOR, Bounds
 from megarl.parity.reference import Expected
 
 CASE = Case(length=4, mbs=2)

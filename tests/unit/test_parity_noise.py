@@ -10,10 +10,10 @@ import torch
 
 from megarl.parity.batches import Batch, token_batch, with_signals
 from megarl.parity.case import Case
-from megarl.parity.errors import root_mean_square, tensor_error, token_errors
+from megarl.parity.errors import BOUND, root_mean_square, tensor_error, token_errors
 from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
-from megarl.parity.noise import BOUND, LOGPROBS, LOSS_SCALES, MEAN_LOGPROBS, Bounds, bounds_of
+from megarl.parity.noise import LOGPROBS, LOSS_SCALES, MEAN_LOGPROBS, Bounds, bounds_of
 from megarl.parity.reference import Expected, load_model, token_logprobs, trained
 
 CASE = parse("seed=3 layers=2 kv=2 group=2 width=5 ffn=11 vocab=23 mbs=2 micro=2 length=9 lr=0.02 loss=pg+kl+is")

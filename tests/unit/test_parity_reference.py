@@ -12,10 +12,12 @@ import torch
 
 from megarl.parity.batches import first_step, token_batch, with_signals
 from megarl.parity.case import Case
+from megarl.parity.errors import BOUND, relative_error
 from megarl.parity.losses import make_loss
 from megarl.parity.models import ModelShelf
-from megarl.parity.reference import Expected, load_model, token_logprobs
+from megarl.parity.reference import ROUNDING, Expected, load_model, token_logprobs
 from megarl.parity.reference import trained as train_reference
+from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Balancing, Judged, Routers
 from megarl.parity.settings import DECAY_CALLS, WEIGHT_DECAY, hyperparameters
 
@@ -149,3 +151,30 @@ def test_router_figures_of_a_batch_by_hand() -> None:
     assert loss is not None and float(loss) == pytest.approx(0.3 * float(balance) + 0.02 * metrics["moe_z_loss"])
     routers.forget()
     assert routers.judged(data) == Judged()
+
+
+@pytest.mark.parametrize("apart", [1e-4, 4.7e-3, 0.3, -2.0])
+def test_rounding_errors_of_a_divergence_are_within_its_scale(apart: float) -> None:
+    """Of one token, of which k3 is what cancellation leaves; but an estimate that is another is not within it."""
+    case = replace(CASE, loss="pg+kl", mbs=1, micro=1, steps=1)
+    token = torch.linspace(-9.0, -0.01, 400)[:, None]
+    data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in {
+        "advantages": torch.ones_like(token), "token_mask": torch.ones_like(token), "prev_logprobs": token,
+        "generation_logprobs": token, "reference_policy_logprobs": token + apart,
+    }.items()}  # fmt: skip
+    data |= {"input_ids": torch.zeros(400, 2, dtype=torch.int64), "sample_mask": torch.ones(400)}
+    worst = 0.0
+    for row in range(400):
+        one = {key: value[row : row + 1] for key, value in data.items()}
+        given = {"next_token_logprobs": token[row : row + 1]}
+        scale = max(
+            (ROUNDING / BOUND) * reference_loss(case).rounded(one, 1.0, 1.0, token[row : row + 1])["kl_penalty"],
+            float(reference_loss(case)(one, torch.tensor(1.0), torch.tensor(1.0), **given)[1]["kl_penalty"]),
+        )
+        found = float(make_loss(case)(one, torch.tensor(1.0), torch.tensor(1.0), **given)[1]["kl_penalty"])
+        difference = float(one["reference_policy_logprobs"][0, 1].double() - token[row, 0].double())
+        exact = math.expm1(difference) - difference
+        worst = max(worst, relative_error(found, exact, scale))
+        if abs(apart) > 0.1:
+            assert relative_error(math.exp(-difference) + difference - 1, exact, scale) > 100 * BOUND
+    assert worst <= BOUND
