@@ -72,7 +72,7 @@ class DualClipError(ConfigError, AssertionError):
 
 class ClippedPGLossFn:
     """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO, REINFORCE, with importance correction and a
-    KL penalty. ``megarl/algorithms/README.md`` has each equation with its source.
+    KL penalty.
 
     For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
 

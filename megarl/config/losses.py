@@ -142,7 +142,14 @@ def faults_of_loss(loss: Mapping[str, Any]) -> Iterator[Violation]:
     Args:
         loss: a ``ClippedPGLossConfig`` with its defaults; keys that it lacks silence what needs them.
     """
-    for found in (_faults_of_ratios, _faults_of_truncation, _faults_of_means, _faults_of_divergence):
+    for found in (
+        _faults_of_ratios,
+        _faults_of_forced_ratios,
+        _faults_of_cispo,
+        _faults_of_truncation,
+        _faults_of_means,
+        _faults_of_divergence,
+    ):
         yield from found(loss)
 
 
@@ -155,10 +162,27 @@ def _faults_of_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
     gradient = "sequence_level_ratio_gradient"
     if loss.get(gradient) == "token" and not loss.get(ratios):
         yield _fault(loss, gradient, f"it says whose gradient the ratio of a sequence has, and {ratios} is false", f"write {ratios}: true")
+    if loss.get(ratios) and loss.get("token_level_loss"):
+        bound = f"{ratios} is true: the objective of a sequence counts once, not once a token (GSPO, arXiv 2507.18071, equation 5)"
+        yield _fault(loss, "token_level_loss", bound, f"write token_level_loss: false, or {ratios}: false")
+
+
+def _faults_of_forced_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    if not loss.get("force_on_policy_ratio"):
+        return
+    if loss.get("use_cispo"):
+        bound = "force_on_policy_ratio is true: the ratio is 1, a weight of 1 does nothing, and the gradient is the same without it"
+        yield _fault(loss, "use_cispo", bound, "switch one of the two off")
+    if loss.get("ratio_clip_c") is not None:
+        yield _fault(loss, "ratio_clip_c", "force_on_policy_ratio is true: the ratio is 1 and never as large as this", "write null")
+
+
+def _faults_of_cispo(loss: Mapping[str, Any]) -> Iterator[Violation]:
     if not loss.get("use_cispo"):
         return
-    if loss.get(gradient) == "token":
-        yield _fault(loss, gradient, "use_cispo is true, and its ratios are constants without a gradient", "remove it")
+    if loss.get("sequence_level_importance_ratios"):
+        bound = "use_cispo is true: its weights are the ratios of tokens (arXiv 2506.13585, equation 4), and none defines it for sequences"
+        yield _fault(loss, "sequence_level_importance_ratios", bound, "switch one of the two off")
     if loss.get("ratio_clip_c") is not None:
         bound = "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max whatever the advantage"
         yield _fault(loss, "ratio_clip_c", bound, "write null")
@@ -195,6 +219,12 @@ def _faults_of_means(loss: Mapping[str, Any]) -> Iterator[Violation]:
 
 def _faults_of_divergence(loss: Mapping[str, Any]) -> Iterator[Violation]:
     kind, gradient = "reference_policy_kl_type", "reference_policy_kl_gradient"
+    if loss.get("reference_policy_kl_penalty") == 0:
+        for key, default in ((kind, "k3"), (gradient, "exact")):
+            if loss.get(key, default) != default:
+                bound = "reference_policy_kl_penalty is 0: there is no divergence, and nothing reads it"
+                yield _fault(loss, key, bound, "remove it, or write a penalty above 0")
+        return
     if loss.get(kind) == "k1" and loss.get(gradient) == "pathwise":
         bound = "its own gradient, that of the log-probability, has the expectation 0, so that nothing would hold the policy"
         yield _fault(loss, kind, bound, f"write {gradient}: exact, or another type")

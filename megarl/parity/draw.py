@@ -287,8 +287,8 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
     if kind != "pg":
         return {}
     if "noratio" not in options:
-        level = generator.choice(("", "", "gspo", "gspo-token"))
-        with_cispo = level != "gspo-token" and generator.random() < 0.3
+        level = generator.choice(("", "gspo", "gspo-token")) if "seq" in options else ""
+        with_cispo = not level and generator.random() < 0.3
         options += [level] * bool(level) + ["cispo"] * with_cispo
         if with_cispo and "dual" in options:
             options.remove("dual")
@@ -299,6 +299,6 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
         options += [bounds] * (bool(bounds) and not (bounds == "seq-mask" and {"gspo", "gspo-token"} & set(options)))
     if "kl" in options and (estimator := generator.choice(("", "k1", "k2"))):
         options.append(estimator)
-    if generator.random() < 0.15:
-        options.append("forced")
+    if "cispo" not in options and generator.random() < 0.2:
+        options = [*(option for option in options if option != "dual"), "forced"]
     return {"loss": "+".join([kind, *options])}

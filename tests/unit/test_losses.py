@@ -257,7 +257,7 @@ def all_losses() -> list[LossFunction]:
         NLLLoss(),
         DPOLossFn(DPO_CONFIG),
         DPOLossFn(DPO_CONFIG | {"preference_average_log_probs": True, "sft_average_log_probs": True}),
-        ClippedPGLossFn(PG_CONFIG | {"force_on_policy_ratio": True}),
+        ClippedPGLossFn(PG_CONFIG | {"force_on_policy_ratio": True, "ratio_clip_c": None}),
     ]
 
 
@@ -363,7 +363,7 @@ def test_ratio_extremes() -> None:
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_a_forced_on_policy_ratio_is_one_and_needs_no_previous_logprobs(change: dict[str, Any]) -> None:
     """Loss, gradient and metrics are those of a batch whose previous log-probabilities are the present ones."""
-    config = PG_CONFIG | change
+    config = PG_CONFIG | change | {"ratio_clip_c": None}
     data = policy_gradient_batch(15)
     rows, tokens = normalizers(data)
     found = []
@@ -391,7 +391,7 @@ def test_a_mismatch_that_is_not_a_number_is_infinite() -> None:
     data["generation_logprobs"][0, 1:] = math.nan
     data["token_mask"][0, 1:] = 1.0
     rows, tokens = normalizers(data)
-    loss_fn = ClippedPGLossFn(PG_CONFIG | {"force_on_policy_ratio": True})
+    loss_fn = ClippedPGLossFn(PG_CONFIG | {"force_on_policy_ratio": True, "ratio_clip_c": None})
     _, metrics = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
     assert float(metrics["mismatch_max"]) == float(metrics["mismatch_mean"]) == math.inf
     assert 0 < float(metrics["mismatch_share_above_0.05"]) <= 1

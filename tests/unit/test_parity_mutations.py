@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.errors import ConfigError
 from megarl.models.engine import step
-from megarl.parity.case import BACKENDS, Case
+from megarl.parity.batches import token_batch, with_signals
+from megarl.parity.case import BACKENDS, LOSS_CHOICES, LOSS_OPTIONS, LOSS_VARIANTS, Case
 from megarl.parity.compare import Difference
+from megarl.parity.faults import losses
 from megarl.parity.faults.mutations import MUTATIONS, applied, mutation
 from megarl.parity.faults.patching import found, replacing
-from megarl.parity.lines import parse
+from megarl.parity.lines import parse, words_of
+from megarl.parity.losses import make_loss
+from megarl.parity.possible import _own_violations
 from megarl.parity.prove import _above_noise
 from megarl.parity.runner import CaseOutcome
 from megarl.patched import patched
@@ -92,3 +100,50 @@ def test_a_fault_is_below_noise_only_where_its_effect_is_not_twice_the_bound() -
     rounded = outcome(1e-3, 1e-2, "weights")
     assert not _above_noise(rounded, outcome(0.02 + 0.9 * 2**-7, 1e-5, "weights"))
     assert _above_noise(rounded, outcome(0.02 + 1.1 * 2**-7, 1e-5, "weights"))
+
+
+def cases_of(name: str, count: int) -> Iterator[Case]:
+    """Cases with further options of their loss where a fault must be seen."""
+    generator, fault = random.Random(name), mutation(name)
+    fixed: dict[str, Any] = {"mbs": 2, "micro": 2, "length": 12, **words_of(fault.needs)}
+    found = 0
+    for _ in range(400):
+        kind, *options = str(fixed["loss"]).split("+")
+        others = [option for option in (*LOSS_OPTIONS[kind], *LOSS_VARIANTS[kind]) if option not in options]
+        drawn = generator.sample(others, min(len(others), generator.randint(0, 3)))
+        case = replace(Case(), **fixed, seed=generator.randrange(10**6))
+        case = replace(case, loss="+".join([kind, *options, *drawn]))
+        if any(len(set(drawn + options) & set(choice)) > 1 for choice in LOSS_CHOICES) or _own_violations(case) or not fault.applies(case):
+            continue
+        yield case
+        found += 1
+        if found == count:
+            return
+    raise AssertionError(f"{name} applies to {found} of 400 cases")
+
+
+def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor]:
+    """What the loss of a case makes of its batch, cut into micro-batches, with a fault in it."""
+    logprobs = -torch.rand(case.total_rows, case.length, generator=torch.Generator().manual_seed(case.seed)) - 0.5
+    batch = with_signals(case, token_batch(case), logprobs)
+    current = logprobs[:, 1:].clone().requires_grad_()
+    total = torch.zeros(())
+    with applied(name, case):
+        loss_fn = make_loss(case)
+        for first in range(0, case.total_rows, case.global_batch):
+            step = slice(first, first + case.global_batch)
+            sequences = batch["sample_mask"][step].sum()
+            tokens = (batch["token_mask"][step, 1:] * batch["sample_mask"][step, None]).sum()
+            for row in range(first, first + case.global_batch, case.mbs):
+                part = {key: value[row : row + case.mbs] for key, value in batch.items()}
+                total = total + loss_fn(part, sequences, tokens, next_token_logprobs=current[row : row + case.mbs])[0]
+    return float(total.detach()), torch.autograd.grad(total, current)[0]
+
+
+@pytest.mark.parametrize("name", losses.FAULTS)
+def test_a_fault_of_a_loss_is_seen_wherever_it_applies(name: str) -> None:
+    for case in cases_of(name, 6):
+        loss, gradient = loss_and_gradient(case, None)
+        faulty, faulty_gradient = loss_and_gradient(case, name)
+        apart = float((faulty_gradient - gradient).norm() / gradient.norm())
+        assert apart > 1e-4 or abs(faulty - loss) > 1e-4 * abs(loss), str(case)

@@ -15,8 +15,8 @@ from tests.unit.test_losses import policy_gradient_batch
 KINDS = [
     *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean"),
     *("pg", "pg+kl", "pg+kl+approx", "pg+is", "pg+seq", "pg+dual", "pg+noratio", "pg+kl+approx+is+seq+dual"),
-    *("pg+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+gspo+cispo", "pg+seq+constant", "pg+forced"),
-    *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+is+gspo+icepop", "pg+forced+is+seq-mask"),
+    *("pg+seq+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+seq+constant", "pg+forced"),
+    *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+seq+is+gspo+icepop", "pg+forced+is+seq-mask"),
     *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq+constant"),
 ]
 
@@ -38,7 +38,17 @@ def test_the_same_where_a_step_has_gone_past_the_clamps(loss: str) -> None:
     _check_the_same(loss, data)
 
 
-def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("loss", ["pg+seq+gspo", "pg+seq+gspo-token"])
+def test_the_same_where_the_ratio_of_a_sequence_is_past_its_clamp(loss: str) -> None:
+    data = policy_gradient_batch(5, rows=8)
+    # the objective of a bad answer is the ratio that is not clipped
+    data["advantages"] = -data["advantages"].abs()
+    data["prev_logprobs"][0] -= 25
+    gradient = _check_the_same(loss, data)
+    assert not gradient[0].any() and gradient[2:].any()
+
+
+def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
     case = replace(Case(), loss=loss)
     rows, tokens = data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     results = []
@@ -53,3 +63,4 @@ def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> None:
     for name, expected in metrics.items():
         assert float(other_metrics[name]) == pytest.approx(float(expected), rel=1e-6, abs=1e-9), name
     assert reference_loss(case).rows_together == getattr(make_loss(case), "rows_together", 1)
+    return gradient

@@ -43,6 +43,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+SEQUENCES = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+CISPO = {"use_cispo": True, "ratio_clip_c": None}
+FORCED = {"force_on_policy_ratio": True}
 
 
 def drawn_settings(seed: int, count: int) -> Iterator[dict[str, Any]]:
@@ -252,19 +255,19 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
 @pytest.mark.parametrize(
     ("change", "key", "word"),
     [
-        ({"disable_ppo_ratio": True, "sequence_level_importance_ratios": True}, "sequence_level_importance_ratios", "without a ratio"),
+        ({"disable_ppo_ratio": True, **SEQUENCES}, "sequence_level_importance_ratios", "without a ratio"),
         ({"disable_ppo_ratio": True, "use_cispo": True, "ratio_clip_c": None}, "use_cispo", "without a ratio"),
         ({"sequence_level_ratio_gradient": "token"}, "sequence_level_ratio_gradient", "whose gradient"),
         ({"use_cispo": True}, "ratio_clip_c", "bounds no objective"),
+        (CISPO | SEQUENCES, "sequence_level_importance_ratios", "none defines it for sequences"),
+        (SEQUENCES | {"token_level_loss": True}, "token_level_loss", "counts once"),
+        (FORCED, "ratio_clip_c", "never as large"),
+        (FORCED | CISPO, "use_cispo", "does nothing"),
+        ({"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": "k2"}, "reference_policy_kl_type", "nothing reads it"),
         (
-            {
-                "use_cispo": True,
-                "ratio_clip_c": None,
-                "sequence_level_importance_ratios": True,
-                "sequence_level_ratio_gradient": "token",
-            },
-            "sequence_level_ratio_gradient",
-            "constants without a gradient",
+            {"reference_policy_kl_penalty": 0.0, "reference_policy_kl_gradient": "pathwise"},
+            "reference_policy_kl_gradient",
+            "nothing reads it",
         ),
         ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio", "nothing reads it"),
         ({**TIS, "use_importance_sampling_correction": False}, "truncated_importance_sampling_type", "no weights to bound"),
@@ -276,7 +279,7 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
             "no weight is left",
         ),
         (
-            {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", "sequence_level_importance_ratios": True},
+            {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", **SEQUENCES},
             "truncated_importance_sampling_type",
             "what icepop is",
         ),

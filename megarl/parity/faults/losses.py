@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megarl.parity.batches import first_step, token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.faults.patching import Mutation, Patch, many_tokens, replacing
+from megarl.parity.losses import TRUNCATIONS, policy_gradient_settings
 
 LOSSES = "megarl.algorithms.loss_functions"
 
@@ -34,6 +37,87 @@ def _built_with(**changes: Any) -> Patch:
     return replacing(f"{LOSSES}:ClippedPGLossFn", "__init__", make)
 
 
+CLEARLY = 1.02
+"""How far past a bound a ratio or a weight has to be for the difference to be seen in a sum over tokens."""
+_SEQUENCES = frozenset({"gspo", "gspo-token"})
+
+
+@dataclass(frozen=True)
+class _FirstStep:
+    """What the first step of a policy gradient reads, up to rounding: it is drawn around the model's own log-probabilities, so that
+    differences do not depend on the model.
+
+    Attributes:
+        counted: [B, S-1] bool, tokens that count.
+        log_ratios: [B, S-1] logarithm of current by previous probability.
+        log_weights: [B, S-1] logarithm of previous by generation probability.
+        advantages: [B, S-1].
+    """
+
+    counted: torch.Tensor
+    log_ratios: torch.Tensor
+    log_weights: torch.Tensor
+    advantages: torch.Tensor
+
+    def of_level(self, logarithms: torch.Tensor, of_sequences: bool) -> torch.Tensor:
+        """[B, S-1] what they are the logarithms of; of sequences, the geometric mean of their tokens that count."""
+        if of_sequences:
+            counts = self.counted.sum(1, keepdim=True).clamp(min=1)
+            logarithms = ((logarithms * self.counted).sum(1, keepdim=True) / counts).expand_as(logarithms)
+        return torch.exp(logarithms)
+
+
+def _first_step(case: Case) -> _FirstStep:
+    current = torch.zeros(case.total_rows, case.length)
+    data = first_step(case, with_signals(case, token_batch(case), current))
+    previous, generation = data.get("prev_logprobs", current[: case.global_batch]), data["generation_logprobs"]
+    counted = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:] != 0
+    return _FirstStep(counted, -previous[:, 1:], (previous - generation)[:, 1:], data["advantages"][:, 1:])
+
+
+def _weights_leave_their_bounds(case: Case, *kinds: str) -> bool:
+    """Whether weights of the first step are clearly out of the bounds of the case's truncation, which is one of ``kinds``."""
+    if not _is_clipped(case, "is") or not set(kinds) & case.loss_options:
+        return False
+    _, high, low = next(TRUNCATIONS[kind] for kind in kinds if kind in case.loss_options)
+    step = _first_step(case)
+    of_sequences = bool({"seq-mask", *_SEQUENCES} & case.loss_options)
+    weights = step.of_level(step.log_weights, of_sequences)
+    outside = (weights > CLEARLY * high) | (weights < (low or 0.0) / CLEARLY)
+    return bool((outside & step.counted).any())
+
+
+def _second_clip_is_reached(case: Case) -> bool:
+    """Whether the ratio of a token of a bad answer is clearly past the second clip, with ratios of tokens."""
+    if not _has_ratios(case, "dual") or _SEQUENCES & case.loss_options:
+        return False
+    step, bound = _first_step(case), policy_gradient_settings(case)["ratio_clip_c"]
+    assert bound is not None
+    ratios = step.of_level(step.log_ratios, of_sequences=False)
+    return bool(((step.advantages < -0.1) & (ratios > CLEARLY * bound) & step.counted).any())
+
+
+def _clip_is_reached(case: Case) -> bool:
+    """Whether the ratio of a token or a sequence is clearly past the bound that counts for its advantage; with CISPO, any bound."""
+    if not _has_ratios(case):
+        return False
+    step, settings = _first_step(case), policy_gradient_settings(case)
+    ratios = step.of_level(step.log_ratios, bool(_SEQUENCES & case.loss_options))
+    above, below = ratios > CLEARLY * (1 + settings["ratio_clip_max"]), ratios < (1 - settings["ratio_clip_min"]) / CLEARLY
+    if "cispo" in case.loss_options:
+        reached = (above | below) & (step.advantages.abs() > 0.1)
+    else:
+        reached = (above & (step.advantages > 0.1)) | (below & (step.advantages < -0.1))
+    return bool((reached & step.counted).any())
+
+
+def _has_sequences_of_several_lengths(case: Case) -> bool:
+    """Whether in some step sequences that count differ in the number of their tokens."""
+    batch = token_batch(case)
+    tokens, kept = (values.view(case.steps, -1) for values in (batch["token_mask"][:, 1:].sum(1), batch["sample_mask"] != 0))
+    return any(len(set(of_step[counts].tolist())) > 1 for of_step, counts in zip(tokens, kept, strict=True))
+
+
 def _is_clipped(case: Case, *options: str) -> bool:
     return case.loss_kind == "pg" and set(options) <= case.loss_options and many_tokens(case)
 
@@ -52,7 +136,29 @@ def _not_clipped(original: Any) -> Any:
 
 def _of_sequences(case: Case) -> bool:
     """Whether ratios are those of sequences, of which several surely have more than one token."""
-    return bool({"gspo", "gspo-token"} & case.loss_options) and many_tokens(case) and case.length >= 10 and case.global_batch >= 4
+    return bool(_SEQUENCES & case.loss_options) and many_tokens(case) and case.length >= 10 and case.global_batch >= 4
+
+
+def _weights_of_tokens(original: Any) -> Any:
+    def of_level(self: Any, log_ratios: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        # of the two that it is asked for, ratios have a gradient and importance weights none
+        result: torch.Tensor = original(self, log_ratios, mask) if log_ratios.requires_grad else log_ratios
+        return result
+
+    return of_level
+
+
+def _ratio_to_generation(original: Any) -> Any:
+    def call(self: Any, data: Any, *normalizers: torch.Tensor, **given: torch.Tensor) -> Any:
+        ratios, generation = type(self)._ratios, data["generation_logprobs"][:, 1:]
+
+        def to_generation(current: torch.Tensor, previous: torch.Tensor, mask: torch.Tensor) -> Any:
+            return ratios(self, current, torch.where(mask != 0, generation, 0.0), mask)
+
+        self._ratios = to_generation
+        return original(self, data, *normalizers, **given)
+
+    return call
 
 
 def _weight_with_gradient(original: Any) -> Any:
@@ -93,21 +199,45 @@ FAULTS: dict[str, Mutation] = {
     ),
     "ratio-not-clipped": Mutation(
         "the ratio is not clipped",
-        lambda case: _has_ratios(case) and case.global_batch >= 4,
+        _clip_is_reached,
         replacing(f"{LOSSES}:ClippedPGLossFn", "_ratios", _not_clipped),
         "loss=pg masked=none",
     ),
     "importance-weights-left-out": Mutation(
         "tokens are not weighted by how likely they were where they were drawn",
-        lambda case: _is_clipped(case, "is"),
+        lambda case: _is_clipped(case, "is") and not TRUNCATIONS.keys() & case.loss_options,
         _built_with(use_importance_sampling_correction=False),
         "loss=pg+is masked=none",
     ),
     "importance-weights-not-bounded": Mutation(
         "importance weights are not truncated",
-        lambda case: _is_clipped(case, "is") and bool({"tis", "icepop"} & case.loss_options) and case.global_batch >= 4,
+        lambda case: _weights_leave_their_bounds(case, "tis", "icepop"),
         replacing(f"{LOSSES}:ClippedPGLossFn", "_bounded", lambda original: lambda self, weight, log_weights, mask: weight),
         "loss=pg+is+tis masked=none",
+    ),
+    "sequences-not-bounded": Mutation(
+        "sequences whose importance weights are out of bounds are kept",
+        lambda case: _weights_leave_their_bounds(case, "seq-mask"),
+        replacing(f"{LOSSES}:ClippedPGLossFn", "_bounded", lambda original: lambda self, weight, log_weights, mask: weight),
+        "loss=pg+is+seq-mask masked=none",
+    ),
+    "importance-weights-of-tokens-for-sequences": Mutation(
+        "each token has its own importance weight where that of its sequence should be",
+        lambda case: _is_clipped(case, "is") and _of_sequences(case),
+        replacing(f"{LOSSES}:ClippedPGLossFn", "_of_level", _weights_of_tokens),
+        "loss=pg+is+seq+gspo masked=none",
+    ),
+    "forced-ratio-to-generation": Mutation(
+        "the ratio is to the log-probabilities of generation where it should be forced to 1",
+        lambda case: _is_clipped(case, "forced") and "noratio" not in case.loss_options,
+        replacing(f"{LOSSES}:ClippedPGLossFn", "__call__", _ratio_to_generation),
+        "loss=pg+forced masked=none",
+    ),
+    "second-clip-left-out": Mutation(
+        "the objective of a bad answer has no bound",
+        _second_clip_is_reached,
+        _built_with(ratio_clip_c=None),
+        "loss=pg+dual masked=none",
     ),
     "tokens-left-out-for-sequences": Mutation(
         "tokens out of bounds are left out, not their whole sequences",
@@ -123,19 +253,22 @@ FAULTS: dict[str, Mutation] = {
     ),
     "mean-over-tokens-for-sequences": Mutation(
         "the mean over tokens stands where that over sequences should",
-        lambda case: _is_clipped(case, "seq"),
+        lambda case: (
+            _is_clipped(case, "seq") and not {"constant", *_SEQUENCES} & case.loss_options and _has_sequences_of_several_lengths(case)
+        ),
         _built_with(token_level_loss=True),
         "loss=pg+seq masked=some",
     ),
     "divergence-pathwise": Mutation(
         "the gradient of the divergence lacks its score function's part",
-        lambda case: _is_clipped(case, "kl"),
+        lambda case: _is_clipped(case, "kl") and not {"k1", "k2"} & case.loss_options,
         _built_with(reference_policy_kl_gradient="pathwise"),
         "loss=pg+kl masked=none",
     ),
     "divergence-reversed": Mutation(
         "the divergence is that of the reference from the policy",
-        lambda case: _is_clipped(case, "kl"),
+        # the value of k2 is that of both
+        lambda case: _is_clipped(case, "kl") and "k2" not in case.loss_options,
         replacing(
             LOSSES,
             "calculate_kl",
@@ -147,25 +280,25 @@ FAULTS: dict[str, Mutation] = {
         "each token has its own ratio where that of its sequence should be",
         _of_sequences,
         _built_with(sequence_level_importance_ratios=False, sequence_level_ratio_gradient="sequence"),
-        "loss=pg+gspo masked=none",
+        "loss=pg+seq+gspo masked=none",
     ),
     "ratio-of-sequences-not-averaged": Mutation(
         "the ratio of a sequence is that of its whole probability, not the geometric mean of its tokens",
         _of_sequences,
         replacing(LOSSES, "_row_sums", lambda original: lambda values, mask, average: original(values, mask, average=False)),
-        "loss=pg+gspo masked=none",
+        "loss=pg+seq+gspo masked=none",
     ),
     "gradient-of-tokens-for-sequences": Mutation(
         "the ratio of a sequence has the gradients of its tokens",
-        lambda case: "gspo" in case.loss_options and "cispo" not in case.loss_options and _of_sequences(case),
+        lambda case: "gspo" in case.loss_options and _of_sequences(case),
         _built_with(sequence_level_ratio_gradient="token"),
-        "loss=pg+gspo masked=none",
+        "loss=pg+seq+gspo masked=none",
     ),
     "gradient-of-sequences-for-tokens": Mutation(
         "the ratio of a token has the gradient of its sequence",
         lambda case: "gspo-token" in case.loss_options and _of_sequences(case),
         _built_with(sequence_level_ratio_gradient="sequence"),
-        "loss=pg+gspo-token masked=none",
+        "loss=pg+seq+gspo-token masked=none",
     ),
     "cispo-weight-with-gradient": Mutation(
         "the clipped ratio that weighs the log-probability has a gradient of its own",
