@@ -1,14 +1,17 @@
-"""Advantages of groups of answers to the same prompt."""
+"""Advantages: how much better an answer, or a token of it, is than others; of all samples of a step at once, so on the driver."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megarl.errors import BatchError
 
+PART = "reward/"
+"""Begins the names of columns and metrics of the parts of a reward."""
 # Relative to the mean, some twenty units in the last place of a float32 reward; absolute, what is left where parts of size 1 cancel.
 _ROUNDING = 1e-6
 
@@ -79,7 +82,7 @@ def group_advantages(
     baseline, _ = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline)
     group_mean, deviation = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline=False)
     # A group of equal rewards can differ from its mean by rounding only; dividing that by itself would make noise an advantage.
-    agreed = deviation <= _ROUNDING * group_mean.abs().clamp(min=1.0)
+    agreed = _agreed(deviation, group_mean)
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages
@@ -87,6 +90,139 @@ def group_advantages(
         count = _group_sums((valid_mask != 0).to(rewards.dtype), group)
         deviation = deviation * (count / (count - 1).clamp(min=1)).sqrt()
     return torch.where(agreed, 0.0, advantages / torch.where(agreed, 1.0, deviation))
+
+
+def estimated_advantages(
+    settings: Mapping[str, Any],
+    samples: Mapping[str, Any],
+    sample_mask: Tensor,
+    token_penalties: Tensor | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+) -> Tensor:
+    """Advantages of a step's samples, [B, 1] float32, or where those of tokens differ [B, S] float32; 0 where nothing counts.
+
+    Args:
+        settings: a ``GRPOConfig``: ``adv_estimator`` and what it reads.
+        samples: all samples of the step, see ``megarl.rollout.collector.Rollouts``.
+        sample_mask: [B], 1 for rows that are trained on. ``samples`` may have more of them, which are then in the groups alone.
+        token_penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
+        reward_weights: of the parts of the reward, ``reward/NAME``, by name.
+    """
+    kind, prompts, rewards, valid = settings["adv_estimator"]["name"], samples["prompt_ids"], samples["reward"], samples["sample_mask"]
+    if kind == "reinforce_plus_plus":
+        mask = samples["token_mask"] * sample_mask.unsqueeze(1)
+        minus_baseline = settings["adv_estimator"]["minus_baseline"]
+        advantages = reinforce_plus_plus_advantages(prompts, rewards, mask, minus_baseline, token_penalties)
+        return advantages.to(rewards.dtype)
+    if token_penalties is not None:
+        rewards = rewards - token_penalties.sum(dim=1)
+    leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
+    if kind == "rloo":
+        by_row = group_advantages(prompts, rewards, valid, leave_one_out_baseline=True, normalize_rewards=False)
+    elif kind == "gdpo":
+        parts = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
+        by_row = gdpo_advantages(prompts, parts, reward_weights or {}, valid, leave_one_out, normalize, settings["std"]).to(rewards.dtype)
+    else:
+        by_row = group_advantages(prompts, rewards, valid, leave_one_out, normalize, settings["std"])
+    return torch.where(sample_mask == 0, 0.0, by_row).unsqueeze(1)
+
+
+def gdpo_advantages(
+    prompts: Tensor,
+    parts: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    valid_mask: Tensor,
+    leave_one_out_baseline: bool,
+    normalize_rewards: bool,
+    std: Literal["population", "sample"] = "population",
+) -> Tensor:
+    """Advantages [B] of several rewards, each compared within the group by itself (GDPO, arXiv 2601.05242).
+
+    The advantages of each reward (``group_advantages``) are added up, each times its weight, and the sum is whitened over all valid rows.
+    Rewards of different sizes, or one that all answers to a prompt have alike, then hide none of the others.
+
+    Args:
+        prompts: [B, P] int, padded alike within a group.
+        parts: [B] float of each reward, without its weight; NaN for a row that has no such reward.
+        weights: of each reward; 1 where it has none.
+        valid_mask: [B], 1 for rows that count.
+        leave_one_out_baseline, normalize_rewards, std: as for ``group_advantages``.
+
+    Raises:
+        BatchError: there are fewer than two rewards, or shapes do not fit.
+    """
+    if len(parts) < 2:
+        bound = "GDPO compares each of several rewards by itself, and the samples have"
+        raise BatchError(f"{bound} {sorted(parts) or 'none'}. Fix: name several under env.rewards, or take another adv_estimator")
+    total = torch.zeros_like(valid_mask, dtype=torch.float64)
+    for name, rewards in parts.items():
+        has_part = (valid_mask != 0) & ~rewards.isnan()
+        known = torch.where(has_part, rewards, 0.0).double()
+        compared = group_advantages(prompts, known, has_part.double(), leave_one_out_baseline, normalize_rewards, std)
+        total += weights.get(name, 1.0) * compared
+    return whitened(total, valid_mask)
+
+
+def reinforce_plus_plus_advantages(
+    prompts: Tensor, rewards: Tensor, mask: Tensor, minus_baseline: bool, token_penalties: Tensor | None = None
+) -> Tensor:
+    """Advantages of tokens, [B, S] float64 (REINFORCE++, arXiv 2501.03262).
+
+    The return of a token is the reward of its answer minus the penalties of this and all later tokens that count. All returns are
+    whitened together, over the valid tokens of all rows given.
+
+    Args:
+        prompts: [B, P] int, padded alike within a group; read with ``minus_baseline`` alone.
+        rewards: [B] float.
+        mask: [B, S], 1 for tokens that count: of valid rows, sampled by the policy.
+        minus_baseline: subtract the mean reward of the prompt's answers first (REINFORCE++-baseline).
+        token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none. Read under the mask alone.
+    """
+    counts = mask != 0
+    values = torch.where(counts.any(dim=1), rewards, 0.0).double()
+    if minus_baseline:
+        valid = counts.any(dim=1).double()
+        values = values - _baseline_and_std(_groups(prompts, values, valid), values, valid, leave_one_out_baseline=False)[0]
+    returns = values[:, None].expand(mask.shape)
+    if token_penalties is not None:
+        penalties = torch.where(counts, token_penalties, 0.0).double()
+        returns = returns - _to_the_end(penalties)
+    return whitened(returns, mask)
+
+
+def _to_the_end(penalties: Tensor) -> Tensor:
+    """The sum of each token's value and those of all later ones, [B, S]."""
+    return penalties.flip(1).cumsum(1).flip(1)
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """Values under a mask minus their mean, divided by their population deviation, in float64; 0 elsewhere.
+
+    Mean and deviation are those of all values given: whoever has a share of a batch only gets something else. Values that differ by
+    rounding alone give 0.
+
+    Args:
+        values: any shape, float; read under the mask alone.
+        mask: the same shape, not 0 for values that count.
+    """
+    counts = mask != 0
+    count = counts.sum().clamp(min=1)
+    kept = torch.where(counts, values, 0.0).double()
+    mean = kept.sum() / count
+    centred = torch.where(counts, kept - mean, 0.0)
+    deviation = (centred.square().sum() / count).sqrt()
+    agreed = _agreed(deviation, mean)
+    return torch.where(agreed, 0.0, centred / torch.where(agreed, 1.0, deviation))
+
+
+def clipped(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Advantages within bounds, of which None is none."""
+    return advantages if low is None and high is None else advantages.clamp(low, high)
+
+
+def _agreed(deviation: Tensor, mean: Tensor) -> Tensor:
+    """Whether values of that deviation and mean differ by rounding alone."""
+    return deviation <= _ROUNDING * mean.abs().clamp(min=1.0)
 
 
 def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:

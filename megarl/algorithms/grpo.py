@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
-from megarl.config.environments import EnvConfig
+from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
+from megarl.errors import MismatchError
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 from megarl.observe.timing import Sequences
 
@@ -20,12 +21,31 @@ if TYPE_CHECKING:
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
 
+class AdvEstimatorConfig(TypedDict):
+    """How advantages are made of rewards."""
+
+    name: Annotated[
+        Literal["grpo", "rloo", "gdpo", "reinforce_plus_plus"],
+        Key(
+            "`grpo`: an answer against the others of its prompt, as ``normalize_rewards``, ``std`` and ``use_leave_one_out_baseline`` "
+            "say; `rloo`: minus the mean of the others; `gdpo`: each of several rewards as with `grpo`, and their sum whitened over "
+            "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch.",
+        ),
+    ]
+    minus_baseline: NotRequired[
+        Annotated[
+            bool,
+            Key("subtract the mean of the prompt's answers before the whitening (`reinforce_plus_plus`).", default=False),
+        ]
+    ]
+
+
 class GRPOConfig(TypedDict):
     """Group-relative policy optimisation."""
 
     num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
     num_generations_per_prompt: Annotated[
-        int, Key("answers a prompt.", Range(low=2), advice="write 2 or more: an answer is judged against the others of its prompt")
+        int, Key("answers a prompt; 2 or more, but for `reinforce_plus_plus` without ``minus_baseline``.", AT_LEAST_1)
     ]
     max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
     max_num_epochs: NotRequired[
@@ -34,6 +54,14 @@ class GRPOConfig(TypedDict):
             Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
         ]
     ]
+    adv_estimator: NotRequired[
+        Annotated[
+            AdvEstimatorConfig,
+            Key("how advantages are made of rewards.", default={"name": "grpo", "minus_baseline": False}),
+        ]
+    ]
+    advantage_clip_low: NotRequired[Annotated[float | None, Key("the least advantage; null for no bound.", Range(high=0), default=None)]]
+    advantage_clip_high: NotRequired[Annotated[float | None, Key("the largest advantage; null for no bound.", AT_LEAST_0, default=None)]]
     normalize_rewards: NotRequired[Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]]
     std: NotRequired[
         Annotated[
@@ -79,6 +107,18 @@ class GRPOConfig(TypedDict):
         ]
     ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
+    seq_logprob_error_threshold: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "answers whose mean over tokens of exp(|log-probability where it was generated - log-probability of the policy|) is "
+                "larger are left out of training, and ``max_token_mult_prob_error`` is held against the others; a step of which nothing "
+                "is left ends the run. 1 is no difference, null leaves none out.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
     max_token_mult_prob_error: NotRequired[
         Annotated[
             float | None,
@@ -114,6 +154,7 @@ class GRPO(Algorithm):
         self.timer, self.skipped = parts.timer, parts.skipped
         self.sample_log, self.done_steps = parts.sample_log, 0
         self.loss_fn = ClippedPGLossFn(parts.config["loss_fn"])
+        self.reward_weights = weights_of_rewards(parts.config["env"])
         stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
         self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
 
@@ -126,25 +167,30 @@ class GRPO(Algorithm):
         """Sample responses to the next prompts and train on them."""
         from megarl.algorithms.train_results import step_metrics, trained_sequences
         from megarl.rollout.collector import add_metrics, part_metrics
-        from megarl.rollout.samples import check_mismatch, mismatch_metrics, sampling_seeds
+        from megarl.rollout.samples import sampling_seeds
 
         examples = self.train_data.select(self.sampler.take(self.config["num_prompts_per_step"]))
         generations = self.config["num_generations_per_prompt"]
         seeds = sampling_seeds(self.seed, step, len(examples), generations)
         rollouts = self.collector.collect(examples, generations, seeds, weight_version=step - 1)
         samples = rollouts.samples
-        with self.timer.phase("reward"):
-            advantages = self._advantages(samples)
-        batch = self._training_batch(samples, advantages)
-        if self.sample_log is not None:
-            # before anything can refuse to train on them: then they are needed most
-            previous, sources = batch.get("prev_logprobs"), self.train_data.sources
-            self.sample_log.train(step, rollouts, advantages, previous, sources)
+        batch = self._scored_batch(samples)
         mismatch: dict[str, float] = {}
+        refusal: MismatchError | None = None
         if self.needs_previous_logprobs:
-            mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-            mismatch = mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], mask)
-            check_mismatch(mismatch, self.config["max_token_mult_prob_error"], step)
+            try:
+                mismatch = self._judge_mismatch(batch, step)
+            except MismatchError as error:
+                refusal = error
+        with self.timer.phase("reward"):
+            advantages, of_rewards = self._advantages(samples, batch)
+        if self.sample_log is not None:
+            # also where nothing is trained on them: then they are needed most
+            previous, sources = batch.get("prev_logprobs"), self.train_data.sources
+            self.sample_log.train(step, rollouts, _means_of_rows(advantages, batch), previous, sources)
+        if refusal is not None:
+            raise refusal
+        batch["advantages"] = advantages.expand_as(batch["token_mask"])
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
@@ -154,16 +200,18 @@ class GRPO(Algorithm):
             self.refit.stale = True
         self.done_steps = step
         of_samples = {**_sample_metrics(samples, advantages), **part_metrics([samples])}
-        own = {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, "epoch": self.sampler.epoch}
+        own = {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
 
     @property
     def needs_previous_logprobs(self) -> bool:
         """Whether a pass computes the log-probabilities of the policy before the update.
 
-        A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must not train on a large one.
+        A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must not train on a large one, or
+        rewards depend on them.
         """
-        return not self.loss_fn.force_on_policy_ratio or self.config["max_token_mult_prob_error"] is not None
+        bounds = [self.config[key] for key in ("max_token_mult_prob_error", "seq_logprob_error_threshold")]
+        return not self.loss_fn.force_on_policy_ratio or self.loss_fn.use_kl_in_reward or bounds != [None, None]
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
@@ -180,36 +228,56 @@ class GRPO(Algorithm):
             self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
         return validation_metrics(validated)
 
-    def _advantages(self, samples: BatchedDataDict[Any]) -> Tensor:
-        """[B] float32. A group is the answers to one of the step's prompts; two records with equal prompts are two groups."""
+    def _judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
+        """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch, by its ``sample_mask``.
+
+        Raises:
+            MismatchError: they are too far apart to train.
+        """
+        from megarl.rollout.samples import check_mismatch, masked_far_apart, mismatch_metrics
+
+        generation, previous = batch["generation_logprobs"], batch["prev_logprobs"]
+        metrics = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
+        kept, threshold = metrics, self.config["seq_logprob_error_threshold"]
+        if threshold is not None:
+            batch["sample_mask"], of_sequences = masked_far_apart(
+                generation, previous, batch["token_mask"], batch["sample_mask"], threshold, step
+            )
+            kept = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
+            metrics = {**metrics, **of_sequences}
+        check_mismatch(kept, self.config["max_token_mult_prob_error"], step)
+        return metrics
+
+    def _advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
+        """[B, 1] or, of tokens, [B, S] float32, 0 in rows and at tokens that do not count; and metrics of the rewards they are made of.
+
+        Groups are those of all rewarded samples, also where the mismatch has left a row out of training.
+        """
         import torch
 
-        from megarl.algorithms.advantages import group_advantages
+        from megarl.algorithms.advantages import clipped, estimated_advantages
 
+        # two records with equal prompts are two groups
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
-        return group_advantages(
-            place.unsqueeze(1),
-            samples["reward"],
-            samples["sample_mask"],
-            leave_one_out_baseline=self.config["use_leave_one_out_baseline"],
-            normalize_rewards=self.config["normalize_rewards"],
-            std=self.config["std"],
-        )
+        grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
+        penalties, metrics = None, {}
+        if self.loss_fn.use_kl_in_reward:
+            penalties = self.loss_fn.kl_of_tokens(batch)
+            tokens = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:].sum()
+            metrics = {"kl_in_reward": float(penalties.sum() / tokens.clamp(min=1))}
+            penalties = self.loss_fn.kl_penalty * penalties
+        advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights)
+        return clipped(advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]), metrics
 
-    def _training_batch(self, samples: BatchedDataDict[Any], advantages: Tensor) -> BatchedDataDict[Any]:
-        """A ``ClippedPGLossDataDict`` with the log-probabilities of the policy before the update, and of the reference, where needed."""
+    def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the
+        reference, where needed."""
         from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
-        batch: BatchedDataDict[Any] = BatchedDataDict(
-            {
-                **inputs,
-                "advantages": advantages.unsqueeze(1).expand_as(samples["token_mask"]),
-                "generation_logprobs": samples["generation_logprobs"],
-            }
-        )
+        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, "generation_logprobs": samples["generation_logprobs"]})
         passed = Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs))
         if self.needs_previous_logprobs or self.loss_fn.kl_penalty:
             self.policy.prepare_for_lp_inference()
@@ -223,6 +291,14 @@ class GRPO(Algorithm):
                 batch["reference_policy_logprobs"] = reference["reference_logprobs"]
                 self.timer.passed(passed)
         return batch
+
+
+def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
+    """[B] the mean advantage of each row's tokens that count, from [B, 1] or [B, S]."""
+    if advantages.shape[1] == 1:
+        return advantages.squeeze(1)
+    counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+    return (advantages * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
 
 
 def _mean(values: Tensor) -> float:
@@ -240,7 +316,7 @@ def _sample_metrics(samples: BatchedDataDict[Any], advantages: Tensor) -> dict[s
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),
-        "samples_without_signal": float((advantages == 0).double().mean()),
+        "samples_without_signal": float((advantages == 0).all(dim=1).double().mean()),
         "generation_length": float(samples["generation_lengths"].double().mean()),
         "truncated": float(samples["truncated"].double().mean()),
         "num_tokens": int(samples["input_lengths"].sum()),

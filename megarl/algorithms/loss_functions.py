@@ -72,7 +72,7 @@ class DualClipError(ConfigError, AssertionError):
 
 class ClippedPGLossFn:
     """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO, REINFORCE, with importance correction and a
-    KL penalty.
+    KL penalty. ``megarl/algorithms/README.md`` has each equation with its source.
 
     For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
 
@@ -97,6 +97,8 @@ class ClippedPGLossFn:
 
     ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is exactly 1, its gradient that
     of the log-probability. Further metrics then say how far ``generation`` is from it (see ``megarl.rollout.samples.mismatch_metrics``).
+
+    ``use_kl_in_reward`` leaves the divergence to the rewards, from which the algorithm takes it (``kl_of_tokens``).
 
     ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
     of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows. ``sequence_normalizer``
@@ -144,6 +146,7 @@ class ClippedPGLossFn:
             raise ConfigError(faults)
         self.kl_penalty = cfg["reference_policy_kl_penalty"]
         self.kl_type = cfg["reference_policy_kl_type"]
+        self.use_kl_in_reward = cfg["use_kl_in_reward"]
         self.ratio_clip_min = cfg["ratio_clip_min"]
         self.ratio_clip_max = cfg["ratio_clip_max"]
         self.ratio_clip_c = clip_c
@@ -207,7 +210,8 @@ class ClippedPGLossFn:
         bounded = self._bounded(weight, drawn_apart, mask)
         policy_values = self._objective(visible(data["advantages"][:, 1:]), ratio, clamped, current)
         loss = mean(bounded * policy_values if self.use_importance_sampling_correction else policy_values)
-        penalty = mean(self._kl(data, current, generation, visible)) if self.kl_penalty else loss.new_zeros(())
+        has_penalty = bool(self.kl_penalty) and not self.use_kl_in_reward
+        penalty = mean(self._kl(data, current, generation, visible)) if has_penalty else loss.new_zeros(())
         loss = loss + self.kl_penalty * penalty
 
         metrics = {
@@ -236,6 +240,17 @@ class ClippedPGLossFn:
                 MISMATCH_SHARE: token_mean((difference > FAR).to(difference.dtype)),
             }
         return loss, metrics
+
+    def kl_of_tokens(self, data: Mapping[str, Tensor]) -> Tensor:
+        """The KL estimate of every token before the update, [B, S], without its coefficient, 0 where nothing counts: what
+        ``use_kl_in_reward`` takes from the rewards.
+
+        Args:
+            data: ``prev_logprobs``, ``reference_policy_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
+        """
+        counts = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) != 0
+        previous, reference = (torch.where(counts, data[key], 0.0) for key in ("prev_logprobs", "reference_policy_logprobs"))
+        return calculate_kl(previous, reference, self.kl_type, self.kl_input_bound, self.kl_output_bound)
 
     def _of_level(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
         """Log ratios [B, S-1] of tokens, or with ratios of sequences each sequence's mean in the place of those of its tokens."""

@@ -26,7 +26,7 @@ from megarl.config.sections import (
 )
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
-from megarl.key import defaults_of
+from megarl.key import defaults_of, keys_of, section_types
 from megarl.models.generation.engines import engine_kind, is_engine
 from megarl.models.generation.interfaces import GenerationConfig
 from megarl.models.policy import (
@@ -61,7 +61,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["policy"] = complete_policy(_section(run, "policy"))
     for key, section in {**_SECTIONS, **built_in_sections(), **sections_of(run.get("algorithm"))}.items():
         if isinstance(run.get(key), dict):
-            run[key] = fill(run[key], defaults_of(section))
+            run[key] = _with_inner_sections(fill(run[key], defaults_of(section)), section)
     _complete_environments(run)
     _fill_sizes_of_validation(run)
     run["checkpointing"] = fill(_section(run, "checkpointing"), defaults_of(CheckpointingConfig))
@@ -176,6 +176,15 @@ def _fill_sizes_of_validation(run: Config) -> None:
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     """The section, followed by the defaults of the keys it lacks."""
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
+
+
+def _with_inner_sections(config: Config, section: Any) -> Config:
+    """A filled-in section whose own sections are filled in too, as far as their keys have defaults."""
+    for name, annotation in keys_of(section).items():
+        for inner in section_types(annotation):
+            if isinstance(config.get(name), dict):
+                config[name] = fill(config[name], defaults_of(inner))
+    return config
 
 
 def _section(config: Mapping[str, Any], key: str) -> Config:

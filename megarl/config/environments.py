@@ -231,6 +231,12 @@ def environments_of(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return named or {"env": section}
 
 
+def weights_of_rewards(section: Mapping[str, Any]) -> dict[str, float]:
+    """The weight of each of several rewards by its name, over all environments of an ``env`` section."""
+    several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
+    return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
+
+
 def rewards_of(section: Mapping[str, Any], key: str = "env") -> dict[str, Mapping[str, Any]]:
     """Dotted key of each reward of one environment to its section, which names it under ``reward``."""
     several = section.get("rewards")

@@ -108,6 +108,16 @@ class ClippedPGLossConfig(TypedDict):
             ),
         ]
     ]
+    use_kl_in_reward: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the divergence is taken from the rewards and is not in the loss: from the return of each token that of it and all later "
+                "tokens with `reinforce_plus_plus`, otherwise that of the answer from its reward.",
+                default=False,
+            ),
+        ]
+    ]
     reference_policy_kl_gradient: NotRequired[
         Annotated[
             Literal["exact", "pathwise"],
@@ -219,15 +229,25 @@ def _faults_of_means(loss: Mapping[str, Any]) -> Iterator[Violation]:
 
 def _faults_of_divergence(loss: Mapping[str, Any]) -> Iterator[Violation]:
     kind, gradient = "reference_policy_kl_type", "reference_policy_kl_gradient"
-    if loss.get("reference_policy_kl_penalty") == 0:
+    in_reward = "use_kl_in_reward"
+    if loss.get("reference_policy_kl_penalty") == 0 and not loss.get(in_reward):
         for key, default in ((kind, "k3"), (gradient, "exact")):
             if loss.get(key, default) != default:
                 bound = "reference_policy_kl_penalty is 0: there is no divergence, and nothing reads it"
                 yield _fault(loss, key, bound, "remove it, or write a penalty above 0")
-        return
-    if loss.get(kind) == "k1" and loss.get(gradient) == "pathwise":
+    elif loss.get(kind) == "k1" and loss.get(gradient) == "pathwise":
         bound = "its own gradient, that of the log-probability, has the expectation 0, so that nothing would hold the policy"
         yield _fault(loss, kind, bound, f"write {gradient}: exact, or another type")
+    if not loss.get(in_reward):
+        return
+    if loss.get("reference_policy_kl_penalty") == 0:
+        yield _fault(loss, in_reward, "reference_policy_kl_penalty is 0, so that it would do nothing", "write a penalty, or false here")
+    if loss.get(kind) != "k1":
+        bound = "use_kl_in_reward is true: only k1 has the gradient of the divergence in a reward, as that of its value is 0 on average"
+        yield _fault(loss, kind, bound, f"write {kind}: k1")
+    if loss.get("use_on_policy_kl_approximation"):
+        fix = "write false"
+        yield _fault(loss, "use_on_policy_kl_approximation", "use_kl_in_reward is true: no divergence in the loss is weighed", fix)
 
 
 def _fault(loss: Mapping[str, Any], key: str, bound: str, fix: str) -> Violation:

@@ -10,6 +10,7 @@ import torch
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.parity.case import Case
+from megarl.parity.reference_losses import PART_WEIGHTS, reference_advantages
 
 Batch = dict[str, torch.Tensor]
 
@@ -64,13 +65,35 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
         # where all tokens of a sequence have one advantage, the two have one gradient
         of_tokens = torch.Generator().manual_seed(case.seed + 3)
         advantages = advantages + 0.5 * torch.randn(logprobs.shape, generator=of_tokens)
-    return {
+    signals = {
         **batch,
         "advantages": advantages.expand_as(logprobs) * inside,
         **({} if "forced" in case.loss_options else {"prev_logprobs": previous}),
         "generation_logprobs": near(previous, 0.2),
         "reference_policy_logprobs": near(logprobs, 0.3),
     }
+    return signals if case.advantages == "given" else _with_rewards(case, signals, previous)
+
+
+REWARDS = ("reward", "reward/one", "reward/other", "prompt", "apart")
+"""Columns of which advantages are made: [B] the reward, its parts, and the number of the prompt; [B, S] how much likelier a token was
+before the update than by the reference policy."""
+
+
+def _with_rewards(case: Case, signals: Batch, previous: torch.Tensor) -> Batch:
+    """Rewards of answers to prompts, three answers each, and the advantages that the reference makes of them."""
+    generator = torch.Generator().manual_seed(case.seed + 4)
+    rows = len(signals["input_ids"])
+    parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
+    rewarded = {
+        **signals,
+        "reward": parts @ torch.tensor([PART_WEIGHTS["one"], PART_WEIGHTS["other"]]),
+        "reward/one": parts[:, 0],
+        "reward/other": parts[:, 1],
+        "prompt": torch.arange(rows) // 3,
+        "apart": previous - signals["reference_policy_logprobs"],
+    }
+    return {**rewarded, "advantages": torch.cat([reference_advantages(case.advantages, data) for data in calls_of(case, rewarded)])}
 
 
 def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> ShardedBatch:

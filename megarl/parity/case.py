@@ -31,6 +31,7 @@ PLANS = ("built-in", "written", "names", "mlp")
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
 PATHS = ("fast", "plain")
+ADVANTAGES = ("given", "grpo", "rloo", "gdpo", "reinforce", "reinforce-baseline")
 # Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
 # epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
 MILD_EPSILON = 1e-2
@@ -99,6 +100,7 @@ class Case:
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
         loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
+        advantages: of a policy gradient: ``given``, or made of rewards by that estimator; ``reinforce`` is REINFORCE++.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.
@@ -171,6 +173,7 @@ class Case:
     evaluate: bool = False
     reference: bool = False
     loss: str = "nll"
+    advantages: str = "given"
     temperature: float = 1.0
     keep: int = 0
     nucleus: float = 1.0
@@ -294,6 +297,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "decay": DECAYS,
     "paths": PATHS,
+    "advantages": ADVANTAGES,
 }
 SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "router", "ep", "etp")
 """Fields of a mixture of experts."""
@@ -308,6 +312,8 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "packed": ("round",),
     "sgd": ("eps",),
     "plain": ("chunk",),
+    "nll": ("advantages",),
+    "dpo": ("advantages",),
 }
 """What a backend, a family, a way of batching or an optimizer has no use for."""
 
@@ -316,6 +322,7 @@ def idle_fields(case: Case) -> dict[str, str]:
     """Fields that stand away from their defaults although the case has no use for them, and what has none."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
     owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer, "paths": case.paths}
+    owners["loss"] = case.loss_kind
     return {
         name: f"{key}={owner}" for key, owner in owners.items() for name in _FOREIGN.get(owner, ()) if getattr(case, name) != defaults[name]
     }

@@ -9,7 +9,7 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
+from megarl.parity.case import ADVANTAGES, BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {"nll": "loss: NLL", "pg": "loss: clipped policy gradient", "dpo": "loss: DPO"}
 _VARIANT_NAMES = {
@@ -47,6 +47,7 @@ FEATURES = (
     *(f"batching: {name}" for name in ("fixed", "dynamic", "packed")),
     *_LOSS_NAMES.values(),
     *_VARIANT_NAMES.values(),
+    *(f"advantages: {name}" for name in ADVANTAGES[1:]),
     *(f"precision: {name}" for name in ("float32", "bfloat16", "float16")),
     "temperature",
     "top-k",
@@ -83,6 +84,7 @@ def features(case: Case) -> list[str]:
         f"batching: {case.batching}",
         f"precision: {case.precision}",
         f"paths: {case.paths}",
+        f"advantages: {case.advantages}",
         _LOSS_NAMES[case.loss_kind],
         *(_VARIANT_NAMES[option] for option in case.loss_options if option in _VARIANT_NAMES),
         f"optimizer: {'Adam' if case.optimizer == 'adam' else 'SGD'}",

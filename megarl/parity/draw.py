@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.parity.case import (
+    ADVANTAGES,
     BALANCES,
     DECAYS,
     DENSE,
@@ -301,4 +302,5 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
         options.append(estimator)
     if "cispo" not in options and generator.random() < 0.2:
         options = [*(option for option in options if option != "dual"), "forced"]
-    return {"loss": "+".join([kind, *options])}
+    given = generator.random() < 0.5
+    return {"loss": "+".join([kind, *options]), "advantages": "given" if given else generator.choice(ADVANTAGES[1:])}

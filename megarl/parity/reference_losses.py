@@ -279,3 +279,68 @@ def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
     if not joined.numel():
         return {f"{name}_min": float("inf"), f"{name}_max": float("-inf")}
     return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
+
+
+PART_WEIGHTS = {"one": 0.6, "other": 0.02}
+PENALTY = 0.1
+"""Of the divergence that is taken from the rewards of tokens."""
+
+
+def reference_advantages(kind: str, data: Mapping[str, Any]) -> Tensor:
+    """[B, S] float32: the advantages of the rows of one call, a row or token at a time.
+
+    GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), the last less the divergence of each token
+    and of those after it.
+    """
+    rows = [row for row, _ in _counted(data)]
+    found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
+    if kind.startswith("reinforce"):
+        return _reinforce(kind, data, rows, found).float()
+    columns = {name: data[name].double() for name in ("reward", "reward/one", "reward/other")}
+    if kind == "gdpo":
+        parts = {name: _in_groups(columns[f"reward/{name}"], data, rows, deviations=True) for name in PART_WEIGHTS}
+        total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in rows]
+        values = dict(zip(rows, _standardised(total), strict=True))
+    else:
+        values = _in_groups(columns["reward"], data, rows, deviations=kind == "grpo")
+    for row in rows:
+        found[row] = values[row]
+    return found.float()
+
+
+def _in_groups(rewards: Tensor, data: Mapping[str, Any], rows: list[int], *, deviations: bool) -> dict[int, float]:
+    """For each row that counts, its reward less the mean of the others of its prompt, perhaps by the deviation of all of them."""
+    values = {}
+    for row in rows:
+        peers = [float(rewards[other]) for other in rows if data["prompt"][other] == data["prompt"][row]]
+        others = (sum(peers) - float(rewards[row])) / max(len(peers) - 1, 1)
+        above = float(rewards[row]) - others if len(peers) > 1 else 0.0
+        mean = sum(peers) / len(peers)
+        deviation = (sum((peer - mean) ** 2 for peer in peers) / len(peers)) ** 0.5
+        values[row] = above if not deviations else above / deviation if deviation else 0.0
+    return values
+
+
+def _reinforce(kind: str, data: Mapping[str, Any], rows: list[int], found: Tensor) -> Tensor:
+    places, returns = [], []
+    answered = [row for row in rows if data["token_mask"][row].any()]
+    for row in answered:
+        reward = float(data["reward"][row])
+        if kind == "reinforce-baseline":
+            peers = [float(data["reward"][other]) for other in answered if data["prompt"][other] == data["prompt"][row]]
+            reward -= sum(peers) / len(peers)
+        tokens = data["token_mask"][row].nonzero().squeeze(1).tolist()
+        apart = data["apart"][row].double()
+        for place in tokens:
+            places.append((row, place))
+            returns.append(reward - PENALTY * sum(float(apart[later]) for later in tokens if later >= place))
+    for (row, place), value in zip(places, _standardised(returns), strict=True):
+        found[row, place] = value
+    return found
+
+
+def _standardised(values: list[float]) -> list[float]:
+    """Values less their mean, by their deviation; nothing where they are all alike."""
+    mean = sum(values) / max(len(values), 1)
+    deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
+    return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

@@ -32,7 +32,7 @@ _ORDER = [
     ),
     *("schedule", "decay", "steps", "eps", "lr", "clip", "optimizer"),
     *("nucleus", "keep", "temperature", "masked", "packer", "round", "pad", "room", "batching"),
-    *("loss", "rope", "window", "tied"),
+    *("advantages", "loss", "rope", "window", "tied"),
     *("family", "dispatcher", "balance", "zloss", "freeze", "router", "experts", "topk", "expert"),
     *("rows", "lpbs", "micro", "mbs", "layers", "length", "group", "kv", "head", "width", "ffn", "vocab"),
 ]
@@ -71,13 +71,18 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
     if name in _TOGETHER:
         yield replace(case, **_TOGETHER[name](case))
     if name == "loss":
-        yield from (replace(case, loss=loss) for loss in _simpler_losses(case))
+        yield from (replace(case, loss=loss, **_advantages_of(case, loss)) for loss in _simpler_losses(case))
     elif isinstance(value, int) and not isinstance(value, bool):
         # rotary embeddings turn pairs
         possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
         yield from (_changed(case, name, smaller) for smaller in possible)
     else:
         yield _changed(case, name, default)
+
+
+def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
+    """Other losses than a policy gradient have no advantages."""
+    return {} if loss.startswith("pg") else {"advantages": _DEFAULTS["advantages"]}
 
 
 def _changed(case: Case, name: str, value: Any) -> Case:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages import PART
 from megarl.distributed.token_batches import TokenRows
 from megarl.errors import BatchError
 from megarl.observe.timing import Sequences
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.generation.interfaces import GenerationInterface, Sampling
     from megarl.observe.timing import PhaseTimer
-
-
-PART = "reward/"
-"""Begins the names of columns and metrics of the parts of a reward."""
 
 
 class RefittedEngine(Protocol):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from megarl.algorithms.advantages import PART
 from megarl.observe.sample_files import TRAIN, VALIDATION, SampleFiles, shorten
-from megarl.rollout.collector import PART, Rollouts
+from megarl.rollout.collector import Rollouts
 from megarl.rollout.samples import row_mismatch
 
 if TYPE_CHECKING:

@@ -183,6 +183,43 @@ def _differences(generation: Tensor, policy: Tensor) -> Tensor:
     return torch.where(difference.isnan(), torch.inf, difference)
 
 
+def masked_far_apart(
+    generation: Tensor, policy: Tensor, token_mask: Tensor, sample_mask: Tensor, threshold: float, step: int
+) -> tuple[Tensor, dict[str, float]]:
+    """A sample mask without the sequences whose log-probabilities of generation and training are too far apart.
+
+    Args:
+        generation, policy: [B, S] float, as for ``mismatch_metrics``.
+        token_mask: [B, S].
+        sample_mask: [B].
+        threshold: of a sequence's mean over tokens of exp(|difference|), where what is not a number counts as infinite.
+        step: of the run, for the message.
+
+    Returns:
+        (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` of all sequences that counted.
+
+    Raises:
+        MismatchError: no sequence that counted is left.
+    """
+    counts = (token_mask != 0) & (sample_mask != 0).unsqueeze(1)
+    errors = torch.where(counts, _differences(generation, policy).exp(), 0.0)
+    of_sequences = errors.sum(dim=1) / counts.sum(dim=1).clamp(min=1)
+    far = of_sequences > threshold
+    counted = int(counts.any(dim=1).sum())
+    if counted and int(far.sum()) == counted:
+        raise MismatchError(
+            f"step {step}: all {counted} sequences are above grpo.seq_logprob_error_threshold = {threshold:g}, the nearest with "
+            f"{float(of_sequences[far].min()):.4g}, so that nothing is left to train on. Fix: compare the precision of the engine with "
+            "policy.precision, and its log-probabilities with those of transformers on the exported model; raise the threshold only if "
+            "the difference is understood"
+        )
+    worst = float(of_sequences.max()) if counted else 1.0
+    return sample_mask * (~far).to(sample_mask.dtype), {
+        "num_masked_seqs_by_logprob_error": float(far.sum()),
+        "max_seq_mult_prob_error": worst,
+    }
+
+
 def check_mismatch(metrics: dict[str, float], bound: float | None, step: int) -> None:
     """Refuse to train on answers that another policy seems to have given.
 

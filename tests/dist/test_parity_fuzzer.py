@@ -46,6 +46,14 @@ FIXED = (
     "backend=dtensor family=llama layers=1 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 mbs=2 length=9 loss=pg nucleus=0.4",
     "family=llama layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 pp=2 layout=Et*2|tL micro=2 length=9 loss=pg precision=bfloat16 lr=0.02",
     "backend=dtensor family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 mbs=2 length=9 loss=nll precision=float16 lr=0.02",
+    "family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 cp=2 batching=packed mbs=2 micro=3 room=15 length=13 "
+    "loss=pg+seq+gspo+is+icepop",
+    "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 pp=2 dp=2 batching=dynamic mbs=2 micro=2 room=12 round=4 length=13 "
+    "loss=pg+kl+gspo-token+k1 masked=some",
+    "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 cp=2 dp=2 batching=packed mbs=2 micro=2 room=15 length=13 "
+    "loss=pg+is+cispo+seq-mask advantages=reinforce",
+    "backend=fsdp1 family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 dp=2 mbs=3 length=12 "
+    "loss=pg+seq+constant+kl+forced+k2 advantages=gdpo",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
@@ -61,6 +69,8 @@ FAULTS = {
     "reference-stays": "reference=1 loss=nll length=9",
     "divergence-pathwise": "loss=pg+kl masked=none mbs=2 length=9",
     "ratio-to-generation": "loss=pg mbs=4 length=8",
+    "ratio-of-tokens-for-sequences": "loss=pg+seq+gspo mbs=2 micro=2 length=12",
+    "whitened-by-rank": "loss=pg advantages=reinforce dp=2 mbs=3 length=10",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.advantages import calculate_baseline_and_std_per_prompt, group_advantages
+from megarl.algorithms.advantages import (
+    calculate_baseline_and_std_per_prompt,
+    clipped,
+    estimated_advantages,
+    group_advantages,
+    whitened,
+)
 from megarl.errors import BatchError
 
 
@@ -125,3 +131,149 @@ def test_wrong_shapes_are_refused() -> None:
 def test_no_rows() -> None:
     baseline, std = calculate_baseline_and_std_per_prompt(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0), torch.zeros(0))
     assert baseline.shape == std.shape == (0,)
+
+
+# estimators
+
+
+def step_samples(seed: int, groups: int = 3, generations: int = 4, length: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = groups * generations
+    lengths = torch.randint(1, length, (rows,), generator=generator)
+    sample_mask = (torch.rand(rows, generator=generator) > 0.2).double()
+    token_mask = ((torch.arange(length)[None] > 0) & (torch.arange(length)[None] <= lengths[:, None])).double()
+    token_mask *= (torch.rand(rows, length, generator=generator) > 0.2).double()
+    return {
+        "prompt_ids": torch.arange(groups).repeat_interleave(generations)[:, None],
+        "reward": torch.randn(rows, generator=generator, dtype=torch.float64),
+        "sample_mask": sample_mask,
+        "token_mask": token_mask,
+        "reward/one": torch.randn(rows, generator=generator, dtype=torch.float64),
+        "reward/other": 100 * torch.randn(rows, generator=generator, dtype=torch.float64),
+        "penalties": torch.randn(rows, length, generator=generator, dtype=torch.float64) * token_mask * sample_mask[:, None],
+    }
+
+
+def settings_of(name: str, minus_baseline: bool = False, **more: Any) -> dict[str, Any]:
+    estimator = {"name": name, "minus_baseline": minus_baseline}
+    return {"adv_estimator": estimator, "use_leave_one_out_baseline": True, "normalize_rewards": True, "std": "population", **more}
+
+
+def slow_whitening(values: list[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return [(value - mean) / deviation for value in values]
+
+
+def slow_group_mean(samples: dict[str, torch.Tensor], rewards: list[float], row: int, without_itself: bool, valid: list[bool]) -> float:
+    group = samples["prompt_ids"].flatten().tolist()
+    peers = [
+        rewards[other]
+        for other in range(len(group))
+        if group[other] == group[row] and valid[other] and not (without_itself and other == row)
+    ]
+    return math.fsum(peers) / len(peers) if peers else rewards[row]
+
+
+@pytest.mark.parametrize("minus_baseline", [False, True])
+@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_reinforce_plus_plus_equals_the_loop(minus_baseline: bool, penalised: bool, seed: int) -> None:
+    samples = step_samples(seed)
+    penalties = samples["penalties"] if penalised else None
+    found = estimated_advantages(settings_of("reinforce_plus_plus", minus_baseline), samples, samples["sample_mask"], penalties)
+    counts = ((samples["token_mask"] * samples["sample_mask"][:, None]) != 0).tolist()
+    rewards, valid = samples["reward"].tolist(), [any(row) for row in counts]
+    places, returns = [], []
+    for row, row_counts in enumerate(counts):
+        for place, counted in enumerate(row_counts):
+            if not counted:
+                assert float(found[row, place]) == 0
+                continue
+            value = rewards[row] - (slow_group_mean(samples, rewards, row, False, valid) if minus_baseline else 0.0)
+            for later in range(place, len(row_counts)):
+                value -= float(penalties[row, later]) if penalties is not None and row_counts[later] else 0.0
+            places.append((row, place))
+            returns.append(value)
+    for (row, place), expected in zip(places, slow_whitening(returns), strict=True):
+        assert float(found[row, place]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rloo_equals_the_loop(seed: int) -> None:
+    samples = step_samples(seed)
+    found = estimated_advantages(settings_of("rloo"), samples, samples["sample_mask"], samples["penalties"])
+    rewards = [float(reward - taken.sum()) for reward, taken in zip(samples["reward"], samples["penalties"], strict=True)]
+    valid = [bool(mask) for mask in samples["sample_mask"]]
+    for row, reward in enumerate(rewards):
+        expected = reward - slow_group_mean(samples, rewards, row, True, valid) if valid[row] else 0.0
+        assert found[row].tolist() == pytest.approx([expected], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gdpo_equals_the_loop(seed: int) -> None:
+    samples = step_samples(seed)
+    samples["reward/other"][2] = math.nan
+    weights = {"one": 0.7, "other": 0.3}
+    settings = settings_of("gdpo", use_leave_one_out_baseline=False)
+    found = estimated_advantages(settings, samples, samples["sample_mask"], reward_weights=weights)
+    valid, groups = [bool(mask) for mask in samples["sample_mask"]], samples["prompt_ids"].flatten().tolist()
+    total = [0.0] * len(valid)
+    for name, weight in weights.items():
+        values = samples[f"reward/{name}"].tolist()
+        known = [counts and not math.isnan(value) for counts, value in zip(valid, values, strict=True)]
+        for row in [row for row, has_part in enumerate(known) if has_part]:
+            mean = slow_group_mean(samples, values, row, False, known)
+            peers = [values[other] for other in range(len(values)) if groups[other] == groups[row] and known[other]]
+            deviation = math.sqrt(math.fsum((peer - mean) ** 2 for peer in peers) / len(peers))
+            total[row] += weight * (values[row] - mean) / deviation if deviation else 0.0
+    rows = [row for row, counts in enumerate(valid) if counts]
+    for row, expected in zip(rows, slow_whitening([total[row] for row in rows]), strict=True):
+        assert found[row].tolist() == pytest.approx([expected], rel=1e-9, abs=1e-9)
+    assert all(found[row].tolist() == [0.0] for row, counts in enumerate(valid) if not counts)
+
+
+def test_whitening_is_over_all_tokens_given_and_not_of_a_share() -> None:
+    samples = step_samples(7)
+    mask = samples["token_mask"] * samples["sample_mask"][:, None]
+    whole = whitened(samples["reward"][:, None].expand_as(mask), mask)
+    counted = whole[mask != 0]
+    assert float(counted.mean()) == pytest.approx(0, abs=1e-12) and float(counted.square().mean()) == pytest.approx(1, rel=1e-12)
+    share = whitened(samples["reward"][:4, None].expand_as(mask[:4]), mask[:4])
+    assert not torch.allclose(share, whole[:4])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gdpo", "reinforce_plus_plus"])
+def test_equal_rewards_groups_of_one_and_no_valid_row_give_nothing(name: str) -> None:
+    samples = step_samples(3)
+    for part in ("reward", "reward/one", "reward/other"):
+        samples[part].fill_(0.1)
+    assert not estimated_advantages(settings_of(name), samples, samples["sample_mask"]).any()
+    samples = step_samples(3)
+    samples["sample_mask"].zero_()
+    assert not estimated_advantages(settings_of(name), samples, samples["sample_mask"]).any()
+    samples = step_samples(3, groups=5, generations=1)
+    found = estimated_advantages(settings_of(name), samples, samples["sample_mask"])
+    assert bool(found.isfinite().all()) and bool(found.any()) == (name == "reinforce_plus_plus")
+
+
+def test_what_is_masked_may_hold_anything() -> None:
+    for name in ("grpo", "rloo", "gdpo", "reinforce_plus_plus"):
+        samples = step_samples(5)
+        clean = estimated_advantages(settings_of(name), samples, samples["sample_mask"], samples["penalties"] * 0)
+        for part in ("reward", "reward/one", "reward/other"):
+            samples[part][samples["sample_mask"] == 0] = math.nan
+        assert torch.equal(estimated_advantages(settings_of(name), samples, samples["sample_mask"], samples["penalties"] * 0), clean)
+
+
+def test_gdpo_wants_several_rewards() -> None:
+    samples = {name: values for name, values in step_samples(1).items() if name != "reward/other"}
+    with pytest.raises(BatchError, match=r"\['one'\]"):
+        estimated_advantages(settings_of("gdpo"), samples, samples["sample_mask"])
+
+
+def test_advantages_are_clipped_where_there_are_bounds() -> None:
+    values = torch.tensor([-3.0, -0.5, 0.0, 2.0])
+    assert clipped(values, None, None) is values
+    assert clipped(values, -1.0, None).tolist() == [-1.0, -0.5, 0.0, 2.0]
+    assert clipped(values, None, 1.0).tolist() == [-3.0, -0.5, 0.0, 1.0]

@@ -549,3 +549,70 @@ def test_a_range_that_ends_behind_the_run_is_written_too(tmp_path: Path, model: 
     maker = PolicyMaker()
     run(config, maker)
     assert maker.policies[0].profiled[-1] == ("written", f"steps_{STEPS}_to_{STEPS}")
+
+
+class KeepingBatches(PolicyMaker):
+    """Keeps what its policies are trained on; of every second answer they say that each token was likelier, by ``apart``."""
+
+    def __init__(self, apart: float = 0.0) -> None:
+        super().__init__()
+        self.apart = apart
+        self.batches: list[BatchedDataDict[Any]] = []
+
+    def __call__(self, *arguments: Any) -> ReferencePolicy:
+        policy = super().__call__(*arguments)
+        generate, train = policy.generate, policy.train
+
+        def generate_otherwise(*args: Any, **kwargs: Any) -> BatchedDataDict[Any]:
+            output = generate(*args, **kwargs)
+            output["logprobs"][1::2] += self.apart * (output["logprobs"][1::2] != 0)
+            return output
+
+        def train_and_keep(data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
+            self.batches.append(data)
+            return train(data, *args, **kwargs)
+
+        policy.generate, policy.train = generate_otherwise, train_and_keep  # type: ignore[method-assign]
+        return policy
+
+
+def last_step(tmp_path: Path, model: str, data: str, maker: PolicyMaker, loss: dict[str, Any], **section: Any) -> dict[str, Any]:
+    """The row of the last of two steps of a run without validation."""
+    config = make_config("grpo", tmp_path, model, data, max_num_steps=2, val_period=0, val_at_start=False, **section)
+    config["checkpointing"]["enabled"] = False
+    config["policy"]["train_global_batch_size"] = 12
+    config["env"] = {"rewards": {"one": {"reward": "exact_match"}, "other": {"reward": "exact_match", "weight": 0.5}}}
+    config["loss_fn"] |= loss
+    assert run(config, maker) == 0
+    return rows(tmp_path)[-1]
+
+
+IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gdpo", "reinforce_plus_plus"])
+def test_advantages_are_those_of_the_estimator(name: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
+    maker, loss = KeepingBatches(), {} if name == "gdpo" else {**IN_REWARD, "force_on_policy_ratio": True}
+    row = last_step(tmp_path, models["grpo"], data, maker, loss, adv_estimator={"name": name}, advantage_clip_high=1.5)
+    batch = maker.batches[-1]
+    counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
+    advantages = batch["advantages"]
+    assert float(advantages.max()) <= 1.5 and bool(advantages[counts].any())
+    same_in_a_row = all(len(set(values[counted].tolist())) <= 1 for values, counted in zip(advantages, counts, strict=True))
+    assert same_in_a_row == (name != "reinforce_plus_plus")
+    assert ("train/kl_in_reward" in row) == bool(loss)
+    assert (row["train/kl_penalty"] == 0) == bool(loss)
+
+
+def test_answers_that_are_far_apart_are_left_out(tmp_path: Path, models: dict[str, str], data: str) -> None:
+    maker = KeepingBatches(apart=0.5)
+    bounds = {"seq_logprob_error_threshold": 1.2, "max_token_mult_prob_error": 1.1}
+    row = last_step(tmp_path / "some", models["grpo"], data, maker, {}, **bounds)
+    batch = maker.batches[-1]
+    assert batch["sample_mask"].tolist() == [1.0, 0.0] * 6
+    assert row["train/num_masked_seqs_by_logprob_error"] == 6 and row["train/num_valid_samples"] == 6
+    assert row["train/max_seq_mult_prob_error"] == pytest.approx(math.exp(0.5), rel=1e-3)
+    assert row["train/token_mult_prob_error"] > 1.1
+    config = make_config("grpo", tmp_path / "all", models["grpo"], data, seq_logprob_error_threshold=1.05)
+    with pytest.raises(MismatchError, match="step 1: all 12 sequences"):
+        run(config, OtherGenerator())

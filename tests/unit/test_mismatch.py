@@ -10,7 +10,7 @@ from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from megarl.errors import MismatchError
-from megarl.rollout.samples import check_mismatch, mismatch_metrics
+from megarl.rollout.samples import check_mismatch, masked_far_apart, mismatch_metrics
 
 ROWS = st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.booleans()), max_size=30)
 
@@ -46,3 +46,25 @@ def test_the_threshold_says_what_it_found() -> None:
     said = r"step 3: token_mult_prob_error = 1\.324 is above grpo\.max_token_mult_prob_error = 1\.3; .* by 0\.25 on average.* 50\.0% of"
     with pytest.raises(MismatchError, match=said):
         check_mismatch(metrics, 1.3, 3)
+
+
+def test_sequences_that_are_far_apart_are_masked() -> None:
+    """Means of exp(|difference|) of 1, e, infinity (not a number), and e in a row that does not count anyway."""
+    generation = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [torch.nan, -1.0], [-1.0, -1.0]])
+    policy = torch.tensor([[-1.0, -9.0], [-2.0, 0.0], [-1.0, -1.0], [-2.0, 0.0]])
+    token_mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    sample_mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    mask, metrics = masked_far_apart(generation, policy, token_mask, sample_mask, 2.7, 1)
+    assert mask.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert metrics == {"num_masked_seqs_by_logprob_error": 2.0, "max_seq_mult_prob_error": torch.inf}
+    mask, metrics = masked_far_apart(generation[:2], policy[:2], token_mask[:2], sample_mask[:2], 2.8, 1)
+    assert mask.tolist() == [1.0, 1.0]
+    assert metrics == pytest.approx({"num_masked_seqs_by_logprob_error": 0.0, "max_seq_mult_prob_error": math.e})
+
+
+def test_a_step_of_which_nothing_is_left_is_refused() -> None:
+    one, other = torch.zeros(2, 3), torch.full((2, 3), 1.0)
+    with pytest.raises(MismatchError, match=r"step 7: all 2 sequences .*seq_logprob_error_threshold = 1\.5.*nearest with 2\.718"):
+        masked_far_apart(one, other, torch.ones(2, 3), torch.ones(2), 1.5, 7)
+    mask, metrics = masked_far_apart(one, other, torch.ones(2, 3), torch.zeros(2), 1.5, 7)
+    assert mask.tolist() == [0.0, 0.0] and metrics["num_masked_seqs_by_logprob_error"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from megarl.parity.compare import Difference
 from megarl.parity.faults import losses
 from megarl.parity.faults.mutations import MUTATIONS, applied, mutation
 from megarl.parity.faults.patching import found, replacing
+from megarl.parity.jobs import with_advantages
 from megarl.parity.lines import parse, words_of
 from megarl.parity.losses import make_loss
 from megarl.parity.possible import _own_violations
@@ -105,7 +106,7 @@ def test_a_fault_is_below_noise_only_where_its_effect_is_not_twice_the_bound() -
 def cases_of(name: str, count: int) -> Iterator[Case]:
     """Cases with further options of their loss where a fault must be seen."""
     generator, fault = random.Random(name), mutation(name)
-    fixed: dict[str, Any] = {"mbs": 2, "micro": 2, "length": 12, **words_of(fault.needs)}
+    fixed: dict[str, Any] = {"mbs": 2, "micro": 3, "length": 12, **words_of(fault.needs)}
     found = 0
     for _ in range(400):
         kind, *options = str(fixed["loss"]).split("+")
@@ -125,10 +126,11 @@ def cases_of(name: str, count: int) -> Iterator[Case]:
 def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor]:
     """What the loss of a case makes of its batch, cut into micro-batches, with a fault in it."""
     logprobs = -torch.rand(case.total_rows, case.length, generator=torch.Generator().manual_seed(case.seed)) - 0.5
-    batch = with_signals(case, token_batch(case), logprobs)
+    batch: Mapping[str, torch.Tensor] = with_signals(case, token_batch(case), logprobs)
     current = logprobs[:, 1:].clone().requires_grad_()
     total = torch.zeros(())
     with applied(name, case):
+        batch = with_advantages(case, batch)
         loss_fn = make_loss(case)
         for first in range(0, case.total_rows, case.global_batch):
             step = slice(first, first + case.global_batch)

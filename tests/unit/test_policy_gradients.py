@@ -38,10 +38,12 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "kl_input_clamp_value": (20.0, 0.5),
     "kl_output_clamp_value": (10.0, 0.2),
     "force_on_policy_ratio": (False, True),
+    "use_kl_in_reward": (False, True, True, True),
     "disable_ppo_ratio": (False, False, False, True),
 }
 
 
+IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_type": "k1", "use_on_policy_kl_approximation": False}
 TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
 SEQUENCES = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 CISPO = {"use_cispo": True, "ratio_clip_c": None}
@@ -92,7 +94,7 @@ def slow_value_and_gradient(
 
 
 def penalty_of(settings: dict[str, Any]) -> float:
-    return float(settings["reference_policy_kl_penalty"])
+    return 0.0 if settings["use_kl_in_reward"] else float(settings["reference_policy_kl_penalty"])
 
 
 def share_of_token(length: int, settings: dict[str, Any], rows: float, tokens: float) -> float:
@@ -180,7 +182,7 @@ def value_and_gradient(data: dict[str, torch.Tensor], settings: dict[str, Any]) 
 @pytest.mark.parametrize("seed", range(4))
 def test_values_and_gradients_are_those_of_the_equations(seed: int) -> None:
     used: set[tuple[str, Any]] = set()
-    for number, settings in enumerate(drawn_settings(seed, 60)):
+    for number, settings in enumerate(drawn_settings(seed, 200)):
         data = policy_gradient_batch(1000 * seed + number)
         rows, tokens = normalizers(data)
         value, gradient, _ = value_and_gradient(data, settings)
@@ -236,6 +238,15 @@ def test_padding_changes_nothing() -> None:
             assert float(wide_metrics[name]) == pytest.approx(float(number), rel=1e-12), name
 
 
+def test_the_divergence_that_is_taken_from_rewards() -> None:
+    data = policy_gradient_batch(2)
+    settings = PG_CONFIG | {"use_kl_in_reward": True, "reference_policy_kl_type": "k1", "use_on_policy_kl_approximation": False}
+    found = ClippedPGLossFn(settings | {"kl_output_clamp_value": 0.3}).kl_of_tokens(data)  # type: ignore[arg-type]
+    counts = data["token_mask"] * data["sample_mask"][:, None]
+    expected = (data["prev_logprobs"] - data["reference_policy_logprobs"]).clamp(-0.3, 0.3) * counts
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(("kind", "left_out"), [("tis", 0.0), ("icepop", 1 / 4), ("seq-mask-tis", 2 / 4)])
 def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
     """One token of two with the weight 8 (the geometric mean of its sequence is 2.83), and a sequence with none."""
@@ -283,6 +294,9 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
             "truncated_importance_sampling_type",
             "what icepop is",
         ),
+        ({**IN_REWARD, "reference_policy_kl_penalty": 0.0}, "use_kl_in_reward", "would do nothing"),
+        ({**IN_REWARD, "reference_policy_kl_type": "k3"}, "reference_policy_kl_type", "only k1"),
+        ({**IN_REWARD, "use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation", "no divergence in the loss"),
         ({"sequence_normalizer": 100.0, "token_level_loss": True}, "sequence_normalizer", "token_level_loss is true"),
         ({"reference_policy_kl_type": "k1", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_type", "expectation 0"),
     ],

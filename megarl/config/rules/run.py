@@ -116,6 +116,52 @@ def loss_goes_together(view: View) -> Iterator[Violation]:
     yield from faults_of_loss(view[LOSS])
 
 
+ESTIMATOR = "grpo.adv_estimator"
+_READ_BY = {
+    "rloo": {"use_leave_one_out_baseline": True, "std": "population"},
+    "reinforce_plus_plus": {"use_leave_one_out_baseline": True, "std": "population", "normalize_rewards": True},
+}
+"""Keys that an estimator does not read, with their defaults."""
+
+
+def estimator_is_told_what_it_reads(view: View) -> Iterator[Violation]:
+    """Advantages are made as they are told, and nothing that is told does nothing."""
+    kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
+    whitens_alone = kind == "reinforce_plus_plus" and not minus_baseline
+    key = "grpo.num_generations_per_prompt"
+    if view.get(key) == 1 and not whitens_alone:
+        fix = "write 2 or more: an answer is judged against the others of its prompt"
+        yield Violation(key, 1, "it must be at least 2", fix)
+    if minus_baseline and kind != "reinforce_plus_plus":
+        bound = f"{ESTIMATOR}.name is {kind}, which has a baseline of its own"
+        yield Violation(f"{ESTIMATOR}.minus_baseline", True, bound, "write false, or name: reinforce_plus_plus")
+    for name, default in _READ_BY.get(kind, {}).items():
+        if view.get(f"grpo.{name}", default) != default:
+            yield Violation(f"grpo.{name}", view[f"grpo.{name}"], f"{ESTIMATOR}.name is {kind}, which does not read it", "remove it")
+    if view.get("grpo.advantage_clip_low") == 0 and view.get("grpo.advantage_clip_high") == 0:
+        yield Violation("grpo.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
+
+
+def several_rewards_are_compared(view: View) -> Iterator[Violation]:
+    """Where rewards are compared one by one, there are several, of one weight each, and a divergence is none of them."""
+    view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
+    key = f"{ESTIMATOR}.name"
+    if view.get("loss_fn.use_kl_in_reward", False):
+        bound = f"{key} is gdpo, which compares the rewards of env.rewards, and the divergence is none of them"
+        yield Violation("loss_fn.use_kl_in_reward", True, bound, "write false, or take another estimator")
+    weights: dict[str, float] = {}
+    for section_key, section in _environments(view):
+        rewards = section.get("rewards") or {}
+        if section.get("environment", SINGLE_TURN) == SINGLE_TURN and len(rewards) < 2:
+            bound = f"gdpo compares several rewards, and {section_key} has {len(rewards) or 'one'}"
+            yield Violation(key, "gdpo", bound, f"name several under {section_key}.rewards, or write grpo")
+        for name, reward in rewards.items():
+            weight = reward.get("weight", 1.0)
+            if weights.setdefault(name, weight) != weight:
+                bound = f"another environment has the weight {weights[name]} for it, and gdpo adds up rewards of one name"
+                yield Violation(f"{section_key}.rewards.{name}.weight", weight, bound, "write the same weight, or another name")
+
+
 def reward_is_known(view: View) -> Iterator[Violation]:
     """An environment of one turn has reward functions: built-in ones with the options that they read, or some at import paths."""
     for key, section in _environments(view):
@@ -227,6 +273,8 @@ RUN_RULES: tuple[Rule, ...] = (
     validation_has_data,
     single_turn,
     loss_goes_together,
+    estimator_is_told_what_it_reads,
+    several_rewards_are_compared,
     reward_is_known,
     environment_is_known,
     environments_in_range,

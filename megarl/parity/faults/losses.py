@@ -10,7 +10,7 @@ import torch
 
 from megarl.parity.batches import first_step, token_batch, with_signals
 from megarl.parity.case import Case
-from megarl.parity.faults.patching import Mutation, Patch, many_tokens, replacing
+from megarl.parity.faults.patching import Mutation, Patch, many_tokens, replacing, replacing_for
 from megarl.parity.losses import TRUNCATIONS, policy_gradient_settings
 
 LOSSES = "megarl.algorithms.loss_functions"
@@ -190,7 +190,42 @@ def _normalised_by_micro_batch(original: Any) -> Any:
     return call
 
 
+def _whitened_by_rank(original: Any, case: Case) -> Any:
+    def by_rank(values: torch.Tensor, mask: torch.Tensor) -> Any:
+        shares = zip(values.chunk(case.dp), mask.chunk(case.dp), strict=True)
+        return torch.cat([original(share, of_share) for share, of_share in shares])
+
+    return by_rank
+
+
+def _of_several(case: Case, *kinds: str) -> bool:
+    """Whether advantages are made of the rewards of several answers that count."""
+    return case.advantages in kinds and case.masked == "none" and case.global_batch >= 6 and case.length >= 8
+
+
 FAULTS: dict[str, Mutation] = {
+    "whitened-by-rank": Mutation(
+        "advantages are whitened over the rows of a data-parallel rank",
+        lambda case: _of_several(case, "reinforce", "gdpo") and case.dp >= 2,
+        replacing_for("megarl.algorithms.advantages", "whitened", _whitened_by_rank),
+        "loss=pg advantages=reinforce masked=none dp=2",
+    ),
+    "answers-of-all-prompts-compared": Mutation(
+        "an answer is compared with those of all prompts",
+        lambda case: _of_several(case, "grpo", "rloo", "gdpo", "reinforce-baseline"),
+        replacing(
+            "megarl.algorithms.advantages",
+            "_groups",
+            lambda original: lambda prompts, rewards, valid_mask: torch.zeros_like(original(prompts, rewards, valid_mask)),
+        ),
+        "loss=pg advantages=rloo masked=none",
+    ),
+    "divergence-of-one-token-in-the-return": Mutation(
+        "the return of a token has its own divergence alone, not that of the later ones",
+        lambda case: _of_several(case, "reinforce", "reinforce-baseline"),
+        replacing("megarl.algorithms.advantages", "_to_the_end", lambda original: lambda penalties: penalties),
+        "loss=pg advantages=reinforce masked=none",
+    ),
     "ratio-to-generation": Mutation(
         "the ratio is to the log-probabilities of generation, not to those before the update",
         _has_ratios,
