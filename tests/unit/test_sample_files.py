@@ -405,7 +405,7 @@ def test_a_table_that_takes_long_keeps_no_step_waiting(tmp_path: Path, caplog: p
 
     class Sinks:
         def log_samples(self, kind: str, step: int, rows: list[Any]) -> None:
-            goes_on.wait()
+            goes_on.wait(60)  # where it is called within the step, nobody sets it
             taken.append((kind, step, len(rows), threading.current_thread() is threading.main_thread()))
             if step == 2:
                 raise OSError("no network")
