@@ -507,14 +507,22 @@ def _resident(process: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it waits to be killed."""
-    while stopped := set(_descendants(signal.SIGSTOP)):
+    """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it waits to be killed.
+
+    A look may miss one that is made meanwhile, or whose sibling ends. When those before it are gone it is a child of this process, which
+    therefore never waits for a child without looking again, and is done when it has none.
+    """
+    while True:
+        stopped = set[int]()
         while new := set(_descendants(signal.SIGSTOP)) - stopped:
             stopped |= new
         _send(stopped, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0):
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+        except ChildProcessError:
+            return
+        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_SECONDS)
 
 
 def _send(processes: Iterable[int], number: int) -> None:

@@ -399,6 +399,23 @@ def test_programs_that_multiply_or_share_memory_out_are_ended(limits: Limits) ->
     assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
 
 
+def test_a_process_that_the_first_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, looks = programs._descendants, list[int]()
+
+    def children_alone(number: int = 0) -> list[int]:
+        looks.append(number)
+        if looks.count(programs.signal.SIGSTOP) > 2 or not number:
+            return find(number)
+        found = [int(each) for each in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+        programs._send(found, number)
+        return found
+
+    monkeypatch.setattr(programs, "_descendants", children_alone)
+    mark = f"megarl-test-missed-{os.getpid()}"
+    assert result_of(f"{starts(mark)}import os, time\nos.fork()\ntime.sleep(600)", Limits(0.5, isolated=False)) == ""
+    assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
+
+
 @pytest.mark.parametrize("limits", BOTH)
 def test_a_program_may_treat_its_files_as_it_likes(limits: Limits) -> None:
     """It closes them, writes for ever and hears of no error, or leaves them to a child that goes on: the end comes in time."""
