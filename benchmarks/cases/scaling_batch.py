@@ -168,29 +168,29 @@ def _step(policy: Any, tokenizer: Any, samples: int) -> Callable[[int], Any]:
     from megarl.algorithms.algorithm import ACTOR, Parts
     from megarl.algorithms.grpo import GRPO
     from megarl.algorithms.skipped_batches import SkippedBatches
+    from megarl.config.defaults import complete_run
     from megarl.data.datasets import Dataset
     from megarl.observe.timing import PhaseTimer
 
-    grpo = {
-        "num_prompts_per_step": samples // ANSWERS,
-        "num_generations_per_prompt": ANSWERS,
-        "use_leave_one_out_baseline": True,
-        "normalize_rewards": True,
-        "std": "population",
-        "max_token_mult_prob_error": None,
-    }
     loss = {
-        "ratio_clip_c": None,
         "reference_policy_kl_penalty": 0.0,
         "ratio_clip_min": 0.2,
         "ratio_clip_max": 0.2,
+        "ratio_clip_c": None,
         "use_on_policy_kl_approximation": False,
         "use_importance_sampling_correction": False,
         "token_level_loss": True,
     }
+    given = {
+        "algorithm": "grpo",
+        "grpo": {"num_prompts_per_step": samples // ANSWERS, "num_generations_per_prompt": ANSWERS},
+        "loss_fn": loss,
+        "env": {"reward": "exact_match"},
+        "seed": SEED,
+    }
     data = Dataset(_examples(samples // ANSWERS, len(tokenizer)), "")
     order = SimpleNamespace(take=range, epoch=0)
-    config = {"grpo": grpo, "loss_fn": loss, "seed": SEED, "policy": policy.cfg}
+    config = {**complete_run(given), "policy": policy.cfg}
     parts = Parts(
         config,
         {ACTOR: policy},
