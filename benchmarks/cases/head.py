@@ -57,7 +57,10 @@ def _chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) 
 
 def _fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     # without options it is the plain way in one call; with them, chunks whose size torch chooses
-    return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=torch.nn.LinearCrossEntropyOptions()).float()
+    # of bfloat16 numbers torch adds up its chunks in bfloat16, and a sum of large numbers is some percent off
+    return F.linear_cross_entropy(hidden, weight, targets, reduction="mean", options=torch.nn.LinearCrossEntropyOptions()).float() * len(
+        targets
+    )
 
 
 def ways() -> dict[str, Way]:

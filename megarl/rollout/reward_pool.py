@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import io
 import json
 import math
@@ -452,6 +453,8 @@ def main(specs: Sequence[RewardSpec]) -> None:
             fix = "install the version that megarl's package asks for"
             tell(-1, _UNUSABLE, [spec.name, "the installed math-verify says that 1 is not 1", fix])
             return
+    # what was imported stays: the collector need not look through it after every few answers
+    gc.freeze()
     tell(-1, _READY, None)
     for line in tasks:
         number, which, *task = json.loads(line)
