@@ -41,7 +41,7 @@ def measure(quick: bool) -> Iterator[Point]:
                     seconds, tensors, nbytes = pool.run(ranks, _timed, _config(model, ranks), QUICK_REPEATS if quick else REPEATS)[0]
                     memory = max(pool.run(ranks, _memory, _config(model, ranks) | {"refit_buffer_size_gb": BUFFER_GIB}))
                     parameters = {"tensor_parallel": ranks, "experts": experts, "tensors": tensors, "mebibytes": nbytes >> 20}
-                    yield Point(parameters, _metrics(seconds, tensors, nbytes, memory))
+                    yield Point(parameters, _metrics(seconds, ranks, tensors, nbytes, memory))
     finally:
         pool.close()
 
@@ -77,20 +77,19 @@ def _config(model: Path, ranks: int) -> PolicyConfig:
     return config
 
 
-def _metrics(seconds: Mapping[str, Sequence[float]], tensors: int, nbytes: int, memory: float) -> dict[str, Metric]:
-    beyond, laid = (
-        [1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)] for way in ("stream", "laid")
-    )
-    return {
+def _metrics(seconds: Mapping[str, Sequence[float]], ranks: int, tensors: int, nbytes: int, memory: float) -> dict[str, Metric]:
+    metrics = {
         "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["stream"]]),
-        "against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["stream"]),
         "against_each": Metric.ratio("the speed of every parameter for itself", seconds["each"], seconds["stream"]),
-        "beyond_flat": Metric.of("us a tensor", beyond),
-        "laid_against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["laid"]),
-        "laid_beyond_flat": Metric.of("us a tensor", laid),
         "memory": Metric.of("MiB above the model, the rank that takes most", [memory]),
         "configured": Metric.of("MiB that a refit may take", [BUFFER_GIB * 1024]),
     }
+    # what ranks send one another is no copy within memory
+    for way, name in (("stream", ""), ("laid", "laid_")) if ranks == 1 else ():
+        beyond = [1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)]
+        metrics[f"{name}against_flat"] = Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds[way])
+        metrics[f"{name}beyond_flat"] = Metric.of("us a tensor", beyond)
+    return metrics
 
 
 def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]], int, int]:

@@ -1,6 +1,7 @@
 """What a start costs: of a command that only speaks, of a dry run, and of a tiny GRPO run until its first step is done, in CPU and in wall
-seconds; against an empty interpreter, against ``import torch``, and against TRL's trainer where it is installed. The limit of a run is a
-program that starts Ray with one worker and loads torch and transformers in both.
+seconds; against an empty interpreter, against ``import torch``, and against TRL's trainer where it is installed. The limits of a run are
+programs that start Ray with one worker and import what driver and worker need, at the same time, and do nothing else: torch and
+transformers, or megarl's own modules, with Megatron-Core.
 
 CPU seconds are those of a program and of everything it starts, Ray's processes included.
 """
@@ -50,22 +51,33 @@ open(out + "/done", "w").write("1")
 """
 # the least that a run with Ray can take: a driver and a worker that load their libraries at the same time, and nothing else
 _RAY = """
-import sys
+import importlib, sys
 import ray
+model, out, of_driver, of_worker = sys.argv[1:]
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 @ray.remote
 class WorkerShell:
-    def ready(self):
-        import torch
-        from transformers.models.qwen2 import modeling_qwen2
+    def ready(self, modules):
+        for module in modules:
+            importlib.import_module(module)
 worker = WorkerShell.remote()
-ready = worker.ready.remote()
-import torch
+ready = worker.ready.remote(of_worker.split())
+for module in of_driver.split():
+    importlib.import_module(module)
 from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(model)
 ray.get(ready)
-open(sys.argv[2] + "/done", "w").write("1")
+open(out + "/done", "w").write("1")
 """
+_MODEL = "transformers.models.qwen2.modeling_qwen2"
+_LIMITS = {
+    "Ray and a worker's libraries": ("torch", f"torch {_MODEL}"),
+    "Ray and megarl's modules": (
+        "transformers.models.auto.tokenization_auto megarl.models.policy.lm_policy",
+        f"megarl.models.policy.megatron_policy_worker {_MODEL}",
+    ),
+}
+"""What driver and worker import, by the name of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +104,9 @@ def measure(quick: bool) -> Iterator[Point]:
     commands["megarl train RECIPE --dry-run"] = _megarl("train", RECIPE, "--dry-run")
     costs = _in_turn({name: _until_exit(command) for name, command in {**limits, **commands}.items()}, repeats)
     for name in (*limits, *commands):
-        yield Point({"command": name}, _metrics(costs[name], costs["python -c pass"], "an empty interpreter"))
+        found = _metrics(costs[name], costs["python -c pass"], "an empty interpreter")
+        # a limit is not megarl's to keep
+        yield Point({"command": name}, found if name in commands else {key: found[key] for key in found if not key.endswith("ratio")})
     with tempfile.TemporaryDirectory() as directory:
         yield from _runs(Path(directory), 1 if quick else 2)
 
@@ -110,12 +124,14 @@ def _runs(work: Path, repeats: int) -> Iterator[Point]:
         actions["trl"] = _trl(work, model, problems)
     else:
         print("trl is not installed: its start is left out", file=sys.stderr)
-    actions["Ray and a worker's libraries"] = _ray(work, model)
+    actions |= {name: _ray(work, model, *modules) for name, modules in _LIMITS.items()}
     actions["import torch"] = _until_exit([sys.executable, "-c", "import torch"])
     costs = _in_turn(actions, repeats, warm_up=0)  # commands have read the files before
     against, what = ("trl", "TRL's trainer") if has_trl else ("import torch", "import torch")
     for name in actions:
-        yield Point({"run": name}, _metrics(costs[name], costs[against], what))
+        found = _metrics(costs[name], costs[against], what)
+        # a limit is not megarl's to keep
+        yield Point({"run": name}, found if name.startswith("megarl") else {key: found[key] for key in found if not key.endswith("ratio")})
 
 
 def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[str, Metric]:
@@ -180,13 +196,14 @@ def _trl(work: Path, model: Path, problems: Path) -> Callable[[], Cost]:
     return start
 
 
-def _ray(work: Path, model: Path) -> Callable[[], Cost]:
+def _ray(work: Path, model: Path, of_driver: str, of_worker: str) -> Callable[[], Cost]:
     program = work / "with_ray.py"
     program.write_text(_RAY, encoding="utf-8")
 
     def start() -> Cost:
         with tempfile.TemporaryDirectory(dir=work) as out:
-            return _cost([sys.executable, str(program), str(model), out], Path(out) / "done", ends=False)
+            command = [sys.executable, str(program), str(model), out, of_driver, of_worker]
+            return _cost(command, Path(out) / "done", ends=False)
 
     return start
 
