@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +60,9 @@ class Ours:
         config: of the policy.
         task: what every side does; its prompts divide among the ranks.
         on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no log-probabilities before training.
+
+    Attributes:
+        rollouts: of the latest step.
     """
 
     def __init__(self, config: Any, task: Task, on_policy: bool = False) -> None:
@@ -69,7 +71,8 @@ class Ours:
         from benchmarks import tiny
         from benchmarks.subject import config_of
         from megarl.algorithms.loss_functions import ClippedPGLossFn
-        from megarl.rollout.collector import Collector
+        from megarl.data.datasets import Example
+        from megarl.rollout.collector import Collector, Rollouts
 
         self.worker = tiny.worker_of(config)
         self.task, self.phases = task, Phases(*(phase for phase in PHASES if not (on_policy and phase == "logprobs")))
@@ -81,7 +84,8 @@ class Ours:
         # a model of half the vocabulary, whose answers nobody reads, takes other tokens in the place of those that it lacks
         vocabulary = config_of(task.model).vocab_size
         ids = [[token % vocabulary for token in tokenizer(text)["input_ids"]] for text in task.prompts[self.share]]
-        self.records: Any = [SimpleNamespace(prompt_ids=prompt) for prompt in ids]
+        self.records = [Example(index, tuple(prompt), (), "") for index, prompt in enumerate(ids)]
+        self.rollouts: Rollouts | None = None
         self.loss_fn = ClippedPGLossFn({**LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
         timer: Any = self.phases
         self.collector = Collector(_OneRank(self.worker), tokenizer, _Digits(), timer, stop_token_ids=[])
@@ -95,7 +99,8 @@ class Ours:
             self.steps += 1
             of_all, answers = sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers), self.task.answers
             seeds = of_all[self.share.start * answers : self.share.stop * answers]
-            batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
+            self.rollouts = self.collector.collect(self.records, self.task.answers, seeds)
+            batch = self._batch(self.rollouts.samples)
             with self.phases.phase("training"):
                 self.worker.prepare_for_training()
                 result = self.worker.train(data=batch, loss_fn=self.loss_fn)

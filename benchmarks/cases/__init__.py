@@ -58,6 +58,10 @@ CASES = {
     "rewards.pool": Case(
         "512 answers of 12 kB judged by a process a core against one that judges by itself", "benchmarks.cases.rewards_pool"
     ),
+    "samples.cost": Case(
+        "what the samples of a GRPO step cost it until they are handed over, and on disk, against the step, in CPU seconds",
+        "benchmarks.cases.samples_cost",
+    ),
     "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
     "grpo.step": Case("a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"),
     "recipe.step": Case(

@@ -27,6 +27,7 @@ RATIOS = {
     "scaling.tokens": {"step_cpu", "growth"},
     "steps.200": {"memory_to_first_quarter"},
     "scaling.batch": {"driver", "bytes_shipped"},
+    "samples.cost": {"handed_over", "on_disk"},
     "grpo.step": {"step_cpu", "generation_cpu", "training_cpu"},
 }
 
