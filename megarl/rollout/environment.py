@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _TOLD = 3
-"""Rewards of a batch that are missing and reported one by one."""
+"""Rewards of a run that are missing and reported one by one; of later batches each has one line for all."""
 
 _ANSWER_SECONDS = 5.0
 """How long the final answer of one response may be looked for."""
@@ -131,7 +131,8 @@ class SingleTurn:
     def __init__(self, section: Mapping[str, Any]) -> None:
         self._on_fault = {"error": section["on_error"], "timeout": section["on_timeout"]}
         self._has_several = section.get("rewards") is not None
-        self._batches_without_scores = 0
+        self._batches_without_scores = self._told = 0
+        self._advised = False
         pooled: list[RewardSpec] = []
         self._parts: list[_Part] = []
         for key, inner in rewards_of(section).items():
@@ -219,14 +220,16 @@ class SingleTurn:
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
         """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
-        told, masked = 0, [False] * len(turn.responses)
+        masked, untold = [False] * len(turn.responses), list[str]()
         for part, column in zip(self._parts, columns, strict=True):
             for row, score in enumerate(column):
                 if score.fault is not None:
-                    masked[row] |= self._is_masked(score, part, turn, row, tell=told < _TOLD)
-                    told += 1
-        if told > _TOLD:
-            logger.warning("%d further rewards of this batch could not be computed either", told - _TOLD)
+                    tell = self._told < _TOLD
+                    masked[row] |= self._is_masked(score, part, turn, row, tell=tell)
+                    self._told += 1
+                    untold += [] if tell else [f"record {turn.records[row].index}: {score.message}"]
+        if untold:
+            logger.warning("%d further rewards of this batch could not be computed, the first of %s", len(untold), untold[0])
         self._batches_without_scores = self._batches_without_scores + 1 if masked and all(masked) else 0
         if self._batches_without_scores >= _BATCHES:
             first = next(score.message for column in columns for score in column if score.fault is not None)
@@ -246,6 +249,13 @@ class SingleTurn:
             raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{score.fault} to zero or mask")
         if tell:
             logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
+        if decision == "mask" and score.fault == "error" and is_import_path(part.spec.name) and not self._advised:
+            self._advised = True
+            logger.warning(
+                "%s: a response that it raises on is neither rewarded nor punished, and a policy may learn to give such ones. Where the "
+                "response is at fault, return 0, or set env.on_error to zero",
+                part.spec.name,
+            )
         return bool(decision == "mask")
 
     def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:

@@ -120,6 +120,22 @@ def test_what_cannot_be_scored_is_masked_and_what_takes_too_long_scores_0(users:
     assert made[1].step(turn(["sleeps"])).rewards == [0.5]
 
 
+def test_a_function_that_keeps_failing_is_said_in_a_line_a_batch(users: str, made: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The first ones one by one, with what becomes of a policy whose bad responses are left out; once, and not of a built-in reward."""
+    made.append(SingleTurn(section(reward=f"{users}vowels")))
+    made[0].step(turn(["a", "raises", "raises"]))
+    assert (len(caplog.messages), caplog.text.count("neither rewarded nor punished")) == (3, 1)
+    caplog.clear()
+    made[0].step(turn(["raises", "a", "raises", "raises"]))
+    assert caplog.messages == [
+        caplog.messages[0],
+        "2 further rewards of this batch could not be computed, the first of record 2: KeyError: 'abc'",
+    ]
+    caplog.clear()
+    made[0].step(turn(["a", "raises"]))
+    assert caplog.messages == ["1 further rewards of this batch could not be computed, the first of record 1: KeyError: 'abc'"]
+
+
 def test_each_reward_may_take_its_own_time(users: str, made: list[Any], tmp_path: Path) -> None:
     """The limit of one is above what the other has in all, alarm and moment of grace included."""
     path = tmp_path / "slow.py"
