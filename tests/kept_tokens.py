@@ -1,4 +1,4 @@
-"""Log-probabilities among the tokens that top-k and top-p keep, by a loop."""
+"""Log-probabilities and entropies among the tokens that top-k and top-p keep, by a loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ def expected_logprobs(logits: torch.Tensor, targets: torch.Tensor, sampling: Sam
     """[T] float64 from float64 logits [T, V], differentiable; a target counts as kept."""
     rows = zip(logits / sampling.temperature, targets.tolist(), strict=True)
     return torch.stack([row[target] - row[sorted(_kept(row.tolist(), sampling) | {target})].logsumexp(0) for row, target in rows])
+
+
+def expected_entropies(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+    """[T] float64, differentiable, of the same distributions; a token of minus infinity has no part."""
+    found = []
+    for row, target in zip(logits / sampling.temperature, targets.tolist(), strict=True):
+        values = row[sorted(_kept(row.tolist(), sampling) | {target})]
+        shares = (values - values.detach().max()).exp()
+        found.append(-torch.stack([share * share.log() for share in shares / shares.sum() if share > 0]).sum())
+    return torch.stack(found)
 
 
 def _kept(scaled: list[float], sampling: SamplingSettings) -> set[int]:

@@ -1,4 +1,5 @@
-"""How often the log-probabilities read and write the logits, forward and backward: counted, not timed, so the same on every machine.
+"""How often the log-probabilities, alone and with entropies, read and write the logits, forward and backward: counted, not timed, so the
+same on every machine.
 
 Of the PyTorch code, torch's dispatcher shows each operation and the tensors that it reads and writes. Of the Triton kernels, Triton's
 interpreter shows each element that they load and store; without Triton they are left out. The unit is a pass: as many elements as there
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.point import Metric, Point
 from megarl import env
 from megarl.models.engine import logprobs
-from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.patched import patched
 
 TOKENS, VOCABULARY = 6, 8292
@@ -31,6 +32,9 @@ MOST_BY_KERNELS = {"forward_read": 1.0, "forward_written": 0.0, "backward_read":
 # operations that write a tensor without reading what it held, and those that touch as many elements as their index has
 OVERWRITING, INDEXED = {"copy_", "fill_", "zero_"}, {"gather", "scatter_add_"}
 
+WITH_ENTROPIES = ", entropies"
+BOTH = (("", False), (WITH_ENTROPIES, True))
+
 Counting = Callable[[], AbstractContextManager["Counter[str]"]]
 """Counts elements ``read`` and ``written`` for the time of a block."""
 
@@ -38,15 +42,16 @@ Counting = Callable[[], AbstractContextManager["Counter[str]"]]
 def measure(quick: bool) -> Iterator[Point]:
     """The PyTorch code, and the kernels where Triton is."""
     counted = passes()
-    for name, count in counted.get("kernels", {}).items():
-        most = MOST_BY_KERNELS[name]
-        assert count < most + ROOM, f"{name} of the kernels: {count:.4f} passes over the logits, {most} is the most"
+    for code in ("kernels", f"kernels{WITH_ENTROPIES}"):
+        for name, count in counted.get(code, {}).items():
+            most = MOST_BY_KERNELS[name]
+            assert count < most + ROOM, f"{name} of the {code}: {count:.4f} passes over the logits, {most} is the most"
     for code, found in counted.items():
         yield Point({"code": code}, {name: Metric.of("passes over the logits", [count]) for name, count in found.items()})
 
 
 def passes() -> dict[str, dict[str, float]]:
-    """Passes by code, ``pytorch`` and where Triton is ``kernels``, and by name, as in ``MOST_BY_KERNELS``."""
+    """Passes by code, ``pytorch`` and where Triton is ``kernels``, each also with entropies, and by name, as in ``MOST_BY_KERNELS``."""
     found: dict[str, dict[str, float]] = {}
     if importlib.util.find_spec("triton") is not None:
         # Triton decides at its import whether it interprets, and counting the PyTorch code imports it
@@ -54,17 +59,20 @@ def passes() -> dict[str, dict[str, float]]:
             from megarl.models.engine import logprob_kernels
 
             assert logprob_kernels.INTERPRETED, "Triton was imported without TRITON_INTERPRET=1: set it before"
-            found["kernels"] = _passes(logprob_kernels, _by_interpreter)
-    return {"pytorch": _passes(None, _by_dispatcher), **found}
+            for name, with_entropies in BOTH:
+                found[f"kernels{name}"] = _passes(logprob_kernels, _by_interpreter, with_entropies)
+    return {**{f"pytorch{name}": _passes(None, _by_dispatcher, with_entropies) for name, with_entropies in BOTH}, **found}
 
 
-def _passes(kernels: ModuleType | None, counting: Counting) -> dict[str, float]:
+def _passes(kernels: ModuleType | None, counting: Counting, with_entropies: bool) -> dict[str, float]:
     logits = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found = {}
     with patched((logprobs, "_kernels", lambda device: kernels)):
         scored = logits * 1
         with counting() as count:
-            values = vocab_parallel_logprobs(scored, torch.arange(TOKENS), VocabularyShard(VOCABULARY), overwrite=True)
+            shard = VocabularyShard(VOCABULARY)
+            scores = vocab_parallel_scores(scored, torch.arange(TOKENS), shard, overwrite=True, with_entropies=with_entropies)
+            values = scores.logprobs if scores.entropies is None else scores.logprobs + scores.entropies
         found |= {f"forward_{name}": count[name] / logits.numel() for name in ("read", "written")}
         with counting() as count:
             torch.autograd.grad(values.sum(), scored)

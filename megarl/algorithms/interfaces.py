@@ -42,6 +42,8 @@ class LossFunction(Protocol):
         metric_reductions: how each metric combines over micro-batches and ranks.
         skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches the loss, a gradient or a
             metric. Log-probabilities are then not computed there, and are 0.
+        needs_entropies: optional; True asks for the keyword argument ``next_token_entropies`` too, [B, S-1] float, differentiable: column i
+            has the entropy, in nats, of the distribution that token i+1 is drawn from, with the temperature and what top-k and top-p keep.
     """
 
     loss_type: LossType

@@ -62,6 +62,8 @@ class DPOLossDataDict(TypedDict):
     sample_mask: Tensor
 
 
+ENTROPY = "entropy"
+"""Metric: the mean over tokens of the entropy of the distribution that a token is drawn from, in nats."""
 OUT_OF_BOUNDS = "is_oob_ratio"
 """Metric: the share of tokens whose importance weight was out of bounds."""
 
@@ -80,6 +82,7 @@ class ClippedPGLossFn:
         clipped    = min(clipped, -A ratio_clip_c) where A < 0                             dual clip, arXiv 1912.09729
         clipped    = -sg(clip(r, ...)) A current with use_cispo                            CISPO, arXiv 2506.13585, equation 4
         loss       = mean(w clipped) + mean(v beta k(current, reference))                  k1, k2, k3: see calculate_kl
+                     - entropy_coef mean(entropy)
         w          = exp(previous - generation) with use_importance_sampling_correction, else 1
         v          = exp(current - generation) with use_on_policy_kl_approximation, else exp(current - sg(current)), which is 1
 
@@ -108,6 +111,10 @@ class ClippedPGLossFn:
     (truncated importance sampling), ``icepop`` 0 in the place of a w out of bounds (arXiv 2510.18855), ``seq-mask-tis`` 0 for all tokens of
     a sequence whose exp(mean of previous - generation) is out of bounds, and w itself for others. ``is_oob_ratio`` is the share of
     tokens whose weight that changed.
+
+    The entropy of a token is that of the whole distribution it is drawn from, not an estimate from the token, so that its gradient is exact
+    given the tokens before it, and no weight corrects it. It is read only with an ``entropy_coef`` above 0; the metric ``entropy`` is its
+    mean over tokens.
 
     Importance weights that are not finite count as 0; ``nonfinite_importance_weights`` says how many there were.
 
@@ -164,6 +171,9 @@ class ClippedPGLossFn:
         self.weight_min = cfg["truncated_importance_sampling_ratio_min"] or 0.0
         if self.truncation is not None:
             self.metric_reductions = {**self.metric_reductions, OUT_OF_BOUNDS: Reduction.SUM}
+        self.entropy_coef = cfg["entropy_coef"]
+        if self.needs_entropies:
+            self.metric_reductions = {**self.metric_reductions, ENTROPY: Reduction.SUM}
         self.use_cispo = cfg["use_cispo"]
         self.sequence_normalizer = cfg["sequence_normalizer"]
         self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact"
@@ -172,17 +182,23 @@ class ClippedPGLossFn:
         self.kl_output_bound = cfg["kl_output_clamp_value"]
         self.loss_type = LossType.TOKEN_LEVEL if cfg["token_level_loss"] else LossType.SEQUENCE_LEVEL
 
+    @property
+    def needs_entropies(self) -> bool:
+        """See ``LossFunction``."""
+        return self.entropy_coef > 0
+
     def __call__(
         self,
         data: BatchedDataDict,
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,
+        next_token_entropies: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the reference is needed only with a KL penalty.
 
         Raises:
-            BatchError: a key is missing or a shape does not fit.
+            BatchError: a key or the entropies are missing, or a shape does not fit.
         """
         previous_key = [] if self.force_on_policy_ratio else ["prev_logprobs"]
         _check_batch("ClippedPGLossFn", data, next_token_logprobs, ["advantages", *previous_key, "generation_logprobs"])
@@ -213,6 +229,11 @@ class ClippedPGLossFn:
         has_penalty = bool(self.kl_penalty) and not self.use_kl_in_reward
         penalty = mean(self._kl(data, current, generation, visible)) if has_penalty else loss.new_zeros(())
         loss = loss + self.kl_penalty * penalty
+        of_entropy = {}
+        if self.needs_entropies:
+            entropies = visible(_checked_entropies(next_token_entropies, next_token_logprobs))
+            loss = loss - self.entropy_coef * mean(entropies)
+            of_entropy = {ENTROPY: token_mean(entropies)}
 
         metrics = {
             "loss": loss.detach(),
@@ -228,6 +249,7 @@ class ClippedPGLossFn:
             "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
             "num_valid_samples": sample_mask.sum(),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
+            **of_entropy,
         }
         if self.truncation is not None:
             metrics[OUT_OF_BOUNDS] = token_mean((bounded != weight).to(weight.dtype))
@@ -433,6 +455,17 @@ def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, 
                 f"{loss}: {key!r} has shape {list(found)}, expected {list(shape)} for log-probabilities [{rows}, {predictions}]. "
                 f"Fix: pad {key!r} like input_ids"
             )
+
+
+def _checked_entropies(entropies: Tensor | None, next_token_logprobs: Tensor) -> Tensor:
+    """The entropies, where they are there for every log-probability."""
+    found = None if entropies is None else list(entropies.shape)
+    if entropies is None or entropies.shape != next_token_logprobs.shape:
+        raise BatchError(
+            f"ClippedPGLossFn with entropy_coef > 0: next_token_entropies has the shape {found}, expected "
+            f"{list(next_token_logprobs.shape)}. Fix: pass the entropies that the log-probabilities come with"
+        )
+    return entropies
 
 
 def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

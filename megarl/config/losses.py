@@ -134,6 +134,17 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[float | None, Key("the difference of log-probabilities in the divergence is clamped alike.", ABOVE_0, default=20.0)]
     ]
     kl_output_clamp_value: NotRequired[Annotated[float | None, Key("the divergence of a token is clamped to this.", ABOVE_0, default=10.0)]]
+    entropy_coef: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "weight of the entropy bonus: the loss is lower by this times the mean entropy (nats) of the distributions that the tokens "
+                "are drawn from, with the temperature and what top-k and top-p keep, normalised like the loss; 0 computes none.",
+                AT_LEAST_0,
+                default=0.0,
+            ),
+        ]
+    ]
 
 
 class DPOLossConfig(TypedDict):

@@ -72,7 +72,11 @@ PANELS = (
     ),
     Panel("Loss", "loss", (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True))),
     Panel("KL from the reference policy", "nats a token", (Curve(("train/kl_penalty",), "KL penalty, before its weight"),)),
-    Panel("Entropy", "nats a token", (Curve(("train/approx_entropy",), "entropy of the policy (estimate)"),)),
+    Panel(
+        "Entropy",
+        "nats a token",
+        (Curve(("train/approx_entropy",), "entropy of the policy (estimate)"), Curve(("train/entropy",), "entropy of the policy")),
+    ),
     Panel("Gradient norm", "L2 norm", (Curve(("train/grad_norm",), "gradient norm, before clipping"),), from_zero=True),
     Panel(
         "Length of answers",

@@ -23,6 +23,7 @@ _VARIANT_NAMES = {
     "seq-mask": "sequences out of bounds are left out",
     "k1": "divergence: k1",
     "k2": "divergence: k2",
+    "entropy": "entropy bonus",
 }
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
 FEATURES = (

@@ -303,4 +303,7 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
     if "cispo" not in options and generator.random() < 0.2:
         options = [*(option for option in options if option != "dual"), "forced"]
     given = generator.random() < 0.5
-    return {"loss": "+".join([kind, *options]), "advantages": "given" if given else generator.choice(ADVANTAGES[1:])}
+    advantages = "given" if given else generator.choice(ADVANTAGES[1:])
+    if generator.random() < 0.3:
+        options.append("entropy")
+    return {"loss": "+".join([kind, *options]), "advantages": advantages}

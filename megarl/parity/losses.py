@@ -86,6 +86,7 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
         "use_cispo": "cispo" in options,
         "sequence_normalizer": 6.0 if "constant" in options else None,
         "reference_policy_kl_type": "k1" if "k1" in options else "k2" if "k2" in options else "k3",
+        "entropy_coef": 0.3 if "entropy" in options else 0.0,
     }
     return config
 

@@ -45,12 +45,27 @@ def saved_weights(model: Any) -> dict[str, torch.Tensor]:
         return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
-    """[B, S-1] float32, differentiable; padding is masked out of the attention."""
+def distributions(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+    """[B, S-1, V] float32, logarithms of what the next tokens are drawn from, differentiable; padding is masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float() / sampling.temperature
-    targets = data["input_ids"][:, 1:, None]
-    return _kept(logits, targets, sampling).log_softmax(-1).gather(2, targets).squeeze(2)
+    return _kept(logits, data["input_ids"][:, 1:, None], sampling).log_softmax(-1)
+
+
+def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+    """[B, S-1] float32, differentiable."""
+    return _of_next_tokens(distributions(model, data, sampling), data)
+
+
+def _of_next_tokens(logarithms: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
+    return logarithms.gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
+
+
+def entropies_of(logarithms: torch.Tensor) -> torch.Tensor:
+    """[...] the entropies, in nats, of distributions whose logarithms are [..., V]; differentiable."""
+    # a token that cannot be drawn has no part, and no gradient
+    can_be = logarithms.isfinite()
+    return -torch.where(can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0).sum(-1)
 
 
 def _kept(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
@@ -151,8 +166,11 @@ class ReferenceTrainer:
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
         self._routers.forget()
-        logprobs = next_token_logprobs(self.model, data, self._sampling)
-        loss, metrics = self._loss_fn(data, sequences, tokens, next_token_logprobs=logprobs)
+        logarithms = distributions(self.model, data, self._sampling)
+        scores = {"next_token_logprobs": _of_next_tokens(logarithms, data)}
+        if getattr(self._loss_fn, "needs_entropies", False):
+            scores["next_token_entropies"] = entropies_of(logarithms)
+        loss, metrics = self._loss_fn(data, sequences, tokens, **scores)
         routing = self._routers.judged(data)
         balancing = self._size_of_gradients(routing.by_expert)
         ((loss if routing.loss is None else loss + routing.loss) * self._loss_scale).backward()
@@ -167,7 +185,7 @@ class ReferenceTrainer:
             **routing.metrics,
         }
         values = {name: float(value) for name, value in metrics.items()}
-        scales = self._scales(data, sequences, tokens, logprobs.detach())
+        scales = self._scales(data, sequences, tokens, {name: values.detach() for name, values in scores.items()})
         # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it one
         loads = {name: max(1.0, value) for name, value in routing.metrics.items() if name.startswith("moe_expert_load_")}
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
@@ -196,22 +214,24 @@ class ReferenceTrainer:
                 parameter.copy_(master)
         return float(norm)
 
-    def _scales(self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> dict[str, float]:
-        """Return for each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities: the factor by
-        which an error of the log-probabilities, relative to the larger of themselves and 1, comes back in the metric. Where terms cancel
+    def _scales(
+        self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, scores: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """Return for each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities (and entropies):
+        the factor by which an error of these, relative to the larger of themselves and 1, comes back in the metric. Where terms cancel
         within a token, as much as makes their rounding errors relative ones of ``BOUND``."""
-        moved = logprobs + SMALL_CHANGE * logprobs.abs().clamp(min=1.0)
+        moved = {name: values + SMALL_CHANGE * values.abs().clamp(min=1.0) for name, values in scores.items()}
         parts: dict[str, list[float]] = {}
-        for first in range(0, logprobs.shape[0], self._together):
+        for first in range(0, data["input_ids"].shape[0], self._together):
             rows = slice(first, first + self._together)
             part = {key: value[rows] for key, value in data.items()}
-            _, here = self._loss_fn(part, sequences, tokens, next_token_logprobs=logprobs[rows])
-            _, there = self._loss_fn(part, sequences, tokens, next_token_logprobs=moved[rows])
+            _, here = self._loss_fn(part, sequences, tokens, **{name: values[rows] for name, values in scores.items()})
+            _, there = self._loss_fn(part, sequences, tokens, **{name: values[rows] for name, values in moved.items()})
             for name, value in here.items():
                 slope = (float(there[name]) - float(value)) / SMALL_CHANGE
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
         found = {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
-        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), logprobs)
+        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), scores["next_token_logprobs"])
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from megarl.parity.losses import loss_weight
 
 Rows = Iterator[tuple[int, Tensor]]
 _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
-_CONSTANT = 6.0
+_CONSTANT, _ENTROPY = 6.0, 0.3
 _BOUNDS = {"tis": (0.0, 1.1), "icepop": (0.85, 1.15), "seq-mask": (0.93, 1.05)}
 # log_ratio_clamp_value, kl_output_clamp_value: an estimate of the divergence is past its own before its argument is past 20
 _LOG_RATIO_CLAMP, _KL_CLAMP = 20.0, 10.0
@@ -29,15 +29,18 @@ class ReferenceLoss:
     """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one.
 
     Attributes:
-        compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] float64) -> (loss, metrics), in float64.
+        compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] float64) -> (loss, metrics), in float64; entropies
+            [B, S-1] float64 come last, where it needs them.
         weight: factor of the loss.
+        needs_entropies: of the distributions that tokens are drawn from.
         rows_together: consecutive rows that it reads together.
         rounded: (data, valid sequences, valid tokens, log-probabilities) -> by metric, the sum of the sizes of the numbers that cancel in
             it, where they do within one token: rounding errors are relative to these and not to what is left.
     """
 
-    compute: Callable[[Mapping[str, Any], float, float, Tensor], tuple[Tensor, dict[str, Any]]]
+    compute: Callable[..., tuple[Tensor, dict[str, Any]]]
     weight: float = 1.0
+    needs_entropies: bool = False
     rows_together: int = 1
     rounded: Callable[[Mapping[str, Any], float, float, Tensor], dict[str, float]] = lambda *given: {}
 
@@ -50,10 +53,16 @@ class ReferenceLoss:
         return {**extremes, MISMATCH_MAX: Reduction.MAX}
 
     def __call__(
-        self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, next_token_logprobs: Tensor
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+        next_token_entropies: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See the class; the loss is float32 again."""
-        loss, metrics = self.compute(data, float(global_valid_seqs), float(global_valid_toks), next_token_logprobs.double())
+        scores = [next_token_logprobs.double(), *([] if next_token_entropies is None else [next_token_entropies.double()])]
+        loss, metrics = self.compute(data, float(global_valid_seqs), float(global_valid_toks), *scores)
         return loss.float() * self.weight, {**metrics, "loss": float(loss.detach()) * self.weight}
 
 
@@ -63,10 +72,12 @@ def reference_loss(case: Case) -> ReferenceLoss:
     if case.loss_kind == "nll":
         return ReferenceLoss(_negative_log_likelihood, weight)
     if case.loss_kind == "dpo":
-        return ReferenceLoss(lambda *given: _preference(*given, mean="mean" in options, sft=_SFT if "sft" in options else 0.0), weight, 2)
+        sft = _SFT if "sft" in options else 0.0
+        return ReferenceLoss(lambda *given: _preference(*given, mean="mean" in options, sft=sft), weight, rows_together=2)
     return ReferenceLoss(
         lambda *given: _policy_gradient(*given, options=options),
         weight,
+        needs_entropies="entropy" in options,
         rounded=lambda *given: _rounded_in_divergence(*given, options=options, weight_of_loss=weight),
     )
 
@@ -123,15 +134,17 @@ def _preference(
 
 
 def _policy_gradient(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, options: Any
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, entropies: Tensor | None = None, *, options: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for negative advantages
     (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO (2506.13585, equation 4); Dr.GRPO's constant
     (2503.20783); a divergence with the score function's part of its gradient (2506.09477)."""
-    total = penalty = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
+    total = penalty = bonus = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
     )
+    if entropies is not None:
+        sums["entropy"] = 0.0
     ratios, bounded, apart, out_of_bounds = [], [], [], 0.0
     for row, places in _counted(data):
         if not len(places):
@@ -151,6 +164,9 @@ def _policy_gradient(
         if "kl" in options:
             reference = data["reference_policy_logprobs"][row, 1:][places].double()
             penalty = penalty + share * _divergence(current, reference, generation, options)
+        if entropies is not None:
+            bonus = bonus + share * entropies[row, places].sum()
+            sums["entropy"] += float(entropies[row, places].detach().sum()) / tokens
         told = current.detach()
         ratios.append(ratio.detach())
         bounded.append(clipped.detach())
@@ -171,7 +187,7 @@ def _policy_gradient(
         **({"is_oob_ratio": out_of_bounds} if _BOUNDS.keys() & options else {}),
         **(_mismatch(apart, tokens) if "forced" in options else {}),
     }
-    return total + _KL * penalty, metrics
+    return total + _KL * penalty - _ENTROPY * bonus, metrics
 
 
 def _ratio(current: Tensor, previous: Tensor, options: Any) -> Tensor:

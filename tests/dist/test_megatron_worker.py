@@ -297,18 +297,17 @@ def test_schedule_follows_the_formulas(pool: WorkerPool, tiny_models: dict[str, 
     assert [decay for _, decay in values] == pytest.approx(growing[growth], rel=1e-9)
 
 
+SAMPLINGS = {
+    "itself": SamplingSettings(),
+    "temperature": SamplingSettings(temperature=0.4),
+    "top-k": SamplingSettings(top_k=2),
+    "top-p": SamplingSettings(top_p=0.6),
+    "all three": SamplingSettings(False, 2, 3, 0.7),
+}
+
+
 @sampled("values")
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingSettings(),
-        SamplingSettings(temperature=0.4),
-        SamplingSettings(top_k=2),
-        SamplingSettings(top_p=0.6),
-        SamplingSettings(False, 2, 3, 0.7),
-    ],
-    ids=["itself", "temperature", "top-k", "top-p", "all three"],
-)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("world", [2, 4])
 def test_vocabulary_shards_equal_float64(pool: WorkerPool, world: int, sampling: SamplingSettings) -> None:
     """Five tokens over four ranks of two columns: the third has one column of padding, the fourth nothing else."""
@@ -327,6 +326,28 @@ def test_vocabulary_shards_equal_float64(pool: WorkerPool, world: int, sampling:
     gradient = torch.cat([gradient for _, gradient in results], dim=1)
     torch.testing.assert_close(gradient[:, :size].double(), exact.grad, atol=1e-5, rtol=1e-5)
     assert gradient[:, size:].eq(0).all()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_entropies_of_vocabulary_shards_equal_float64(pool: WorkerPool, world: int) -> None:
+    """The same shards of five tokens, in float64: of four ranks one has padding, the last nothing else."""
+    columns, size = {2: (6, 5), 4: (8, 5)}[world]
+    logits = torch.randn(9, columns, generator=torch.Generator().manual_seed(world), dtype=torch.float64) * 6
+    logits[:, size:] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=torch.float64)[: columns - size]
+    logits[4, 0] = -float("inf")
+    targets = torch.tensor([0, 1, 2, 3, 4, 4, 0, 2, 3])
+    for sampling in SAMPLINGS.values():
+        exact = logits[:, :size].clone().requires_grad_()
+        given = exact, targets, sampling
+        expected = torch.stack([kept_tokens.expected_logprobs(*given), kept_tokens.expected_entropies(*given)])
+        (expected * torch.arange(1, 19).view(2, 9)).sum().backward()
+        results = pool.run(world, worker_jobs.shard_of_logits, logits, targets, size, sampling, True)
+        for values, _ in results:
+            assert torch.equal(values, results[0][0])
+            torch.testing.assert_close(values, expected.detach(), atol=1e-12, rtol=1e-12)
+        gradient = torch.cat([gradient for _, gradient in results], dim=1)
+        torch.testing.assert_close(gradient[:, :size], exact.grad, atol=1e-12, rtol=1e-12)
+        assert gradient[:, size:].eq(0).all()
 
 
 def test_a_vocabulary_shard_of_forbidden_tokens_alone(pool: WorkerPool) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.models.megatron.backend import move_optimizer
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
@@ -251,14 +251,16 @@ def schedule(config: Mapping[str, Any], calls: int) -> list[tuple[float, float]]
 
 
 def shard_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, size: int, sampling: SamplingSettings
+    logits: torch.Tensor, targets: torch.Tensor, size: int, sampling: SamplingSettings, with_entropies: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and this rank's gradient when ``logits`` [T, columns] are cut over all ranks."""
+    """Log-probabilities [T], or with entropies [2, T], and this rank's gradient when ``logits`` [T, columns] are cut over all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     columns = logits.shape[1] // ranks
     mine = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
-    values = vocab_parallel_logprobs(mine, targets, VocabularyShard(size, rank * columns, dist.group.WORLD), sampling)
-    (values * torch.arange(1, len(targets) + 1)).sum().backward()
+    shard = VocabularyShard(size, rank * columns, dist.group.WORLD)
+    scores = vocab_parallel_scores(mine, targets, shard, sampling, with_entropies=with_entropies)
+    values = scores.logprobs if scores.entropies is None else torch.stack([scores.logprobs, scores.entropies])
+    (values * torch.arange(1, values.numel() + 1).view(values.shape)).sum().backward()
     return values.detach(), mine.grad
 
 

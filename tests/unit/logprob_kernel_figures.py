@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.cases.logprob_passes import passes
 from megarl.models.engine import logprob_kernels, logprobs
-from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, vocab_parallel_logprobs, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.patched import patched
 from tests.kept_tokens import _kept
@@ -53,28 +53,33 @@ def cases() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, SamplingSettings,
 
 
 def in_shards(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, sampling: SamplingSettings, ranks: int
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and gradient when every rank has 37 columns, brought together in float64 by hand."""
+    """Values [1 or 2, T] and gradient when every rank has 37 columns, brought together in float64 by hand."""
     size = logits.shape[1]
     padded = torch.nn.functional.pad(logits, (0, ranks * 37 - size), value=torch.nan)
     shards = [(padded[:, 37 * rank : 37 * rank + 37].clone(), VocabularyShard(size, 37 * rank)) for rank in range(ranks)]
     bounds = logprobs._kept_bounds(logits, VocabularyShard(size), sampling)
-    found = torch.stack([logprobs._local_statistics(part, targets, shard, sampling.temperature, bounds) for part, shard in shards]).double()
+    options = (sampling.temperature, bounds, with_entropies)
+    found = torch.stack([logprobs._local_statistics(part, targets, shard, *options) for part, shard in shards]).double()
     maximum = found[:, 0].amax(0)
     total, target = (found[:, 1] * (found[:, 0] - maximum).exp()).sum(0), found[:, 2].sum(0)
     left_out = torch.zeros_like(total)
     if bounds is not None:
         left_out = (target - maximum).exp().where(target.float() < bounds, left_out)
         total = total + left_out
-    sums = SoftmaxSums(maximum.float(), total.float(), (left_out / total).float(), bounds)
-    gradients = [
-        logprobs.gradient_of_logits(part, targets, shard, sampling.temperature, sums, weights, overwrite=True) for part, shard in shards
-    ]
+    values = [target - maximum - total.log()]
+    if with_entropies:
+        below = found[:, 0] - maximum
+        moved = torch.where(below.isfinite(), found[:, 3] + found[:, 1] * below, 0.0) * below.exp()
+        values.append(total.log() - (moved.sum(0) + left_out * (target - maximum)) / total)
+    sums = SoftmaxSums(maximum.float(), total.float(), (left_out / total).float(), bounds, *(each.float() for each in values[1:]))
+    given = (sampling.temperature, sums, *weights)
+    gradients = [logprobs.gradient_of_logits(part, targets, shard, *given, overwrite=True) for part, shard in shards]
     assert all(one.data_ptr() == part.data_ptr() for one, (part, _) in zip(gradients, shards, strict=True))
     whole = torch.cat(gradients, dim=1)
     assert whole[:, size:].eq(0).all()
-    return target - maximum - total.log(), whole[:, :size]
+    return torch.stack(values), whole[:, :size]
 
 
 def left_out(scaled: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
@@ -83,25 +88,30 @@ def left_out(scaled: torch.Tensor, targets: torch.Tensor, sampling: SamplingSett
     return (scaled < torch.stack(least)[:, None]).scatter(1, targets[:, None], False)
 
 
-def errors(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings, ranks: int) -> dict[str, float]:
+def errors(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool) -> dict[str, float]:
     """Largest differences from float64, relative where numbers are above 1."""
-    weights = torch.linspace(-1, 2, len(targets))
-    weights[1::3] = 0  # positions that a mask leaves out
+    weights = torch.stack([torch.linspace(-1, 2, len(targets)), torch.linspace(1, -3, len(targets))][: 1 + with_entropies])
+    weights[:, 1::3] = 0  # positions that a mask leaves out
     exact = logits.double().requires_grad_()
     scaled = exact / sampling.temperature
     if not sampling.keeps_all(logits.shape[1]):
         scaled = scaled.masked_fill(left_out(scaled, targets, sampling), -torch.inf)
-    expected = scaled.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    logarithms = scaled.log_softmax(-1)
+    expected = logarithms.gather(-1, targets[:, None]).squeeze(-1)[None]
+    if with_entropies:
+        shares = logarithms.exp() * logarithms.masked_fill(logarithms == -torch.inf, 0.0)
+        expected = torch.cat([expected, -shares.sum(-1)[None]])
     (expected * weights.double()).sum().backward()
     if ranks == 1:
-        leaf = logits.clone().requires_grad_()
-        measured = vocab_parallel_logprobs(leaf * 1, targets, VocabularyShard(logits.shape[1]), sampling, overwrite=True)
+        leaf, shard = logits.clone().requires_grad_(), VocabularyShard(logits.shape[1])
+        scores = vocab_parallel_scores(leaf * 1, targets, shard, sampling, overwrite=True, with_entropies=with_entropies)
+        measured = torch.stack([each for each in (scores.logprobs, scores.entropies) if each is not None])
         (measured * weights).sum().backward()
         gradient = leaf.grad
     else:
-        measured, gradient = in_shards(logits, targets, weights, sampling, ranks)
+        measured, gradient = in_shards(logits, targets, weights, sampling, ranks, with_entropies)
     assert gradient is not None and exact.grad is not None
-    assert gradient[weights == 0].eq(0).all()
+    assert gradient[weights[0] == 0].eq(0).all()
 
     def largest(one: torch.Tensor, two: torch.Tensor) -> float:
         return float(((one.detach().double() - two.detach()).abs() / two.detach().abs().clamp(min=1)).max()) if one.numel() else 0.0
@@ -134,5 +144,6 @@ def ignored_targets() -> float:
 
 if __name__ == "__main__":
     assert logprob_kernels.INTERPRETED and logprobs._kernels("cpu"), "set TRITON_INTERPRET=1 and MEGARL_LOGPROB_KERNEL=1"
-    found = {name: errors(*case) for name, *case in cases()}
+    found = {name: errors(*case, with_entropies=False) for name, *case in cases()}
+    found |= {f"{name}, entropies": errors(*case, with_entropies=True) for name, *case in cases()}
     print(json.dumps({"errors": found, "finite": without_finite_logits(), "ignored": ignored_targets(), "passes": passes()}))

@@ -117,12 +117,15 @@ class ReferencePolicy:
 
     def _next_token_logprobs(self, model: torch.nn.Module, data: Mapping[str, Any]) -> Tensor:
         """[B, S-1]."""
+        return self._distributions(model, data).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+
+    def _distributions(self, model: torch.nn.Module, data: Mapping[str, Any]) -> Tensor:
+        """[B, S-1, V] logarithms of what the next tokens are drawn from."""
         input_ids = data["input_ids"]
         attention_mask = (torch.arange(input_ids.shape[1]) < data["input_lengths"].unsqueeze(1)).long()
         logits = model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
         temperature = (self.cfg.get("generation") or {}).get("temperature", 1.0)
-        distribution = torch.log_softmax(logits[:, :-1] / temperature, dim=-1)
-        return distribution.gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return torch.log_softmax(logits[:, :-1] / temperature, dim=-1)
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
@@ -154,8 +157,11 @@ class ReferencePolicy:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for piece in _rows_in_pieces(batch, mbs):
-            logprobs = self._next_token_logprobs(self.model, piece)
-            loss, found = loss_fn(piece, valid_seqs, valid_toks, next_token_logprobs=logprobs)
+            distributions = self._distributions(self.model, piece)
+            scores = {"next_token_logprobs": distributions.gather(-1, piece["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)}
+            if getattr(loss_fn, "needs_entropies", False):
+                scores["next_token_entropies"] = -(distributions.exp() * distributions).sum(-1)
+            loss, found = loss_fn(piece, valid_seqs, valid_toks, **scores)
             if loss.requires_grad:
                 loss.backward()
             total += float(loss.detach())

@@ -184,6 +184,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"loss_fn.force_on_policy_ratio"},
     ),
+    ("entropy_can_be_raised", {"loss_fn.entropy_coef": 0.01, "g.top_k": 1}, {}, {"loss_fn.entropy_coef"}),
     ("estimator_is_told_what_it_reads", {"grpo.num_generations_per_prompt": 1}, {}, {"grpo.num_generations_per_prompt"}),
     (
         "estimator_is_told_what_it_reads",

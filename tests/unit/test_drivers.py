@@ -604,6 +604,18 @@ def test_advantages_are_those_of_the_estimator(name: str, tmp_path: Path, models
     assert (row["train/kl_penalty"] == 0) == bool(loss)
 
 
+def test_an_entropy_bonus_is_taken_off_the_loss_and_logged(tmp_path: Path, model: str, data: str) -> None:
+    losses = []
+    for coefficient in (0.0, 0.5):
+        row = last_step(tmp_path / str(coefficient), model, data, PolicyMaker(), {"entropy_coef": coefficient}, num_prompts_per_step=4)
+        first = rows(tmp_path / str(coefficient))[0]
+        losses.append(first["train/loss"])
+        assert ("train/entropy" in row) == (coefficient > 0)
+    # an untrained model of few tokens: an estimate from the sampled tokens is near
+    assert first["train/entropy"] == pytest.approx(first["train/approx_entropy"], rel=0.3)
+    assert losses[1] == pytest.approx(losses[0] - 0.5 * first["train/entropy"], abs=1e-5)
+
+
 def test_answers_that_are_far_apart_are_left_out(tmp_path: Path, models: dict[str, str], data: str) -> None:
     maker = KeepingBatches(apart=0.5)
     bounds = {"seq_logprob_error_threshold": 1.2, "max_token_mult_prob_error": 1.1}

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 
 from megarl.models.engine import logprobs
 from megarl.models.engine.heads import LogprobHead
-from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings, choose_tokens
+from tests.kept_tokens import expected_entropies
 from tests.kept_tokens import expected_logprobs as expected_among_kept
 
 
@@ -77,6 +78,70 @@ def test_tokens_that_sampling_leaves_out_have_no_part(
     (expected * weights.double()).sum().backward()
     torch.testing.assert_close(measured.detach().double(), expected.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=80)
+@given(
+    columns=st.integers(1, 9),
+    padding=st.integers(0, 3),
+    temperature=st.floats(0.3, 3.0),
+    top_k=st.one_of(st.none(), st.integers(1, 11)),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.05]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 2**31),
+)
+def test_entropies_and_their_gradients_equal_float64(
+    columns: int, padding: int, temperature: float, top_k: int | None, top_p: float, dtype: torch.dtype, seed: int
+) -> None:
+    sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = random_logits(6, columns + padding, seed=seed, scale=2).to(dtype).requires_grad_()
+    targets = random_targets(6, size=columns, seed=seed + 1)
+    of_logprobs, of_entropies = random_logits(2, 6, seed=seed + 2).to(dtype)
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(columns), sampling, with_entropies=True)
+    (measured.logprobs * of_logprobs + measured.entropies * of_entropies).sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    given = exact[:, :columns], targets, sampling
+    expected = expected_entropies(*given)
+    (expected_among_kept(*given) * of_logprobs.double() + expected * of_entropies.double()).sum().backward()
+    bound = 1e-12 if dtype == torch.float64 else 3e-5
+    assert measured.entropies.dtype == dtype
+    torch.testing.assert_close(measured.entropies.detach().double(), expected.detach(), atol=bound, rtol=bound)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=bound, rtol=bound)
+    assert logits.grad[:, columns:].eq(0).all()
+
+
+def test_the_gradient_of_an_entropy_is_minus_p_times_log_p_plus_entropy() -> None:
+    logits = random_logits(4, 9, seed=30).double().requires_grad_()
+    found = vocab_parallel_scores(logits, random_targets(4, size=9, seed=31), VocabularyShard(9), with_entropies=True)
+    found.entropies.sum().backward()
+    logarithms = logits.detach().log_softmax(-1)
+    entropies = -(logarithms.exp() * logarithms).sum(-1, keepdim=True)
+    torch.testing.assert_close(logits.grad, -logarithms.exp() * (logarithms + entropies), atol=1e-15, rtol=1e-12)
+
+
+def test_log_probabilities_are_the_same_to_the_bit_with_entropies() -> None:
+    logits, targets = random_logits(5, 9, seed=32), random_targets(5, size=9, seed=33)
+    for sampling in (SamplingSettings(), SamplingSettings(temperature=0.7, top_k=5, top_p=0.8)):
+        plain = vocab_parallel_logprobs(logits, targets, VocabularyShard(9), sampling)
+        assert torch.equal(vocab_parallel_scores(logits, targets, VocabularyShard(9), sampling, with_entropies=True).logprobs, plain)
+
+
+@pytest.mark.parametrize(
+    ("row", "entropy"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], 4.0),
+        ([-torch.inf, 2.0, 2.0, 2.0], 3.0),
+        ([-torch.inf, -torch.inf, 5.0, -torch.inf], 1.0),
+        ([1e30, -1e30, 0.0, 1.0], 1.0),
+        ([3e4, 3e4, -3e4, 0.0], 2.0),
+    ],
+)
+def test_entropies_of_certain_forbidden_and_huge_logits(row: list[float], entropy: float) -> None:
+    logits = torch.tensor([row]).requires_grad_()
+    found = vocab_parallel_scores(logits, torch.tensor([2]), VocabularyShard(4), with_entropies=True)
+    found.entropies.sum().backward()
+    assert float(found.entropies.detach()) == pytest.approx(torch.tensor(entropy).log().item(), abs=1e-6)
+    torch.testing.assert_close(logits.grad, torch.zeros(1, 4), atol=1e-6, rtol=0)
 
 
 def test_what_is_drawn_is_scored_alike() -> None:
@@ -151,18 +216,23 @@ def test_a_vocabulary_of_one_token_is_certain() -> None:
 @pytest.mark.parametrize("kept", [{}, {"top_k": 4, "top_p": 0.9}], ids=["all", "some"])
 @pytest.mark.parametrize("rows_a_chunk", [1, 2, 3, 6, 7, 8, 100])
 def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, kept: dict[str, Any]) -> None:
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
+    def run(with_entropies: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = random_logits(7, 13, seed=8).requires_grad_()
-        measured = vocab_parallel_logprobs(
-            logits, random_targets(7, size=12, seed=9), VocabularyShard(12), SamplingSettings(temperature=1.3, **kept)
+        measured = vocab_parallel_scores(
+            logits,
+            random_targets(7, size=12, seed=9),
+            VocabularyShard(12),
+            SamplingSettings(temperature=1.3, **kept),
+            with_entropies=with_entropies,
         )
-        (measured * torch.arange(7)).sum().backward()
-        return measured.detach(), logits.grad
+        values = measured.logprobs if measured.entropies is None else measured.logprobs + measured.entropies
+        (values * torch.arange(7)).sum().backward()
+        return values.detach(), logits.grad
 
-    whole = run()
+    whole = [*run(False), *run(True)]
     monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", rows_a_chunk * 13 * 4)
-    chunked = run()
-    assert torch.equal(whole[0], chunked[0]) and torch.equal(whole[1], chunked[1])
+    for one, other in zip([*run(False), *run(True)], whole, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str
     token_mask[-1] = 0.0
     sample_mask = torch.ones(rows, dtype=torch.float64)
     sample_mask[1] = 0.0
+    entropies = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     return {
         "input_ids": torch.zeros(rows, length, dtype=torch.int64),
         "advantages": normal(),
@@ -51,6 +52,7 @@ def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str
         "generation_logprobs": base + 0.3 * normal(),
         "reference_policy_logprobs": base + 0.3 * normal(),
         "current": base + 0.5 * normal(),
+        "entropies": 2 * entropies,
         "token_mask": token_mask,
         "sample_mask": sample_mask,
     }

@@ -20,6 +20,7 @@ from megarl.models.engine.model_input import lay_out
 from megarl.models.engine.output_layer import Request, answer_requests, answers_requests, asking
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.models.huggingface.passes import forward_backward, output_of
+from tests import kept_tokens
 from tests.unit.test_logprobs import expected_logprobs
 
 SAMPLINGS = [MODEL_ITSELF, SamplingSettings(temperature=0.7), SamplingSettings(temperature=1.3, top_k=5), SamplingSettings(top_p=0.6)]
@@ -29,17 +30,25 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def request(count: int, size: int, sampling: SamplingSettings, chunk_size: int | None, index: torch.Tensor | None = None) -> Request:
+def request(
+    count: int,
+    size: int,
+    sampling: SamplingSettings,
+    chunk_size: int | None,
+    index: torch.Tensor | None = None,
+    with_entropies: bool = False,
+) -> Request:
     targets = torch.randint(0, size, (count,), generator=torch.Generator().manual_seed(count))
-    return Request(index, targets, VocabularyShard(size), sampling, chunk_size)
+    return Request(index, targets, VocabularyShard(size), sampling, chunk_size, with_entropies)
 
 
 def with_gradients(asked: Request, *leaves: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Log-probabilities of ``hidden``, ``weight`` and ``bias``, and the gradients of a weighted sum of them."""
+    """Log-probabilities, and entropies, of ``hidden``, ``weight`` and ``bias``, and the gradients of a weighted sum of them."""
     own = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
     assert own[0] is not None and own[1] is not None
-    found = asked.logprobs(asked.output(own[0], own[1], own[2]))
-    (found * torch.arange(1, len(found) + 1)).sum().backward()
+    scores = asked.scores(asked.output(own[0], own[1], own[2]))
+    found = scores.logprobs if scores.entropies is None else torch.stack([scores.logprobs, scores.entropies])
+    (found * torch.arange(1, found.numel() + 1).view(found.shape)).sum().backward()
     return [found.detach(), *(None if leaf is None else leaf.grad for leaf in own)]
 
 
@@ -52,6 +61,20 @@ def test_chunks_give_what_all_logits_give(biased: bool, sampling: SamplingSettin
     chunked = with_gradients(request(7, 11, sampling, chunk_size), hidden, weight, bias)
     for one, other in zip(whole, chunked, strict=True):
         torch.testing.assert_close(other, one, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 50])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_entropies_of_chunks_equal_float64(sampling: SamplingSettings, chunk_size: int | None) -> None:
+    hidden, weight = normal(7, 5, seed=1, dtype=torch.float64), normal(11, 5, seed=2, dtype=torch.float64)
+    asked = request(7, 11, sampling, chunk_size, with_entropies=True)
+    exact = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+    given = F.linear(*exact), asked.targets, sampling
+    expected = torch.stack([kept_tokens.expected_logprobs(*given), kept_tokens.expected_entropies(*given)])
+    (expected * torch.arange(1, 15).view(2, 7)).sum().backward()
+    found = with_gradients(asked, hidden, weight, None)
+    for one, other in zip((expected.detach(), *(leaf.grad for leaf in exact)), found[:3], strict=True):
+        torch.testing.assert_close(other, one, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("chunk_size", [2, 7])

@@ -27,6 +27,7 @@ from megarl.parity.possible import _own_violations
 from megarl.parity.prove import _above_noise
 from megarl.parity.runner import CaseOutcome
 from megarl.patched import patched
+from tests.unit.test_policy_gradients import given_to
 
 
 def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
@@ -124,10 +125,12 @@ def cases_of(name: str, count: int) -> Iterator[Case]:
 
 
 def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor]:
-    """What the loss of a case makes of its batch, cut into micro-batches, with a fault in it."""
+    """What the loss of a case makes of its batch, cut into micro-batches, with a fault in it; its gradient by log-probabilities, and by
+    entropies as far as it reads them."""
     logprobs = -torch.rand(case.total_rows, case.length, generator=torch.Generator().manual_seed(case.seed)) - 0.5
     batch: Mapping[str, torch.Tensor] = with_signals(case, token_batch(case), logprobs)
-    current = logprobs[:, 1:].clone().requires_grad_()
+    entropies = 0.3 - 0.7 * logprobs.flip(0)
+    scores = torch.stack([logprobs, entropies])[..., 1:].requires_grad_()
     total = torch.zeros(())
     with applied(name, case):
         batch = with_advantages(case, batch)
@@ -138,8 +141,9 @@ def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor
             tokens = (batch["token_mask"][step, 1:] * batch["sample_mask"][step, None]).sum()
             for row in range(first, first + case.global_batch, case.mbs):
                 part = {key: value[row : row + case.mbs] for key, value in batch.items()}
-                total = total + loss_fn(part, sequences, tokens, next_token_logprobs=current[row : row + case.mbs])[0]
-    return float(total.detach()), torch.autograd.grad(total, current)[0]
+                given = given_to(loss_fn, scores[:, row : row + case.mbs])
+                total = total + loss_fn(part, sequences, tokens, **given)[0]
+    return float(total.detach()), torch.autograd.grad(total, scores)[0]
 
 
 @pytest.mark.parametrize("name", losses.FAULTS)

@@ -11,6 +11,7 @@ from megarl.parity.case import Case
 from megarl.parity.losses import make_loss
 from megarl.parity.reference_losses import reference_loss
 from tests.unit.test_losses import policy_gradient_batch
+from tests.unit.test_policy_gradients import given_to, scores_of
 
 KINDS = [
     *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean"),
@@ -18,6 +19,7 @@ KINDS = [
     *("pg+seq+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+seq+constant", "pg+forced"),
     *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+seq+is+gspo+icepop", "pg+forced+is+seq-mask"),
     *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq+constant"),
+    *("pg+entropy", "pg+entropy+seq+gspo", "pg+entropy+kl+seq+constant"),
 ]
 
 
@@ -53,9 +55,9 @@ def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, tokens = data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     results = []
     for loss_fn in (make_loss(case), reference_loss(case)):
-        logprobs = data["current"][:, 1:].clone().requires_grad_()
-        value, metrics = loss_fn(data, rows, tokens, next_token_logprobs=logprobs)
-        results.append((float(value.detach()), torch.autograd.grad(value, logprobs)[0], metrics))
+        scores = scores_of(data).requires_grad_()
+        value, metrics = loss_fn(data, rows, tokens, **given_to(loss_fn, scores))
+        results.append((float(value.detach()), torch.autograd.grad(value, scores)[0], metrics))
     (value, gradient, metrics), (other, other_gradient, other_metrics) = results
     assert other == pytest.approx(value, rel=1e-6)
     torch.testing.assert_close(other_gradient, gradient, rtol=1e-6, atol=1e-9)
@@ -63,4 +65,4 @@ def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
     for name, expected in metrics.items():
         assert float(other_metrics[name]) == pytest.approx(float(expected), rel=1e-6, abs=1e-9), name
     assert reference_loss(case).rows_together == getattr(make_loss(case), "rows_together", 1)
-    return gradient
+    return gradient[0]

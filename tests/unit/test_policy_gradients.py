@@ -12,7 +12,7 @@ import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
-from megarl.errors import ConfigError
+from megarl.errors import BatchError, ConfigError
 from megarl.key import defaults_of
 from tests.unit.test_losses import PG_CONFIG, normalizers, policy_gradient_batch
 
@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "force_on_policy_ratio": (False, True),
     "use_kl_in_reward": (False, True, True, True),
     "disable_ppo_ratio": (False, False, False, True),
+    "entropy_coef": (0.0, 0.0, 0.2),
 }
 
 
@@ -79,9 +80,9 @@ class Sequence:
 def slow_value_and_gradient(
     data: dict[str, torch.Tensor], settings: dict[str, Any], rows: float, tokens: float
 ) -> tuple[float, torch.Tensor]:
-    """The loss and its derivative by each of the log-probabilities [B, S-1]."""
-    value, gradient = 0.0, torch.zeros_like(data["current"][:, 1:])
-    for row in range(gradient.shape[0]):
+    """The loss and its derivatives by each of the log-probabilities and entropies [2, B, S-1]."""
+    value, gradient = 0.0, torch.zeros_like(scores_of(data))
+    for row in range(gradient.shape[1]):
         sequence = Sequence(data, row, settings)
         if not data["sample_mask"][row] or not sequence.length:
             continue
@@ -89,8 +90,21 @@ def slow_value_and_gradient(
         for terms, weight in ((policy_terms(sequence, settings), 1.0), (divergence_terms(sequence, settings), penalty_of(settings))):
             for place, (term, slope) in zip(sequence.places, terms, strict=True):
                 value += share * weight * term
-                gradient[row, place - 1] += share * weight * slope
+                gradient[0, row, place - 1] += share * weight * slope
+        for place in sequence.places:
+            value -= share * settings["entropy_coef"] * float(data["entropies"][row, place])
+            gradient[1, row, place - 1] = -share * settings["entropy_coef"]
     return value, gradient
+
+
+def scores_of(data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[2, B, S-1]: log-probabilities and entropies."""
+    return torch.stack([data["current"][:, 1:], data["entropies"][:, 1:]])
+
+
+def given_to(loss_fn: Any, scores: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The arguments that the engine passes, of ``scores_of``; entropies only to a loss that asks for them."""
+    return {"next_token_logprobs": scores[0], **({"next_token_entropies": scores[1]} if getattr(loss_fn, "needs_entropies", False) else {})}
 
 
 def penalty_of(settings: dict[str, Any]) -> float:
@@ -173,9 +187,9 @@ def divergence_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple
 
 
 def value_and_gradient(data: dict[str, torch.Tensor], settings: dict[str, Any]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs = data["current"][:, 1:].clone().requires_grad_()
-    loss, metrics = ClippedPGLossFn(settings)(data, *normalizers(data), next_token_logprobs=logprobs)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    scores, loss_fn = scores_of(data).requires_grad_(), ClippedPGLossFn(settings)
+    loss, metrics = loss_fn(data, *normalizers(data), **given_to(loss_fn, scores))
+    (gradient,) = torch.autograd.grad(loss, scores)
     return float(loss.detach()), gradient, metrics
 
 
@@ -213,12 +227,12 @@ def test_a_sequence_in_two_batches_is_the_sum_over_both() -> None:
         loss_fn, total, gradients = ClippedPGLossFn(settings), 0.0, []
         for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
             part = {key: value[rows] for key, value in data.items()}
-            logprobs = part["current"][:, 1:].clone().requires_grad_()
-            loss, _ = loss_fn(part, *normalizers(data), next_token_logprobs=logprobs)
+            scores = scores_of(part).requires_grad_()
+            loss, _ = loss_fn(part, *normalizers(data), **given_to(loss_fn, scores))
             total += float(loss.detach())
-            gradients.append(torch.autograd.grad(loss, logprobs)[0])
+            gradients.append(torch.autograd.grad(loss, scores)[0])
         assert total == pytest.approx(whole, rel=1e-12, abs=1e-14)
-        torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(torch.cat(gradients, dim=1), gradient, rtol=1e-12, atol=1e-14)
         assert math.isfinite(float(metrics["probs_ratio"]))
 
 
@@ -232,10 +246,27 @@ def test_padding_changes_nothing() -> None:
         }
         wide_value, wide_gradient, wide_metrics = value_and_gradient(wider, settings)
         assert wide_value == pytest.approx(value, rel=1e-12)
-        torch.testing.assert_close(wide_gradient[:, :-3], gradient, rtol=1e-12, atol=1e-14)
-        assert not wide_gradient[:, -3:].any()
+        torch.testing.assert_close(wide_gradient[..., :-3], gradient, rtol=1e-12, atol=1e-14)
+        assert not wide_gradient[..., -3:].any()
         for name, number in metrics.items():
             assert float(wide_metrics[name]) == pytest.approx(float(number), rel=1e-12), name
+
+
+def test_the_metric_of_entropies_is_their_mean_over_tokens() -> None:
+    data = policy_gradient_batch(7)
+    counts = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+    for settings in (PG_CONFIG, PG_CONFIG | {"token_level_loss": False, "sequence_normalizer": 9.0}):
+        _, _, metrics = value_and_gradient(data, settings | {"entropy_coef": 0.1})
+        assert float(metrics["entropy"]) == pytest.approx(float((data["entropies"][:, 1:] * counts).sum() / counts.sum()), rel=1e-7)
+        assert "entropy" not in value_and_gradient(data, settings)[2]
+
+
+@pytest.mark.parametrize("given", [{}, {"next_token_entropies": torch.zeros(6, 7)}], ids=["none", "another shape"])
+def test_a_bonus_without_its_entropies_is_refused(given: dict[str, torch.Tensor]) -> None:
+    data = policy_gradient_batch(7)
+    loss_fn = ClippedPGLossFn(PG_CONFIG | {"entropy_coef": 0.1})  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"next_token_entropies has the shape .*expected \[6, 6\]\. Fix"):
+        loss_fn(data, *normalizers(data), next_token_logprobs=data["current"][:, 1:], **given)
 
 
 def test_the_divergence_that_is_taken_from_rewards() -> None:

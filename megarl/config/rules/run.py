@@ -116,6 +116,15 @@ def loss_goes_together(view: View) -> Iterator[Violation]:
     yield from faults_of_loss(view[LOSS])
 
 
+def entropy_can_be_raised(view: View) -> Iterator[Violation]:
+    """A bonus for entropy meets a distribution that can have some."""
+    key = "loss_fn.entropy_coef"
+    view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig and view[key] > 0)
+    if view.get("policy.generation.top_k") == 1:
+        bound = "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is 0 whatever is learned"
+        yield Violation(key, view[key], bound, "write 0, or let more tokens be drawn")
+
+
 ESTIMATOR = "grpo.adv_estimator"
 _READ_BY = {
     "rloo": {"use_leave_one_out_baseline": True, "std": "population"},
@@ -273,6 +282,7 @@ RUN_RULES: tuple[Rule, ...] = (
     validation_has_data,
     single_turn,
     loss_goes_together,
+    entropy_can_be_raised,
     estimator_is_told_what_it_reads,
     several_rewards_are_compared,
     reward_is_known,

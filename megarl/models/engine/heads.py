@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import TokenScores, VocabularyShard, vocab_parallel_scores
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.normalizers import Normalizers
 from megarl.models.engine.output_layer import Request
@@ -30,7 +30,8 @@ class HeadOutput:
         tensors: per-row results, detached.
         metrics: numbers or 0-d tensors, to be reduced as the loss declares; read only after the pass, so that no micro-batch waits for
             the device.
-        gradient_peaks: once the backward pass is through, the largest absolute entry of the loss's gradient by the log-probabilities, 0-d.
+        gradient_peaks: once the backward pass is through, the largest absolute entries of the loss's gradients by the log-probabilities
+            and, where it reads them, by the entropies, 0-d each.
     """
 
     loss: torch.Tensor | None = None
@@ -63,11 +64,13 @@ class LogprobHead:
         shard: which vocabulary columns this rank holds.
         sampling: how tokens are drawn in generation, and so scored here.
         chunk_size: positions whose logits are there at a time (``policy.logprob_chunk_size``); None for all of a micro-batch.
+        with_entropies: make the entropies of the distributions that the tokens count as drawn from, too.
     """
 
     shard: VocabularyShard
     sampling: SamplingSettings = MODEL_ITSELF
     chunk_size: int | None = None
+    with_entropies: bool = False
 
     def asks(self, model_input: ModelInput) -> Request | None:
         """See ``Head``."""
@@ -75,14 +78,26 @@ class LogprobHead:
         if index is None and self.chunk_size is None:
             return None
         targets = model_input.targets.flatten()
-        return Request(index, targets if index is None else targets.index_select(0, index), self.shard, self.sampling, self.chunk_size)
+        targets = targets if index is None else targets.index_select(0, index)
+        return Request(index, targets, self.shard, self.sampling, self.chunk_size, self.with_entropies)
+
+    def next_token_scores(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> TokenScores:
+        """[b, S-1] float32: entry i is of token i+1 given tokens up to i; 0 where the request leaves it out."""
+        if request is not None:
+            scores, index = request.scores(output), request.index
+        else:
+            # every position has a target, also a last one: cutting the logits instead would copy the largest tensor there is
+            given, index = (output, model_input.targets, self.shard, self.sampling), None
+            scores = vocab_parallel_scores(*given, overwrite=True, with_entropies=self.with_entropies)
+
+        def of_rows(values: torch.Tensor) -> torch.Tensor:
+            return model_input.to_rows(values if request is None else model_input.spread(values, index))
+
+        return TokenScores(of_rows(scores.logprobs), None if scores.entropies is None else of_rows(scores.entropies))
 
     def next_token_logprobs(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> torch.Tensor:
-        """[b, S-1] float32: entry i is the log-probability of token i+1 given tokens up to i; 0 where the request leaves it out."""
-        if request is not None:
-            return model_input.to_rows(model_input.spread(request.logprobs(output), request.index))
-        # every position has a target, also a last one: cutting the logits instead would copy the largest tensor there is
-        return model_input.to_rows(vocab_parallel_logprobs(output, model_input.targets, self.shard, self.sampling, overwrite=True))
+        """The log-probabilities of ``next_token_scores``."""
+        return self.next_token_scores(output, model_input, request).logprobs
 
     def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
         """``logprobs`` [b, S] float32: column 0, everything beyond ``input_lengths`` and what the request leaves out exactly 0."""
@@ -97,7 +112,8 @@ class LossHead:
     """A loss (``LossFunction``), fed with the same log-probabilities.
 
     Attributes:
-        loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``next_token_logprobs`` [b, S-1].
+        loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``next_token_logprobs`` [b, S-1]; where the
+            log-probabilities come with entropies, with ``next_token_entropies`` [b, S-1] too.
         logprobs: makes the log-probabilities.
         normalizers: of the global batch.
     """
@@ -111,15 +127,15 @@ class LossHead:
         return self.logprobs.asks(model_input)
 
     def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
-        logprobs, peaks = self.logprobs.next_token_logprobs(output, model_input, request), []
-        if logprobs.requires_grad and logprobs.numel():
-            logprobs.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
-        loss, metrics = self.loss_fn(
-            model_input.micro_batch.data,
-            self.normalizers.valid_sequences,
-            self.normalizers.valid_tokens,
-            next_token_logprobs=logprobs,
-        )
+        scores = self.logprobs.next_token_scores(output, model_input, request)
+        given = {"next_token_logprobs": scores.logprobs}
+        if scores.entropies is not None:
+            given["next_token_entropies"] = scores.entropies
+        peaks: list[torch.Tensor] = []
+        for values in given.values():
+            if values.requires_grad and values.numel():
+                values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
+        loss, metrics = self.loss_fn(model_input.micro_batch.data, self.normalizers.valid_sequences, self.normalizers.valid_tokens, **given)
         # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
         kept = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
         return HeadOutput(loss=loss, metrics=kept, gradient_peaks=peaks)

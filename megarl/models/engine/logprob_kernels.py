@@ -1,4 +1,5 @@
-"""Triton kernels of the vocabulary-parallel log-probabilities: the logits are read once forward, and read and written once backward.
+"""Triton kernels of the vocabulary-parallel log-probabilities and entropies: the logits are read once forward, and read and written once
+backward.
 
 They compute what the PyTorch code of ``megarl.models.engine.logprobs`` computes, which is their reference. Triton's interpreter runs them
 on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and ``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for
@@ -18,6 +19,8 @@ LARGEST_BLOCK = 4096
 """Columns that one program has in its registers at a time: float32, 16 KiB over eight warps."""
 # finite, so that exponentials of a row that is minus infinity everywhere are 0 and not undefined
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+# exponentials of anything below are 0: in a product with them it stands for minus infinity
+NEGLIGIBLE = tl.constexpr(-1000.0)
 
 
 @triton.jit
@@ -38,19 +41,23 @@ def _statistics(
     maxima,
     totals,
     target_logits,
+    moments,
     row_stride,
     start,
     own,
     temperature,
     is_scaled: tl.constexpr,
     is_bounded: tl.constexpr,
+    with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018), its target's logit."""
+    """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018), its target's logit; for
+    entropies the sum of exponentials times logits too, both relative to the maximum, which moves in the same way."""
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * row_stride
     maximum = LOWEST + 0.0
     total = 0.0
+    moment = 0.0
     for first in range(0, own, block):
         columns = first + tl.arange(0, block)
         scaled = _scaled(place + columns, columns < own, temperature, is_scaled)
@@ -58,6 +65,10 @@ def _statistics(
         shares = tl.exp(scaled - highest)
         if is_bounded:
             shares = tl.where(scaled < tl.load(bounds + row), 0.0, shares)
+        if with_entropies:
+            below = tl.maximum(maximum - highest, NEGLIGIBLE)
+            relative = tl.maximum(scaled - highest, NEGLIGIBLE)
+            moment = (moment + total * below) * tl.exp(below) + tl.sum(shares * relative, 0)
         total = total * tl.exp(maximum - highest) + tl.sum(shares, 0)
         maximum = highest
     target = tl.load(targets + row) - start
@@ -66,6 +77,8 @@ def _statistics(
     tl.store(maxima + row, maximum)
     tl.store(totals + row, total)
     tl.store(target_logits + row, tl.where(is_mine, target_logit, 0.0))
+    if with_entropies:
+        tl.store(moments + row, moment)
 
 
 @triton.jit
@@ -77,6 +90,7 @@ def _gradient(
     maxima,
     scales,
     target_weights,
+    slopes,
     row_stride,
     gradient_stride,
     start,
@@ -85,13 +99,18 @@ def _gradient(
     temperature,
     is_scaled: tl.constexpr,
     is_bounded: tl.constexpr,
+    with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
     """One block of columns of one row a program; ``gradient`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     scaled = _scaled(logits + row * row_stride + columns, columns < own, temperature, is_scaled)
-    part = tl.exp(scaled - tl.load(maxima + row)) * tl.load(scales + row)
+    relative = scaled - tl.load(maxima + row)
+    scale = tl.load(scales + row)
+    if with_entropies:
+        scale += tl.load(slopes + row) * tl.maximum(relative, NEGLIGIBLE)
+    part = tl.exp(relative) * scale
     if is_bounded:
         part = tl.where(scaled < tl.load(bounds + row), 0.0, part)
     is_target = columns == tl.load(targets + row) - start
@@ -111,9 +130,16 @@ def _block(columns: int) -> tuple[int, int]:
 
 
 def statistics(
-    logits: torch.Tensor, targets: torch.Tensor, start: int, own: int, temperature: float, bounds: torch.Tensor | None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    start: int,
+    own: int,
+    temperature: float,
+    bounds: torch.Tensor | None,
+    with_entropies: bool = False,
 ) -> torch.Tensor:
-    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank).
+    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank); for
+    entropies [4, T], with the sum of exponentials times logits, both relative to the maximum.
 
     Args:
         logits: [T, V] of any floating dtype; columns adjacent, rows may lie apart.
@@ -121,20 +147,23 @@ def statistics(
         start: vocabulary index of the first column.
         own: columns that are no padding, at least 1.
         temperature: what logits are divided by.
-        bounds: [T] float32: columns with a smaller scaled logit are left out of the sum; None leaves out none.
+        bounds: [T] float32: columns with a smaller scaled logit are left out of the sums; None leaves out none.
+        with_entropies: the fourth row is asked for.
     """
     tokens = logits.shape[0]
-    found = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
+    found = torch.empty(3 + with_entropies, tokens, dtype=torch.float32, device=logits.device)
     if tokens:
         block, warps = _block(own)
         _statistics[(tokens,)](
             logits,
             targets.contiguous(),
             logits if bounds is None else bounds,
-            *found,
+            *found[:3],
+            found[-1],
             *(logits.stride(0), start, own, float(temperature)),
             is_scaled=temperature != 1.0,
             is_bounded=bounds is not None,
+            with_entropies=with_entropies,
             block=block,
             num_warps=warps,
         )
@@ -152,13 +181,15 @@ def write_gradient(
     maximum: torch.Tensor,
     scale: torch.Tensor,
     target_weight: torch.Tensor,
+    slope: torch.Tensor | None = None,
 ) -> None:
-    """Write ``exp(x - maximum) * scale`` of each scaled logit x that is not left out, plus ``target_weight`` at the target.
+    """Write ``exp(x) (scale + slope x)`` of each scaled logit that is not left out, x relative to the maximum, plus ``target_weight`` at
+    the target.
 
     Args:
         gradient: [T, V], written to, columns of padding with 0; columns adjacent; it may be ``logits``.
         logits, targets, start, own, temperature, bounds: as for ``statistics``.
-        maximum, scale, target_weight: [T] float32.
+        maximum, scale, target_weight, slope: [T] float32; None for a slope of 0.
     """
     tokens, width = logits.shape
     if not tokens:
@@ -167,9 +198,11 @@ def write_gradient(
     _gradient[(tokens, triton.cdiv(width, block))](
         *(logits, gradient, targets.contiguous(), logits if bounds is None else bounds),
         *(maximum.contiguous(), scale.contiguous(), target_weight.contiguous()),
+        scale if slope is None else slope.contiguous(),
         *(logits.stride(0), gradient.stride(0), start, own, width, float(temperature)),
         is_scaled=temperature != 1.0,
         is_bounded=bounds is not None,
+        with_entropies=slope is not None,
         block=block,
         num_warps=warps,
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from logits that are split over the vocabulary.
+"""Log-probabilities of given tokens, and entropies of the distributions they are from, by logits that are split over the vocabulary.
 
 Legend: T tokens, V vocabulary columns of this rank, R tensor-parallel ranks.
 
@@ -6,6 +6,10 @@ For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` ove
 its own columns to three numbers a token (maximum, sum of exponentials, target logit); one all-gather a micro-batch brings them together.
 The backward pass needs no communication: the gradient of a column depends on that column, the maximum and the sum alone. The maximum is
 always subtracted first, and never added to the logarithm of the sum, which large logits would round away.
+
+The entropy of the same distribution p, ``-sum_v p_v log p_v``, takes one number more of each rank in the same pass, the sum of exponentials
+times logits, both relative to the maximum: it is ``log(sum) - E[logit]``. Its derivative by a scaled logit is ``-p_v (log p_v + entropy)``,
+which is written together with that of the log-probability.
 
 On a CUDA device with Triton one kernel reads the logits once forward, another reads and writes them once backward
 (``megarl.models.engine.logprob_kernels``). The PyTorch code here runs elsewhere, and is their reference; the environment variable
@@ -33,6 +37,8 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings, sm
 
 # float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
+NEGLIGIBLE = -1000.0
+"""The exponential of anything below is 0, also in float64: a product with it may take this in the place of minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +65,16 @@ class VocabularyShard:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
+def working_dtype(logits: torch.Tensor) -> torch.dtype:
+    """What is computed in: float32, but for logits in float64."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def _scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their first ``own`` columns, divided by the temperature, in float32: one buffer, overwritten by each next chunk."""
-    tokens = logits.shape[0]
-    step = min(max(1, CHUNK_BYTES[logits.device.type] // (4 * own)), max(tokens, 1))
-    buffer = torch.empty(step, own, dtype=torch.float32, device=logits.device)
+    """Rows and their first ``own`` columns, divided by the temperature: one buffer, overwritten by each next chunk."""
+    tokens, dtype = logits.shape[0], working_dtype(logits)
+    step = min(max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * own)), max(tokens, 1))
+    buffer = torch.empty(step, own, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
         scaled = buffer[: rows.stop - first].copy_(logits[rows, :own])
@@ -71,28 +82,28 @@ def _scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterat
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide float32 logits in place, each quotient rounded once on every device, so that logits compare with bounds made elsewhere."""
+    """Divide logits in place, each quotient rounded once on every device, so that logits compare with bounds made elsewhere."""
     # by a number of Python's, torch multiplies with its reciprocal on a CUDA device
-    return logits.div_(torch.full((), temperature, dtype=torch.float32, device=logits.device))
+    return logits.div_(torch.full((), temperature, dtype=logits.dtype, device=logits.device))
 
 
 def _kept_bounds(logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings) -> torch.Tensor | None:
-    """[T] float32, the same on all ranks: columns with at least this scaled logit can be drawn; None where all can.
+    """[T], the same on all ranks: columns with at least this scaled logit can be drawn; None where all can.
 
     Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest ones of each rank.
     """
     if sampling.keeps_all(shard.size):
         return None
-    tokens, columns = logits.shape
+    (tokens, columns), dtype = logits.shape, working_dtype(logits)
     own, ranks = shard.own(columns), shard.ranks
     # the last rank of a vocabulary that does not divide may hold fewer columns than the others
     width = max(columns, -(-shard.size // ranks))
     candidates = min(width, sampling.top_k or width)
-    step = max(1, CHUNK_BYTES[logits.device.type] // (4 * candidates * ranks))
-    bounds = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    step = max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * candidates * ranks))
+    bounds = torch.empty(tokens, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
-        scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=torch.float32)
+        scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=dtype)
         scaled[:, :own] = logits[rows, :own]
         largest = _divided(scaled, sampling.temperature)
         if candidates < width:
@@ -111,41 +122,54 @@ def _columns_of_all(largest: torch.Tensor, shard: VocabularyShard) -> torch.Tens
 
 
 def _local_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, temperature: float, bounds: torch.Tensor | None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    shard: VocabularyShard,
+    temperature: float,
+    bounds: torch.Tensor | None,
+    with_entropies: bool = False,
 ) -> torch.Tensor:
-    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank)."""
-    tokens, columns = logits.shape
+    """[3, T]: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank); for entropies
+    [4, T], with the sum of exponentials times logits, both relative to the maximum."""
+    (tokens, columns), dtype = logits.shape, working_dtype(logits)
     own = shard.own(columns)
-    statistics = torch.zeros(3, tokens, dtype=torch.float32, device=logits.device)
+    statistics = torch.zeros(3 + with_entropies, tokens, dtype=dtype, device=logits.device)
     if own == 0:
         statistics[0] = -torch.inf
         return statistics
-    if (kernels := _kernels(logits.device.type)) is not None:
-        return kernels.statistics(logits, targets, shard.start, own, temperature, bounds)
+    if (kernels := _kernels_for(logits)) is not None:
+        return kernels.statistics(logits, targets, shard.start, own, temperature, bounds, with_entropies)
     local_targets = targets - shard.start
     mine = (local_targets >= 0) & (local_targets < own)
     safe_targets = local_targets.clamp(0, own - 1)
     for rows, scaled in _scaled_chunks(logits, own, temperature):
         # finite even where all columns are minus infinity, so that their exponentials are 0 and not undefined
-        maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
+        maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(dtype).min)
         statistics[0, rows] = maximum
         target_logits = scaled.gather(1, safe_targets[rows, None]).squeeze(1)
         statistics[2, rows] = target_logits.where(mine[rows], torch.zeros_like(target_logits))
         if bounds is not None:
             scaled.masked_fill_(scaled < bounds[rows, None], -torch.inf)
-        statistics[1, rows] = scaled.sub_(maximum[:, None]).exp_().sum(dim=-1)
+        relative = scaled.sub_(maximum[:, None])
+        shares = relative.exp() if with_entropies else relative.exp_()
+        statistics[1, rows] = shares.sum(dim=-1)
+        if with_entropies:
+            statistics[3, rows] = shares.mul_(relative.clamp_(min=NEGLIGIBLE)).sum(dim=-1)
     return statistics
 
 
-def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Over all ranks: target logit, maximum, sum of exponentials relative to it; [T] each."""
+def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, ...]:
+    """Over all ranks: target logit, maximum, sum of exponentials relative to it, and for entropies that of them times logits; [T] each."""
     if shard.ranks == 1 or not statistics.shape[1]:
-        return statistics[2], statistics[0], statistics[1]
+        return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
-    dist.all_gather_into_tensor(gathered.view(shard.ranks * 3, -1), statistics, group=shard.group)
+    dist.all_gather_into_tensor(gathered.view(shard.ranks * len(statistics), -1), statistics, group=shard.group)
     maximum = gathered[:, 0].amax(dim=0)
-    total = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(dim=0)
-    return gathered[:, 2].sum(dim=0), maximum, total
+    below = gathered[:, 0] - maximum
+    total = (gathered[:, 1] * below.exp()).sum(dim=0)
+    # relative to the largest maximum of all ranks, every logit of a rank is as much less as its maximum is
+    moved = [(gathered[:, 3] + gathered[:, 1] * below.clamp(min=NEGLIGIBLE)) * below.exp()] if len(statistics) > 3 else []
+    return gathered[:, 2].sum(dim=0), maximum, total, *(values.sum(dim=0) for values in moved)
 
 
 @functools.cache
@@ -158,37 +182,52 @@ def _kernels(device: str) -> ModuleType | None:
     return logprob_kernels
 
 
+def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels, where they are to compute; they do so in float32."""
+    return _kernels(logits.device.type) if working_dtype(logits) == torch.float32 else None
+
+
 @dataclass(frozen=True, slots=True)
 class SoftmaxSums:
-    """Softmax sums: what the gradient of log-probabilities needs besides the logits; each [T] float32, the same on all ranks.
+    """Softmax sums: what the gradients of log-probabilities and entropies need besides the logits; each [T], the same on all ranks.
 
     Attributes:
         maximum: of the scaled logits over the vocabulary.
         total: sum of exponentials relative to it, over the columns kept and the target.
         left_out: share of the target in it, where the target is not among the columns kept, else 0.
         bounds: columns with a smaller scaled logit are not kept; None where all are.
+        entropies: of the distribution over the columns kept and the target; None where nobody wants them.
     """
 
     maximum: torch.Tensor
     total: torch.Tensor
     left_out: torch.Tensor
     bounds: torch.Tensor | None
+    entropies: torch.Tensor | None = None
 
 
 def score(
-    logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    shard: VocabularyShard,
+    sampling: SamplingSettings,
+    *,
+    with_entropies: bool = False,
 ) -> tuple[torch.Tensor, SoftmaxSums]:
-    """Log-probabilities [T] float32 of ``targets`` [T] by ``logits`` [T, V], which autograd does not see; see
-    ``vocab_parallel_logprobs``."""
+    """Log-probabilities [T] of ``targets`` [T] by ``logits`` [T, V], which autograd does not see; see ``vocab_parallel_logprobs``."""
     bounds = _kept_bounds(logits, shard, sampling)
-    statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds)
-    target_logits, maximum, total = _combine(statistics, shard)
+    statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds, with_entropies)
+    target_logits, maximum, total, *moment = _combine(statistics, shard)
     relative = target_logits - maximum
     left_out = torch.zeros_like(total)
     if bounds is not None:
         left_out = relative.exp().where(target_logits < bounds, left_out)
         total = total + left_out
-    return relative - total.log(), SoftmaxSums(maximum, total, left_out / total, bounds)
+    entropies = None
+    if with_entropies:
+        of_target = left_out * relative.clamp(min=NEGLIGIBLE)
+        entropies = total.log() - (moment[0] + of_target) / total
+    return relative - total.log(), SoftmaxSums(maximum, total, left_out / total, bounds, entropies)
 
 
 def gradient_of_logits(
@@ -198,15 +237,17 @@ def gradient_of_logits(
     temperature: float,
     sums: SoftmaxSums,
     grad_output: torch.Tensor,
+    grad_entropies: torch.Tensor | None = None,
     *,
     overwrite: bool,
 ) -> torch.Tensor:
-    """[T, V] in the dtype of ``logits``: the gradient of a sum of log-probabilities weighted by ``grad_output`` [T].
+    """[T, V] in the dtype of ``logits``: the gradient of a sum of log-probabilities weighted by ``grad_output`` [T], and of entropies
+    weighted by ``grad_entropies`` [T].
 
     Args:
         logits, targets, shard, temperature: as given to ``score``.
         sums: what it returned.
-        grad_output: float32.
+        grad_output, grad_entropies: float32; the latter None where there are no entropies.
         overwrite: write the gradient over the logits, and return these.
     """
     columns = logits.shape[1]
@@ -214,11 +255,11 @@ def gradient_of_logits(
     gradient = logits if overwrite else torch.empty_like(logits)
     if own == 0:
         return gradient.zero_()
-    weight = grad_output / temperature
-    kernels = _kernels(logits.device.type)
+    weights = _weights_of_gradient(temperature, sums, grad_output, grad_entropies)
+    kernels = _kernels_for(logits)
     if kernels is not None:
         place = (logits, targets, shard.start, own, temperature, sums.bounds)
-        kernels.write_gradient(gradient, *place, sums.maximum, -weight / sums.total, weight * (1 - sums.left_out))
+        kernels.write_gradient(gradient, *place, sums.maximum, weights.constant, weights.at_target, weights.slope)
         if overwrite:
             # autograd sees torch's own writes alone; with this it refuses a second backward pass over what is no longer logits
             torch.autograd.graph.increment_version(logits)
@@ -230,28 +271,110 @@ def gradient_of_logits(
     for rows, scaled in _scaled_chunks(logits, own, temperature):
         if sums.bounds is not None:
             scaled.masked_fill_(scaled < sums.bounds[rows, None], -torch.inf)
-        part = scaled.sub_(sums.maximum[rows, None]).exp_().mul_(-weight[rows, None] / sums.total[rows, None])
+        relative = scaled.sub_(sums.maximum[rows, None])
+        factors = weights.constant[rows, None]
+        if weights.slope is not None:
+            factors = relative.clamp(min=NEGLIGIBLE).mul_(weights.slope[rows, None]).add_(factors)
+        part = relative.exp_().mul_(factors)
         # a target that is not among the columns kept has its own share of the sum
-        part.scatter_add_(1, safe_targets[rows, None], (weight * mine * (1 - sums.left_out))[rows, None])
+        part.scatter_add_(1, safe_targets[rows, None], (weights.at_target * mine)[rows, None])
         gradient[rows, :own] = part
     return gradient
 
 
-class _VocabParallelLogprob(torch.autograd.Function):
+@dataclass(frozen=True, slots=True)
+class _GradientWeights:
+    """Gradient weights: the derivative by a scaled logit x of a row is ``exp(x) (constant + slope x)``, x relative to the maximum, and for
+    the target ``at_target`` more; [T] each, ``slope`` None for 0."""
+
+    constant: torch.Tensor
+    slope: torch.Tensor | None
+    at_target: torch.Tensor
+
+
+def _weights_of_gradient(
+    temperature: float, sums: SoftmaxSums, grad_output: torch.Tensor, grad_entropies: torch.Tensor | None
+) -> _GradientWeights:
+    """With p = exp(x) / total, ``-p`` by the log-probability of another token, ``-p (log p + entropy)`` by the entropy."""
+    weight = grad_output / temperature
+    constant, at_target = -weight / sums.total, weight * (1 - sums.left_out)
+    if grad_entropies is None:
+        return _GradientWeights(constant, None, at_target)
+    assert sums.entropies is not None, "entropies have a gradient and were not computed"
+    bonus = grad_entropies / temperature
+    # of a target that is not among the columns kept, with log p = log of its share
+    of_left_out = torch.special.xlogy(sums.left_out, sums.left_out) + sums.left_out * sums.entropies
+    constant = constant - bonus / sums.total * (sums.entropies - sums.total.log())
+    return _GradientWeights(constant, -bonus / sums.total, at_target - bonus * of_left_out)
+
+
+class _VocabParallelScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings, overwrite: bool
-    ) -> torch.Tensor:
-        values, ctx.sums = score(logits, targets, shard, sampling)
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        shard: VocabularyShard,
+        sampling: SamplingSettings,
+        overwrite: bool,
+        with_entropies: bool,
+    ) -> Any:
+        values, ctx.sums = score(logits, targets, shard, sampling, with_entropies=with_entropies)
         ctx.save_for_backward(logits, targets)
         ctx.shard, ctx.temperature, ctx.overwrite = shard, sampling.temperature, overwrite
-        return values
+        # a copy: what is returned knows this node, which would keep itself alive
+        return (values, ctx.sums.entropies.clone()) if with_entropies else values
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor, grad_entropies: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         logits, targets = ctx.saved_tensors
-        gradient = gradient_of_logits(logits.detach(), targets, ctx.shard, ctx.temperature, ctx.sums, grad_output, overwrite=ctx.overwrite)
-        return gradient, None, None, None, None
+        given = (targets, ctx.shard, ctx.temperature, ctx.sums, grad_output, grad_entropies)
+        return gradient_of_logits(logits.detach(), *given, overwrite=ctx.overwrite), None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Token scores: what a pass computes of each token, of one shape.
+
+    Attributes:
+        logprobs: of the token.
+        entropies: of the distribution that it counts as drawn from; None where nobody wants them.
+    """
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None = None
+
+
+def vocab_parallel_scores(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    shard: VocabularyShard,
+    sampling: SamplingSettings = MODEL_ITSELF,
+    *,
+    overwrite: bool = False,
+    with_entropies: bool = False,
+) -> TokenScores:
+    """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that it counts as drawn from.
+
+    Args:
+        logits: [..., V] this rank's columns, any floating dtype; computed in float32, of float64 in float64, chunk by chunk.
+        targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the same on all ranks of the group.
+        shard: which columns these are.
+        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and top-p keep. A target that they
+            do not keep counts as kept.
+        overwrite: nobody reads the logits after the backward pass, which may write their gradient into their memory. A second backward
+            pass is then a RuntimeError of autograd.
+        with_entropies: entropies are asked for, in nats.
+
+    Returns:
+        [...] float32 (of float64 float64), the same on all ranks of the group; differentiable with respect to ``logits``.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    found = _VocabParallelScores.apply(rows, targets.reshape(-1), shard, sampling, overwrite, with_entropies)
+    if not with_entropies:
+        return TokenScores(found.view(targets.shape))
+    return TokenScores(*(values.view(targets.shape) for values in found))
 
 
 def vocab_parallel_logprobs(
@@ -262,19 +385,5 @@ def vocab_parallel_logprobs(
     *,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """Log-probability of each target token.
-
-    Args:
-        logits: [..., V] this rank's columns, any floating dtype; computed in float32, chunk by chunk.
-        targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the same on all ranks of the group.
-        shard: which columns these are.
-        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and top-p keep.
-        overwrite: nobody reads the logits after the backward pass, which may write their gradient into their memory. A second backward
-            pass is then a RuntimeError of autograd.
-
-    Returns:
-        [...] float32, the same on all ranks of the group; differentiable with respect to ``logits``.
-    """
-    rows = logits.reshape(-1, logits.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return _VocabParallelLogprob.apply(rows, targets.reshape(-1), shard, sampling, overwrite).view(targets.shape)
+    """The log-probabilities alone of ``vocab_parallel_scores``."""
+    return vocab_parallel_scores(logits, targets, shard, sampling, overwrite=overwrite).logprobs

@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, gradient_of_logits, score, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import (
+    SoftmaxSums,
+    TokenScores,
+    VocabularyShard,
+    gradient_of_logits,
+    score,
+    vocab_parallel_scores,
+    working_dtype,
+)
 from megarl.models.generation.sampling import SamplingSettings
 
 
@@ -33,6 +41,7 @@ class Request:
         shard: which vocabulary columns this rank holds.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of them, which are then what the output layer gives.
+        with_entropies: entropies are wanted beside the log-probabilities.
     """
 
     index: torch.Tensor | None
@@ -40,6 +49,7 @@ class Request:
     shard: VocabularyShard
     sampling: SamplingSettings
     chunk_size: int | None
+    with_entropies: bool = False
     _answer: tuple[int, torch.Size] | None = None
 
     def rows(self, hidden: torch.Tensor, *, sequence_first: bool = False) -> torch.Tensor:
@@ -53,7 +63,8 @@ class Request:
         return hidden.flatten(0, 1).index_select(0, index)
 
     def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[1, k, V] logits of ``rows`` [k, h], or with a chunk size [1, k, 1] log-probabilities in float32. Differentiable.
+        """[1, k, V] logits of ``rows`` [k, h], or with a chunk size, in float32, [1, k, 1] log-probabilities, [1, k, 2] with entropies.
+        Differentiable.
 
         Args:
             rows: of all tensor-parallel ranks the same; whoever brings them together adds up their gradient over these ranks.
@@ -62,19 +73,19 @@ class Request:
         """
         if self.chunk_size is None:
             return F.linear(rows, weight, bias)[None]
-        answer: torch.Tensor = _ChunkedLogprobs.apply(rows, weight, bias, self)[None, :, None]  # type: ignore[no-untyped-call]
+        answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self)[None]  # type: ignore[no-untyped-call]
         self._answer = answer.data_ptr(), answer.shape
         return answer
 
     def is_answer(self, output: torch.Tensor) -> bool:
-        """Whether ``logprobs`` can read ``output``: logits may have gone through more than the output layer, log-probabilities not."""
+        """Whether ``scores`` can read ``output``: logits may have gone through more than the output layer, log-probabilities not."""
         return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
 
-    def logprobs(self, output: torch.Tensor) -> torch.Tensor:
-        """[k] float32 log-probabilities, from [1, k, V] or [1, k, 1] as ``output`` gave them."""
+    def scores(self, output: torch.Tensor) -> TokenScores:
+        """[k] float32 of the targets, from what ``output`` gave."""
         if self.chunk_size is not None:
-            return output.flatten()
-        return vocab_parallel_logprobs(output[0], self.targets, self.shard, self.sampling, overwrite=True)
+            return TokenScores(*output[0].unbind(-1))
+        return vocab_parallel_scores(output[0], self.targets, self.shard, self.sampling, overwrite=True, with_entropies=self.with_entropies)
 
 
 _ANSWERS = "answers_requests"
@@ -128,8 +139,9 @@ def answers_requests(layer: nn.Module) -> bool:
     return getattr(layer, _ANSWERS, False)
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probabilities of [k] targets from hidden states [k, h] and the output layer's weight, a chunk of positions at a time.
+class _ChunkedScores(torch.autograd.Function):
+    """Log-probabilities [k, 1] of targets from hidden states [k, h] and the output layer's weight, a chunk of positions at a time; for
+    entropies [k, 2].
 
     Backward computes the logits of each chunk once more, writes their gradient over them, and adds up the weight's: in float32, so that a
     sum over many chunks loses nothing that one product over all positions would keep.
@@ -140,10 +152,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         ctx.request = request
         ctx.sums = []
-        values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        values = torch.empty(len(hidden), 1 + request.with_entropies, dtype=working_dtype(hidden), device=hidden.device)
         for chunk in _chunks(len(hidden), request):
             logits = F.linear(hidden[chunk], weight, bias)
-            values[chunk], sums = score(logits, request.targets[chunk], request.shard, request.sampling)
+            targets = request.targets[chunk]
+            values[chunk, 0], sums = score(logits, targets, request.shard, request.sampling, with_entropies=request.with_entropies)
+            if sums.entropies is not None:
+                values[chunk, 1] = sums.entropies
             ctx.sums.append(sums)
         return values
 
@@ -179,10 +194,10 @@ def _gradient_of_chunk(
     sums: SoftmaxSums,
     grad_output: torch.Tensor,
 ) -> torch.Tensor:
-    """[c, V]: the gradient of one chunk's logits, in the memory of these."""
+    """[c, V]: the gradient of one chunk's logits, in the memory of these, from that of its scores [c, 1] or [c, 2]."""
     logits = F.linear(hidden, weight, bias)
-    temperature = request.sampling.temperature
-    return gradient_of_logits(logits, request.targets[chunk], request.shard, temperature, sums, grad_output, overwrite=True)
+    given = (request.targets[chunk], request.shard, request.sampling.temperature, sums)
+    return gradient_of_logits(logits, *given, *grad_output.unbind(-1), overwrite=True)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

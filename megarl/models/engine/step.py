@@ -151,9 +151,10 @@ def train_on_batch(
     steps = positions = 0
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
     chunks = batching.chunks(data)
+    head = LogprobHead(backend.vocabulary, sampling, chunk_size, getattr(loss_fn, "needs_entropies", False))
     with mode:
         for number, chunk in enumerate(chunks):
-            done = _global_batch(backend, chunk, loss_fn, LogprobHead(backend.vocabulary, sampling, chunk_size), update)
+            done = _global_batch(backend, chunk, loss_fn, head, update)
             losses.append(done.loss)
             positions += done.positions
             extra = done.metrics

@@ -13,6 +13,7 @@ from megarl.config.arithmetic import padded_vocabulary
 from megarl.observe.metrics import Reduction
 from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
+from megarl.parity.faults.losses import has_entropies
 from megarl.parity.faults.patching import Mutation, Patch, after_building, many_tokens, replacing, replacing_for, sees_tokens
 
 ENGINE = "megarl.models.engine"
@@ -63,6 +64,24 @@ def _gradients_pile_up(worker: Any, case: Case) -> None:
 
 def _schedule_stands_still(worker: Any, case: Case) -> None:
     worker.backend.lr_step = lambda: None
+
+
+def _entropies_without_temperature(original: Any) -> Any:
+    def score(logits: Any, targets: Any, shard: Any, sampling: Any, *, with_entropies: bool = False) -> Any:
+        values, sums = original(logits, targets, shard, sampling, with_entropies=with_entropies)
+        if with_entropies:
+            _, untempered = original(logits, targets, shard, replace(sampling, temperature=1.0), with_entropies=True)
+            sums = replace(sums, entropies=untempered.entropies)
+        return values, sums
+
+    return score
+
+
+def _moment_of_own_columns(original: Any) -> Any:
+    def combine(statistics: torch.Tensor, shard: Any) -> tuple[torch.Tensor, ...]:
+        return *original(statistics, shard)[:3], *statistics[3:]
+
+    return combine
 
 
 def _future_is_seen(original: Any) -> Any:
@@ -259,6 +278,19 @@ FAULTS: dict[str, Mutation] = {
             f"{ENGINE}.logprobs", "_combine", lambda original: lambda statistics, shard: original(statistics, replace(shard, group=None))
         ),
         "tp=2",
+    ),
+    "entropy-of-own-vocabulary": Mutation(
+        "the sum over the vocabulary in the entropy is that of a tensor-parallel rank's own part",
+        lambda case: case.tp > 1 and has_entropies(case),
+        replacing(f"{ENGINE}.logprobs", "_combine", _moment_of_own_columns),
+        "loss=pg+entropy tp=2 masked=none",
+    ),
+    "entropy-of-the-model-itself": Mutation(
+        "entropies are those of the model, not of what its temperature makes of it",
+        # an output layer that computes in chunks has the function under a name of its own
+        lambda case: case.temperature != 1.0 and case.chunk == 0 and has_entropies(case),
+        replacing(f"{ENGINE}.logprobs", "score", _entropies_without_temperature),
+        "loss=pg+entropy temperature=0.7 masked=none",
     ),
     "attention-leaks": Mutation(
         "packed sequences see those in front of them",

@@ -181,13 +181,26 @@ def _ratio_without_gradient(original: Any) -> Any:
 
 def _normalised_by_micro_batch(original: Any) -> Any:
     def call(
-        self: Any, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, next_token_logprobs: torch.Tensor
+        self: Any, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, *scores: torch.Tensor, **named: Any
     ) -> Any:
         rows = data["sample_mask"].sum().to(global_valid_seqs)
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum().to(global_valid_toks)
-        return original(self, data, rows, tokens, next_token_logprobs)
+        return original(self, data, rows, tokens, *scores, **named)
 
     return call
+
+
+def _entropies_without_gradient(original: Any) -> Any:
+    def call(self: Any, *given: Any, next_token_entropies: torch.Tensor | None = None, **others: Any) -> Any:
+        entropies = None if next_token_entropies is None else next_token_entropies.detach()
+        return original(self, *given, next_token_entropies=entropies, **others)
+
+    return call
+
+
+def has_entropies(case: Case) -> bool:
+    """Whether the loss has an entropy bonus, of distributions that top-k and top-p leave whole: what these leave may be one token."""
+    return _is_clipped(case, "entropy") and not case.filters
 
 
 def _whitened_by_rank(original: Any, case: Case) -> Any:
@@ -264,7 +277,8 @@ FAULTS: dict[str, Mutation] = {
     ),
     "forced-ratio-to-generation": Mutation(
         "the ratio is to the log-probabilities of generation where it should be forced to 1",
-        lambda case: _is_clipped(case, "forced") and "noratio" not in case.loss_options,
+        # where importance weights leave tokens or sequences out, they may leave out all
+        lambda case: _is_clipped(case, "forced") and not {"noratio", "icepop", "seq-mask"} & case.loss_options,
         replacing(f"{LOSSES}:ClippedPGLossFn", "__call__", _ratio_to_generation),
         "loss=pg+forced masked=none",
     ),
@@ -364,6 +378,12 @@ FAULTS: dict[str, Mutation] = {
         lambda case: _is_clipped(case, "kl") and bool({"k1", "k2"} & case.loss_options),
         _built_with(reference_policy_kl_type="k3"),
         "loss=pg+kl+k1 masked=none",
+    ),
+    "entropy-without-gradient": Mutation(
+        "the entropy bonus is a constant",
+        has_entropies,
+        replacing(f"{LOSSES}:ClippedPGLossFn", "__call__", _entropies_without_gradient),
+        "loss=pg+entropy masked=none",
     ),
     "advantages-negated": Mutation(
         "bad answers are reinforced",
