@@ -220,6 +220,12 @@ def clipped(advantages: Tensor, low: float | None, high: float | None) -> Tensor
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
+def agree(values: Tensor) -> bool:
+    """Whether numbers [n] are all the same but for rounding, so that none of a group of such rewards has an advantage."""
+    values = values.double()
+    return bool(_agreed(values.std(correction=0), values.mean()))
+
+
 def _agreed(deviation: Tensor, mean: Tensor) -> Tensor:
     """Whether values of that deviation and mean differ by rounding alone."""
     return deviation <= _ROUNDING * mean.abs().clamp(min=1.0)

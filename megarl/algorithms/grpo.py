@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.rollout.collector import Rollouts
 
 
 class AdvEstimatorConfig(TypedDict):
@@ -107,6 +108,38 @@ class GRPOConfig(TypedDict):
         ]
     ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
+    use_dynamic_sampling: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "leave out prompts whose answers are all as right as each other, and sample further prompts in their place until a step "
+                "has ``num_prompts_per_step`` (DAPO). Right is what the reward that tells right from wrong says, not the shaped reward.",
+                default=False,
+            ),
+        ]
+    ]
+    batch_multiplier: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "with ``use_dynamic_sampling``, ``num_prompts_per_step`` times this prompts are sampled at a time. It changes how long a "
+                "step takes, not what it trains on.",
+                AT_LEAST_1,
+                default=1.0,
+            ),
+        ]
+    ]
+    dynamic_sampling_max_gen_batches: NotRequired[
+        Annotated[int, Key("so often at most, after which a step that is not full ends the run.", AT_LEAST_1, default=10)]
+    ]
+    overlong_filtering: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "answers that were cut off are left out of training; they stay in their groups, by which others are judged.", default=False
+            ),
+        ]
+    ]
     seq_logprob_error_threshold: NotRequired[
         Annotated[
             float | None,
@@ -157,6 +190,7 @@ class GRPO(Algorithm):
         self.reward_weights = weights_of_rewards(parts.config["env"])
         stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
         self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
+        self.pad_token_id = parts.tokenizer.pad_token_id
 
     @classmethod
     def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
@@ -167,14 +201,12 @@ class GRPO(Algorithm):
         """Sample responses to the next prompts and train on them."""
         from megarl.algorithms.train_results import step_metrics, trained_sequences
         from megarl.rollout.collector import add_metrics, part_metrics
-        from megarl.rollout.samples import sampling_seeds
 
-        examples = self.train_data.select(self.sampler.take(self.config["num_prompts_per_step"]))
-        generations = self.config["num_generations_per_prompt"]
-        seeds = sampling_seeds(self.seed, step, len(examples), generations)
-        rollouts = self.collector.collect(examples, generations, seeds, weight_version=step - 1)
+        rollouts, judged, of_sampling = self._sampled(step)
         samples = rollouts.samples
         batch = self._scored_batch(samples)
+        if self.config["overlong_filtering"]:
+            batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch: dict[str, float] = {}
         refusal: MismatchError | None = None
         if self.needs_previous_logprobs:
@@ -199,9 +231,37 @@ class GRPO(Algorithm):
         if self.refit is not None:
             self.refit.stale = True
         self.done_steps = step
-        of_samples = {**_sample_metrics(samples, advantages), **part_metrics([samples])}
-        own = {**step_metrics(result, self.loss_fn), **of_samples, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
+        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged])}
+        own = {**step_metrics(result, self.loss_fn), **of_samples, **of_sampling, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
+
+    def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
+        """The samples that a step trains on, all that were judged before its last one, and metrics of how they were found."""
+        from megarl.rollout.dynamic_sampling import DynamicSampling
+        from megarl.rollout.samples import sampling_seeds, seeds_from
+
+        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
+        if not self.config["use_dynamic_sampling"]:
+            examples = self.train_data.select(self.sampler.take(prompts))
+            seeds = sampling_seeds(self.seed, step, prompts, generations)
+            rollouts = self.collector.collect(examples, generations, seeds, weight_version=step - 1)
+            return rollouts, rollouts.samples, {}
+
+        def collect(indices: list[int], ordinal: int) -> Rollouts:
+            seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
+            return self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
+
+        sampling = DynamicSampling(
+            prompts,
+            generations,
+            round(prompts * self.config["batch_multiplier"]),
+            self.config["dynamic_sampling_max_gen_batches"],
+            self.config["overlong_filtering"],
+            self.pad_token_id,
+        )
+        filled = sampling.fill(step, self.sampler, collect)
+        trained = filled.rollouts.samples
+        return filled.rollouts, filled.judged, {**filled.metrics, "filtered_reward": _mean(trained["reward"][~trained["masked"]])}
 
     @property
     def needs_previous_logprobs(self) -> bool:
@@ -306,10 +366,11 @@ def _mean(values: Tensor) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
-def _sample_metrics(samples: BatchedDataDict[Any], advantages: Tensor) -> dict[str, float]:
-    """Figures of a step's samples; rewards without those that are masked, and the accuracy where it is not the reward."""
-    rewards = samples["reward"][~samples["masked"]]
-    accuracies = samples["accuracy"][~samples["masked"]] if "accuracy" in samples else None
+def _sample_metrics(judged: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor) -> dict[str, float]:
+    """Figures of the samples that a step judged, and of those that it trains on; rewards without those that are masked, and the accuracy
+    where it is not the reward."""
+    rewards = judged["reward"][~judged["masked"]]
+    accuracies = judged["accuracy"][~judged["masked"]] if "accuracy" in judged else None
     return {
         **({} if accuracies is None else {"accuracy": _mean(accuracies[~accuracies.isnan()])}),
         "reward": _mean(rewards),
@@ -317,7 +378,7 @@ def _sample_metrics(samples: BatchedDataDict[Any], advantages: Tensor) -> dict[s
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),
         "samples_without_signal": float((advantages == 0).all(dim=1).double().mean()),
-        "generation_length": float(samples["generation_lengths"].double().mean()),
-        "truncated": float(samples["truncated"].double().mean()),
+        "generation_length": float(judged["generation_lengths"].double().mean()),
+        "truncated": float(judged["truncated"].double().mean()),
         "num_tokens": int(samples["input_lengths"].sum()),
     }

@@ -25,7 +25,6 @@ _LATER = "not in this version: remove it"
 INSTEAD: Mapping[str, str] = {
     "grpo.seed": "write seed at the top level",
     "grpo.async_grpo": f"asynchronous training is {_LATER}",
-    "grpo.overlong_filtering": f"masking answers that were cut off is {_LATER}",
     "checkpointing.checkpoint_must_save_by": "remove it: a job that nears its time limit saves by itself (launch/README.md)",
     "checkpointing.model_save_format": "remove it: export_hf writes safetensors when a run ends",
     "checkpointing.save_consolidated": "remove it: export_hf writes the whole model when a run ends",

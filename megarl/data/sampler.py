@@ -40,6 +40,11 @@ class Sampler(Protocol):
         """As many records as there are have been handed out so many times."""
         ...
 
+    @property
+    def taken(self) -> int:
+        """Indices that have been handed out: the ordinal, from 0, of the next one."""
+        ...
+
     def take(self, count: int) -> list[int]:
         """The next ``count`` indices."""
         ...
@@ -181,7 +186,12 @@ class MixtureSampler:
     @property
     def epoch(self) -> int:
         """How often as many indices have been handed out as there are records in all sources."""
-        return sum(self._taken()) // self._offsets[-1]
+        return self.taken // self._offsets[-1]
+
+    @property
+    def taken(self) -> int:
+        """Indices that have been handed out, of all sources."""
+        return sum(self._taken())
 
     def _taken(self) -> list[int]:
         return [sampler.taken for sampler in self._samplers]

@@ -91,6 +91,16 @@ PANELS = (
         from_zero=True,
     ),
     Panel(
+        "Prompts left out by dynamic sampling",
+        "fraction",
+        (
+            Curve(("train/dynamic_sampling_dropped",), "all"),
+            Curve(("train/dynamic_sampling_all_right",), "always solved"),
+            Curve(("train/dynamic_sampling_all_wrong",), "never solved"),
+        ),
+        fraction=True,
+    ),
+    Panel(
         "Generation against training",
         "probability ratio, 1 is equal",
         (Curve(("train/token_mult_prob_error",), "mean multiplicative error of a token"),),

@@ -35,6 +35,21 @@ def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: 
     return [sampling_seed(run_seed, step, prompt, sample) for prompt in range(num_prompts) for sample in range(num_generations)]
 
 
+def seeds_from(run_seed: int, ordinal: int, num_prompts: int, num_generations: int, prompts_per_step: int) -> list[int]:
+    """The seeds of the answers to consecutive prompts, in the order of ``generate_samples``; a prompt counts by its ordinal in the run.
+
+    Where every step takes ``prompts_per_step`` prompts, and none is left out, these are the seeds of ``sampling_seeds``.
+
+    Args:
+        run_seed: of the run.
+        ordinal: prompts that came before the first of these.
+        num_prompts, num_generations: prompts, and answers to each.
+        prompts_per_step: prompts that a step trains on.
+    """
+    places = [divmod(ordinal + prompt, prompts_per_step) for prompt in range(num_prompts)]
+    return [sampling_seed(run_seed, step + 1, place, sample) for step, place in places for sample in range(num_generations)]
+
+
 def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[int]:
     """The seeds of the answers to a validation set, in the order of ``generate_samples``.
 

@@ -184,6 +184,37 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"loss_fn.force_on_policy_ratio"},
     ),
+    ("dynamic_sampling_is_told_what_it_reads", {"grpo.batch_multiplier": 2.0}, {}, {"grpo.batch_multiplier"}),
+    (
+        "dynamic_sampling_is_told_what_it_reads",
+        {"grpo.dynamic_sampling_max_gen_batches": 3},
+        {},
+        {"grpo.dynamic_sampling_max_gen_batches"},
+    ),
+    (
+        "dynamic_sampling_is_told_what_it_reads",
+        {"grpo.use_dynamic_sampling": True, "grpo.num_generations_per_prompt": 1},
+        {},
+        {"grpo.num_generations_per_prompt"},
+    ),
+    (
+        "dynamic_sampling_is_told_what_it_reads",
+        {"grpo.use_dynamic_sampling": True, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        {},
+        {"grpo.use_dynamic_sampling"},
+    ),
+    (
+        "dynamic_sampling_is_told_what_it_reads",
+        {"grpo.use_dynamic_sampling": True, "grpo.batch_multiplier": 1.01},
+        {},
+        {"grpo.batch_multiplier"},
+    ),
+    (
+        "dynamic_sampling_is_told_what_it_reads",
+        {"grpo.use_dynamic_sampling": True, "grpo.max_num_epochs": 2},
+        {},
+        {"grpo.max_num_epochs"},
+    ),
     ("entropy_can_be_raised", {"loss_fn.entropy_coef": 0.01, "g.top_k": 1}, {}, {"loss_fn.entropy_coef"}),
     ("estimator_is_told_what_it_reads", {"grpo.num_generations_per_prompt": 1}, {}, {"grpo.num_generations_per_prompt"}),
     (

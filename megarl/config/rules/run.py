@@ -151,6 +151,32 @@ def estimator_is_told_what_it_reads(view: View) -> Iterator[Violation]:
         yield Violation("grpo.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
 
 
+def dynamic_sampling_is_told_what_it_reads(view: View) -> Iterator[Violation]:
+    """Prompts without a signal can be told from others, and nothing that is told of it does nothing."""
+    key, multiplier = "grpo.use_dynamic_sampling", "grpo.batch_multiplier"
+    if not view[key]:
+        for name, default in ((multiplier, 1), ("grpo.dynamic_sampling_max_gen_batches", 10)):
+            if view[name] != default:
+                yield Violation(name, view[name], f"{key} is false, and nothing reads it", f"write {key}: true, or {default}")
+        return
+    prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
+    if generations == 1:
+        bound = f"{key} is true, and with one answer no prompt has answers that differ"
+        yield Violation("grpo.num_generations_per_prompt", 1, bound, f"write 2 or more, or {key}: false")
+    if view[f"{ESTIMATOR}.name"] == "reinforce_plus_plus" and not view[f"{ESTIMATOR}.minus_baseline"]:
+        bound = f"{ESTIMATOR} compares answers with those to all prompts of a step, so that answers that agree have a signal too"
+        yield Violation(key, True, bound, "write false, or minus_baseline: true")
+    if abs(prompts * view[multiplier] - round(prompts * view[multiplier])) > _ROUNDING:
+        bound = f"times grpo.num_prompts_per_step = {prompts} it must be a whole number of prompts"
+        yield Violation(multiplier, view[multiplier], bound, f"write {math.ceil(prompts * view[multiplier]) / prompts:g}")
+    if view["grpo.max_num_epochs"] is not None:
+        bound = f"{key} is true: a step takes as many prompts as it needs, and nobody knows the steps of an epoch beforehand"
+        yield Violation("grpo.max_num_epochs", view["grpo.max_num_epochs"], bound, "write null, and max_num_steps")
+
+
+_ROUNDING = 1e-9
+
+
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
     """Where rewards are compared one by one, there are several, of one weight each, and a divergence is none of them."""
     view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
@@ -284,6 +310,7 @@ RUN_RULES: tuple[Rule, ...] = (
     loss_goes_together,
     entropy_can_be_raised,
     estimator_is_told_what_it_reads,
+    dynamic_sampling_is_told_what_it_reads,
     several_rewards_are_compared,
     reward_is_known,
     environment_is_known,

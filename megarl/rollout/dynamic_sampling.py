@@ -1,0 +1,202 @@
+"""Dynamic sampling: prompts are sampled until a step has as many groups of answers with a signal as it trains on (DAPO, arXiv 2503.14476,
+equation 11).
+
+The groups of a step are the first ones with a signal in the order of the data, from where the step before ended. Prompts behind the last
+one of them were sampled in vain: they come again in the next step, then answered by its weights. So what a step trains on depends on its
+weights and the order of the data, not on how many prompts were asked for at once, and of a refill nothing has to be kept between steps:
+a checkpoint's place in the data is enough to go on exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import PART, agree
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import RewardError
+from megarl.rollout.collector import Rollouts, accuracies_of, add_metrics
+
+if TYPE_CHECKING:
+    from megarl.data.sampler import Sampler
+
+
+class Signal(Enum):
+    """What the answers to a prompt say of each other. The value is what a message calls it."""
+
+    SOME = "with a signal"
+    ALL_RIGHT = "all right"
+    ALL_WRONG = "all wrong"
+    ALIKE = "alike otherwise"
+    UNUSABLE = "fewer than two scored answers, or none to train on"
+
+
+def signals(accuracies: Tensor, scored: Tensor, trained: Tensor, generations: int) -> list[Signal]:
+    """The signal of each group of answers.
+
+    Args:
+        accuracies: [B] float, how right each answer is (1 right, 0 wrong): the metric itself, not a reward that was shaped. The answers to
+            one prompt are next to each other.
+        scored: [B] bool, whether that is known. Other answers tell nothing.
+        trained: [B] bool, whether the answer would be trained on.
+        generations: answers a prompt.
+    """
+    groups = zip(*(values.view(-1, generations) for values in (accuracies.double(), scored & ~accuracies.isnan(), trained)), strict=True)
+    return [_signal(values[known], bool((known & counts).any())) for values, known, counts in groups]
+
+
+def _signal(values: Tensor, any_trained: bool) -> Signal:
+    if len(values) < 2 or not any_trained:
+        return Signal.UNUSABLE
+    if not agree(values):
+        return Signal.SOME
+    value = float(values[0])
+    return Signal.ALL_RIGHT if value >= 1 else Signal.ALL_WRONG if value <= 0 else Signal.ALIKE
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a step was filled with.
+
+    Attributes:
+        rollouts: the groups that are trained on, in the order of the data; with the environment's figures of all that was sampled.
+        judged: columns [B] of all answers up to the last of these, those of dropped groups among them.
+        metrics: figures of the sampling.
+    """
+
+    rollouts: Rollouts
+    judged: BatchedDataDict[Any]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSampling:
+    """Fills steps with groups that have a signal.
+
+    Attributes:
+        prompts: groups of a step.
+        generations: answers a prompt.
+        batch: prompts that are asked for at a time.
+        most_batches: so often at most.
+        without_truncated: answers that were cut off are not trained on.
+        pad_token_id: of token ids.
+    """
+
+    prompts: int
+    generations: int
+    batch: int
+    most_batches: int
+    without_truncated: bool
+    pad_token_id: int
+
+    def fill(self, step: int, sampler: Sampler, collect: Callable[[list[int], int], Rollouts]) -> Filled:
+        """Sample until a step is full; the sampler then stands behind the last prompt that is trained on.
+
+        Args:
+            step: of the run, for messages.
+            sampler: the order of the data.
+            collect: (indices of records, ordinal of the first of them: how many prompts came before it in the run) to their answers.
+
+        Raises:
+            RewardError: the step is not full after ``most_batches``.
+        """
+        begin, ordinal = sampler.state(), sampler.taken
+        found: list[Signal] = []
+        batches: list[Rollouts] = []
+        kept: list[int] = []
+        while len(kept) < self.prompts:
+            if len(batches) == self.most_batches:
+                raise self._not_full(step, found)
+            batches.append(collect(sampler.take(self.batch), ordinal + len(found)))
+            found += self._signals(batches[-1].samples)
+            kept = [place for place, signal in enumerate(found) if signal is Signal.SOME][: self.prompts]
+        used = kept[-1] + 1
+        if used < len(found):
+            sampler.load_state(begin)
+            sampler.take(used)
+        judged = joined(batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True).samples
+        rollouts = joined(batches, kept, self.generations, self.pad_token_id)
+        of_environment = add_metrics({}, [batch.metrics for batch in batches])
+        return Filled(replace(rollouts, metrics=of_environment), judged, self._metrics(found, used, len(batches)))
+
+    def _signals(self, samples: BatchedDataDict[Any]) -> list[Signal]:
+        scored = samples["sample_mask"] != 0
+        trained = scored & ~samples["truncated"] if self.without_truncated else scored
+        return signals(accuracies_of(samples), scored, trained, self.generations)
+
+    def _metrics(self, found: Sequence[Signal], used: int, batches: int) -> dict[str, float]:
+        counts = Counter(found[:used])
+        return {
+            "dynamic_sampling_num_gen_batches": batches,
+            "dynamic_sampling_dropped": 1 - self.prompts / used,
+            "dynamic_sampling_all_right": counts[Signal.ALL_RIGHT] / used,
+            "dynamic_sampling_all_wrong": counts[Signal.ALL_WRONG] / used,
+            "dynamic_sampling_num_discarded_valid_samples": found[used:].count(Signal.SOME) * self.generations,
+        }
+
+    def _not_full(self, step: int, found: Sequence[Signal]) -> RewardError:
+        counts = Counter(found)
+        shares = ", ".join(f"{signal.value}: {counts[signal] / len(found):.1%}" for signal in Signal)
+        return RewardError(
+            f"step {step}: {counts[Signal.SOME]} of the {self.prompts} groups that it trains on were found in {len(found)} prompts "
+            f"(grpo.dynamic_sampling_max_gen_batches = {self.most_batches} times {self.batch}). Of these {shares}. Nothing was trained on "
+            "them. Fix: take prompts of which the policy solves some, or more answers a prompt; raise the bound only if such prompts are "
+            "rare and not absent"
+        )
+
+
+def joined(
+    batches: Sequence[Rollouts], groups: Sequence[int], generations: int, pad_token_id: int, *, only_numbers: bool = False
+) -> Rollouts:
+    """Some groups of several batches as one, as wide as its longest answer, as if no others had been sampled; without metrics.
+
+    Args:
+        batches: those of each prompt next to each other.
+        groups: numbers of groups, ascending, counted through all batches.
+        generations: answers a prompt.
+        pad_token_id: what token ids are padded with.
+        only_numbers: columns [B] alone, and no records.
+    """
+    rows = [group * generations + answer for group in groups for answer in range(generations)]
+    first, parts, records = 0, [], []
+    columns = _column_types(batches, only_numbers)
+    for rollouts in batches:
+        count = len(rollouts.records)
+        mine = [row - first for row in rows if first <= row < first + count]
+        first += count
+        if mine:
+            batch: BatchedDataDict[Any] = BatchedDataDict({name: _column(rollouts, name, kind) for name, kind in columns.items()})
+            parts.append(_cut(batch.select_indices(mine)))
+            records += [] if only_numbers else [rollouts.records[row] for row in mine]
+    padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
+    return Rollouts(BatchedDataDict.from_batches(parts, padding), records, {})
+
+
+def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
+    """Names of the columns of all batches, and one of each."""
+    columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
+    return {name: values for name, values in columns.items() if not only_numbers or (isinstance(values, Tensor) and values.ndim == 1)}
+
+
+def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
+    """A column of a batch. The environment need not have given it for each: an accuracy is then the reward, of a part there is none."""
+    samples = rollouts.samples
+    if name in samples:
+        return samples[name]
+    assert name == "accuracy" or name.startswith(PART), f"a batch of samples lacks {name}"
+    return samples["reward"] if name == "accuracy" else torch.full_like(samples["reward"], torch.nan, dtype=kind.dtype)
+
+
+def _cut(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Samples without the columns behind the longest of them."""
+    for name, values in samples.items():
+        if isinstance(values, Tensor) and values.ndim == 2:
+            lengths = samples["prompt_lengths" if name == "prompt_ids" else "input_lengths"]
+            samples[name] = values[:, : int(lengths.max())]
+    return samples
