@@ -37,6 +37,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "grpo-dapo17k-qwen3-30b-a3b-thinking-2x8gpu-megatron": ("dapo-math-17k.jsonl", "qwen3_moe"),
     "grpo-dapo17k-qwen3-30b-a3b-without-thinking-2x8gpu-megatron": ("dapo-math-17k.jsonl", "qwen3_moe"),
     "sft-messages-qwen2.5-1.5b-megatron": ("ultrachat-200k.jsonl", "qwen2"),
+    "dpo-ultrafeedback-qwen2.5-1.5b-megatron": ("ultrafeedback-binarized.jsonl", "qwen2"),
 }
 
 
@@ -101,7 +102,8 @@ def small(recipe: str, model: Path, directory: Path, ranks: int = 1, **changes: 
             # a tiny model solves no problem, and would look in vain for one that it solves now and then
             layer["grpo"] |= {"use_dynamic_sampling": False, "batch_multiplier": 1}
     else:
-        layer["sft"] = {"max_num_steps": STEPS, "val_period": STEPS, "val_batches": 1}
+        layer[recipe.split("-")[0]] = {"max_num_steps": STEPS, "val_period": STEPS, "val_batches": 1}
+        layer["data"]["cache_dir"] = str(directory / "cache")
     path = directory / "small.yaml"
     path.write_text(yaml.safe_dump(layer))
     return load_and_check(str(CONFIGS / f"{recipe}.yaml"), overrides, [str(path)])
@@ -117,6 +119,6 @@ def _read_from_rows(source: dict[str, Any], rows: str) -> dict[str, Any]:
     kept = {name: value for name, value in source.items() if name not in {"split", "subset"}}
     if GENERATIONS in kept:
         kept[GENERATIONS] = ANSWERS
-    if "messages_key" in kept:
+    if {"messages_key", "chosen_key"} & kept.keys():
         del kept["name"]
     return {**kept, "path": str(ROWS / rows)}

@@ -85,6 +85,8 @@ class Algorithm(ABC):
         SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes first and has
             ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start`` or ``val_at_end``, a run heeds them.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
+        PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
+            ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
         PROMPTS: dotted key of the prompts of a step; None for ``policy.train_global_batch_size``.
         GENERATIONS: dotted key of the responses to a prompt; None for one.
         sampler: the order of the training data, whose state a checkpoint keeps.
@@ -95,6 +97,7 @@ class Algorithm(ABC):
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     GENERATES: ClassVar[bool] = True
+    PAIRS: ClassVar[bool] = False
     PROMPTS: ClassVar[str | None] = None
     GENERATIONS: ClassVar[str | None] = None
 

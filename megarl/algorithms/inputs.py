@@ -97,7 +97,8 @@ def _opened(
     template_kwargs = (policy.get("tokenizer") or {}).get("chat_template_kwargs")
     sections = config.get("env") or {}
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
-    reading = Reading(data, tokenizer, with_answers, fault_of_answer, _judge(config), template_kwargs, names)
+    pairs = algorithm_class(config["algorithm"]).PAIRS
+    reading = Reading(data, tokenizer, with_answers, fault_of_answer, _judge(config), template_kwargs, names, pairs)
 
     def load(sources: DataSource | list[DataSource]) -> Dataset:
         dataset = load_dataset(sources, reading)
@@ -190,7 +191,8 @@ def describe_inputs(config: Config) -> list[str]:
 
 def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:
     prompts = dataset.examples.lengths(with_answers=False)
-    said = f"{key}: {len(prompts):,} records; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} on average"
+    records = f"{len(dataset):,} {'records' if dataset.of_record == 1 else 'pairs'}"
+    said = f"{key}: {records}; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} on average"
     if len(dataset.sources) > 1:
         said += "; " + ", ".join(f"{source.name}: {source.end - source.start:,}" for source in dataset.sources)
     if not with_answers:

@@ -365,8 +365,10 @@ class NLLLoss:
 class DPOLossFn:
     """Direct preference optimisation (arXiv 2305.18290) plus an optional likelihood term on the chosen answers.
 
-    ``preference_loss_weight * mean(-log sigmoid(beta (R_chosen - R_rejected))) + sft_loss_weight * mean(-log p(chosen))`` with
-    R = sum (or, averaged, mean) over a row's tokens of policy minus reference log-probability and beta = ``reference_policy_kl_penalty``.
+    ``preference_loss_weight * mean(f(R_chosen - R_rejected)) + sft_loss_weight * mean(-log p(chosen))`` with R = sum (or, averaged, mean)
+    over a row's tokens of policy minus reference log-probability, beta = ``reference_policy_kl_penalty``, and f(m) = -log sigmoid(beta m)
+    (equation 7) or, of IPO, (m - 1 / (2 beta))^2 (arXiv 2310.12036, equation 17). ``accuracy`` is the share of pairs with
+    R_chosen > R_rejected; one with equal rewards is none of them. The metrics of rewards are those of R, without beta.
     Means run over the pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. Rows alternate chosen and rejected; a pair
     counts when both of its rows do.
     """
@@ -391,7 +393,9 @@ class DPOLossFn:
     )
 
     def __init__(self, cfg: DPOLossConfig) -> None:
+        cfg = cast("DPOLossConfig", {**defaults_of(DPOLossConfig), **cfg})
         self.beta = cfg["reference_policy_kl_penalty"]
+        self.is_ipo = cfg["preference_loss_type"] == "ipo"
         self.preference_loss_weight = cfg["preference_loss_weight"]
         self.sft_loss_weight = cfg["sft_loss_weight"]
         self.preference_average_log_probs = cfg["preference_average_log_probs"]
@@ -424,7 +428,7 @@ class DPOLossFn:
         difference = next_token_logprobs - data["reference_policy_logprobs"][:, :-1]
         rewards = _row_sums(difference, mask, average=self.preference_average_log_probs)
         chosen, rejected = rewards[::2], rewards[1::2]
-        preference_loss = pair_mean(-logsigmoid(self.beta * (chosen - rejected)))
+        preference_loss = pair_mean(self._of_margins(chosen - rejected))
         loss = self.preference_loss_weight * preference_loss
         sft_loss = torch.zeros_like(loss)
         if self.sft_loss_weight > 0:
@@ -440,6 +444,10 @@ class DPOLossFn:
             "num_valid_samples": sample_mask.sum() / 2,
         }
         return loss, metrics
+
+    def _of_margins(self, margins: Tensor) -> Tensor:
+        """The loss of each pair, [pairs]."""
+        return (margins - 1 / (2 * self.beta)).square() if self.is_ipo else -logsigmoid(self.beta * margins)
 
 
 def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, keys: Sequence[str]) -> None:

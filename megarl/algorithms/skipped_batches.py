@@ -40,7 +40,14 @@ class SkippedBatches:
     directory: Path | None = None
 
     def train(
-        self, policy: PolicyInterface, batch: BatchedDataDict[Any], loss_fn: LossFunction, step: int, records: Sequence[int]
+        self,
+        policy: PolicyInterface,
+        batch: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        step: int,
+        records: Sequence[int],
+        gbs: int | None = None,
+        mbs: int | None = None,
     ) -> dict[str, Any]:
         """``policy.train``.
 
@@ -50,12 +57,13 @@ class SkippedBatches:
             loss_fn: the loss.
             step: number of the step.
             records: [B] index in the training data of the record that each row comes from.
+            gbs, mbs: rows of a global batch and of a micro-batch; None for those of the policy's configuration.
 
         Raises:
             NonFiniteError: see ``Policy.train``; the batch is kept before.
         """
         try:
-            result = policy.train(batch, loss_fn)
+            result = policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
         except NonFiniteError as error:
             self._keep(batch, error.skipped, step, records)
             raise

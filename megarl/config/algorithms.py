@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 KEY = "algorithm"
 
-ALGORITHMS: Mapping[str, str] = MappingProxyType({"grpo": "megarl.algorithms.grpo:GRPO", "sft": "megarl.algorithms.sft:SFT"})
+ALGORITHMS: Mapping[str, str] = MappingProxyType(
+    {"grpo": "megarl.algorithms.grpo:GRPO", "sft": "megarl.algorithms.sft:SFT", "dpo": "megarl.algorithms.dpo:DPO"}
+)
 """Import paths of the built-in algorithms, by the name that the configuration has for them."""
 
 ORDER = (
@@ -30,6 +32,7 @@ ORDER = (
     "policy",
     "grpo",
     "sft",
+    "dpo",
     "loss_fn",
     "env",
     "data",
@@ -40,8 +43,8 @@ ORDER = (
 )
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
-_NEEDED = ("SECTIONS", "GENERATES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-OF_ALGORITHMS = ("grpo", "sft", "loss_fn", "env")
+_NEEDED = ("SECTIONS", "GENERATES", "PAIRS", "PROMPTS", "GENERATIONS", "roles", "section", "step")
+OF_ALGORITHMS = ("grpo", "sft", "dpo", "loss_fn", "env")
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 
@@ -96,6 +99,11 @@ def own_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def generates(config: Mapping[str, Any]) -> bool:
     """Whether the steps of a checked run sample responses."""
     return algorithm_class(config[KEY]).GENERATES
+
+
+def rows_of_record(config: Mapping[str, Any]) -> int:
+    """Rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch sizes count records."""
+    return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
 def step_size(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -29,6 +29,7 @@ DEFAULT_CACHE_GIB = 100.0
 """Most GiB of tokenized records that are kept for the next start."""
 
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key")
+PAIR_KEYS = ("chosen_key", "rejected_key")
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
 
@@ -44,7 +45,7 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Mapping
 
 def set_module(source: Mapping[str, Any]) -> str | None:
     """Module of the named set that a source means: one that gives the keys of fields itself is no named set."""
-    own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key"))
+    own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key", *PAIR_KEYS))
     return None if own_keys else NAMED_SETS.get(str(source.get("name")))
 
 

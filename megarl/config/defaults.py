@@ -167,10 +167,11 @@ def _complete_environments(run: Config) -> None:
 
 
 def _fill_sizes_of_validation(run: Config) -> None:
-    if isinstance(run.get("sft"), dict):
-        for key in ("global_batch_size", "micro_batch_size"):
-            if f"train_{key}" in run["policy"]:
-                run["sft"].setdefault(f"val_{key}", run["policy"][f"train_{key}"])
+    for section in ("sft", "dpo"):
+        if isinstance(run.get(section), dict):
+            for key in ("global_batch_size", "micro_batch_size"):
+                if f"train_{key}" in run["policy"]:
+                    run[section].setdefault(f"val_{key}", run["policy"][f"train_{key}"])
 
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:

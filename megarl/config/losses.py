@@ -148,13 +148,31 @@ class ClippedPGLossConfig(TypedDict):
 
 
 class DPOLossConfig(TypedDict):
-    """Direct preference optimisation."""
+    """Direct preference optimisation: the loss."""
 
-    reference_policy_kl_penalty: Annotated[float, Key("the beta of the method.")]
-    preference_loss_weight: Annotated[float, Key("weight of the preference loss.")]
-    sft_loss_weight: Annotated[float, Key("weight of the likelihood of the chosen answers.")]
-    preference_average_log_probs: Annotated[bool, Key("mean instead of sum over the tokens in the preference loss.")]
-    sft_average_log_probs: Annotated[bool, Key("mean instead of sum over the tokens in the likelihood.")]
+    reference_policy_kl_penalty: NotRequired[
+        Annotated[float, Key("beta: how dear it is to leave the reference policy; of `ipo`, the paper's tau.", ABOVE_0, default=0.05)]
+    ]
+    preference_loss_type: NotRequired[
+        Annotated[
+            Literal["sigmoid", "ipo"],
+            Key(
+                "of the margin between both rewards m: `sigmoid` has -log sigmoid(beta m), DPO's, `ipo` the square of m - 1 / (2 beta).",
+                default="sigmoid",
+            ),
+        ]
+    ]
+    preference_loss_weight: NotRequired[Annotated[float, Key("weight of the preference loss.", ABOVE_0, default=1.0)]]
+    preference_average_log_probs: NotRequired[
+        Annotated[
+            bool,
+            Key("the reward of an answer is a mean over its tokens, not their sum (length-normalised; `ipo` in TRL).", default=False),
+        ]
+    ]
+    sft_loss_weight: NotRequired[
+        Annotated[float, Key("weight of the negative log-likelihood of the chosen answers; 0 for none.", AT_LEAST_0, default=0.0)]
+    ]
+    sft_average_log_probs: NotRequired[Annotated[bool, Key("that likelihood is a mean over tokens, not their sum.", default=False)]]
 
 
 def faults_of_loss(loss: Mapping[str, Any]) -> Iterator[Violation]:
@@ -172,6 +190,19 @@ def faults_of_loss(loss: Mapping[str, Any]) -> Iterator[Violation]:
         _faults_of_divergence,
     ):
         yield from found(loss)
+
+
+def faults_of_preference_loss(loss: Mapping[str, Any], section: str) -> Iterator[Violation]:
+    """Yield what would do nothing in a loss of preferences.
+
+    Args:
+        loss: a ``DPOLossConfig`` with its defaults; keys that it lacks silence what needs them.
+        section: that its keys stand in.
+    """
+    key = "sft_average_log_probs"
+    if loss.get(key) and loss.get("sft_loss_weight") == 0:
+        bound = "sft_loss_weight is 0: the loss has no likelihood of the chosen answers, and nothing reads it"
+        yield Violation(f"{section}.{key}", loss[key], bound, "write false, or an sft_loss_weight above 0")
 
 
 def _faults_of_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:

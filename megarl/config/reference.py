@@ -198,6 +198,7 @@ def _example(size: int) -> dict[str, Any]:
         "policy": {"model_name": "m", "tokenizer": {"name": "m"}, "optimizer": {}, **sizes, **backends, "generation": generation},
         "grpo": {"num_prompts_per_step": size, "num_generations_per_prompt": 2, "max_num_steps": size},
         "sft": {"max_num_steps": size},
+        "dpo": {"max_num_steps": size},
         "loss_fn": {},
         "env": {"reward": "exact_match"},
         "data": {"train": source, "max_input_seq_length": size},

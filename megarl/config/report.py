@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config.algorithms import generates, roles, step_size
+from megarl.config.algorithms import generates, roles, rows_of_record, step_size
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
@@ -36,14 +36,14 @@ RANKS_SHOWN = 32
 def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
     """The batches of one step of a checked run."""
     policy = config["policy"]
-    prompts, generations = step_size(config)
+    (prompts, generations), rows = step_size(config), rows_of_record(config)
     by_tokens: Mapping[str, Any] = next((policy[key] for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), {})
     return BatchPlan(
         prompts=prompts,
-        generations=generations,
-        global_batch_size=policy["train_global_batch_size"],
+        generations=generations * rows,
+        global_batch_size=policy["train_global_batch_size"] * rows,
         data_parallel=layout.data,
-        micro_batch_size=policy["train_micro_batch_size"],
+        micro_batch_size=policy["train_micro_batch_size"] * rows,
         sequence_length=policy["max_total_sequence_length"],
         token_budget=by_tokens.get("train_mb_tokens", 0),
         logprob_token_budget=by_tokens.get("logprob_mb_tokens", 0),
@@ -81,7 +81,8 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     console.rule("configuration")
     console.print(yaml.safe_dump(dict(config), sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
-    console.print(batch_table(batch_plan(config, layout), generates=generates(config)))
+    answers_to = "prompts" if generates(config) else "pairs" if rows_of_record(config) > 1 else None
+    console.print(batch_table(batch_plan(config, layout), answers_to))
     if generates(config) and validation_sources(config):
         console.print(validation_table(config))
     if facts is None:
@@ -118,14 +119,14 @@ def _shown(ranks: int) -> Iterable[int | None]:
     return [*range(half), None, *range(ranks - half, ranks)]
 
 
-def batch_table(plan: BatchPlan, generates: bool) -> Table:
-    """The arithmetic of a step, one quantity a line."""
+def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
+    """The arithmetic of a step, one quantity a line; ``answers_to`` names the records that have several answers, None where none has."""
     table = Table(title="batches of a step", show_header=False)
     table.add_column("quantity")
     table.add_column("arithmetic")
     table.add_column("value", justify="right")
-    if generates:
-        table.add_row("samples", f"{plan.prompts} prompts x {plan.generations} answers", f"{plan.samples:,}")
+    if answers_to is not None:
+        table.add_row("samples", f"{plan.prompts} {answers_to} x {plan.generations} answers", f"{plan.samples:,}")
     table.add_row("global batches", f"{plan.samples} samples / {plan.global_batch_size} a global batch", f"{plan.global_batches:,}")
     table.add_row("samples a rank", f"{plan.global_batch_size} / {plan.data_parallel} data-parallel ranks", f"{plan.samples_per_rank:,}")
     if plan.token_budget:

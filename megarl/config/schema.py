@@ -24,6 +24,7 @@ _LATER = "not in this version: remove it"
 
 INSTEAD: Mapping[str, str] = {
     "grpo.seed": "write seed at the top level",
+    "dpo.seed": "write seed at the top level",
     "grpo.async_grpo": f"asynchronous training is {_LATER}",
     "checkpointing.checkpoint_must_save_by": "remove it: a job that nears its time limit saves by itself (launch/README.md)",
     "checkpointing.model_save_format": "remove it: export_hf writes safetensors when a run ends",

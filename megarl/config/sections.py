@@ -44,6 +44,16 @@ class DataSource(TypedDict):
             ),
         ]
     ]
+    chosen_key: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "DPO: field with the better answer: text, a number, messages that follow the prompt, or a conversation, whose last turn "
+                "is the answer; ``prompt_key`` is absent where the fields of both answers hold conversations."
+            ),
+        ]
+    ]
+    rejected_key: NotRequired[Annotated[str, Key("DPO: field with the worse answer, likewise.")]]
     tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
     extra_keys: NotRequired[
         Annotated[list[str], Key("further fields of a record; an environment finds their values in the ``fields`` of its records.")]
@@ -65,7 +75,7 @@ class DataSource(TypedDict):
 
 class ValidationSource(DataSource):
     """Validation source: a data source, and how answers to its prompts are sampled. Sources with one ``val_set`` are one set, and agree on
-    that; SFT takes all sources as one set."""
+    that; SFT and DPO take all sources as one set."""
 
     val_set: NotRequired[
         Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
@@ -80,14 +90,6 @@ class ValidationSource(DataSource):
     val_top_k: NotRequired[Annotated[int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)]]
 
 
-class PreferenceSource(DataSource):
-    """Source of pairs of answers, for programs: no algorithm that the configuration knows reads it. ``prompt_key`` may be absent where the
-    fields of the answers hold whole conversations."""
-
-    chosen_key: Annotated[str, Key("field with the better answer: text, a number, messages that follow the prompt, or a conversation.")]
-    rejected_key: Annotated[str, Key("field with the worse answer, likewise.")]
-
-
 class DataConfig(TypedDict):
     """The data of a run."""
 
@@ -98,7 +100,7 @@ class DataConfig(TypedDict):
             Key("validation data: a source or a list of them, each a set with figures of its own; null for none.", default=None),
         ]
     ]
-    max_input_seq_length: Annotated[int, Key("longest prompt (SFT: prompt and answer) in tokens.", AT_LEAST_1)]
+    max_input_seq_length: Annotated[int, Key("longest prompt (SFT and DPO: prompt and answer) in tokens.", AT_LEAST_1)]
     filter_overlong_prompts: NotRequired[
         Annotated[bool, Key("leave longer records out, and say how many; otherwise they are refused.", default=False)]
     ]
@@ -111,8 +113,8 @@ class DataConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "where tokenized records lie that are too many for memory (over 8 MiB of tokens); null for `megarl/data` in the user's "
-                "cache. The next start takes them from there.",
+                "where tokenized records lie that are too many for memory (over 8 MiB of tokens), and DPO's reference log-probabilities; "
+                "null for `megarl/data` in the user's cache. The next start takes them from there.",
                 default=None,
             ),
         ]
@@ -291,7 +293,9 @@ class ProfilerConfig(TypedDict):
 class RunConfig(TypedDict):
     """A whole run."""
 
-    algorithm: Annotated[str, Key("`grpo`, `sft`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")]
+    algorithm: Annotated[
+        str, Key("`grpo`, `sft`, `dpo`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")
+    ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
     run_dir: NotRequired[
         Annotated[str, Key("where everything the run leaves goes; ``runs/<name of the configuration file>`` when absent.")]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from megarl import env
-from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, set_module
-from megarl.data.records import Fingerprint, Record, read_records, texts_of
+from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
+from megarl.data.records import Fingerprint, Record, read_preferences, read_records, texts_of
 from megarl.data.rows import content_digest, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers
@@ -45,6 +45,8 @@ _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "i
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | None]
+_Tokens = tuple[list[int], list[int], list[int]]
+"""Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ class Example:
     """One tokenized record.
 
     Attributes:
-        index: its place in the data set, counted from 0.
+        index: place of its record in the data set, counted from 0.
         prompt_ids: tokens up to where the answer starts.
         answer_ids: the reference answer's tokens with the end-of-sequence token; of a conversation in SFT all tokens from the first that
-            the assistant says.
+            the assistant says, of a preference all tokens of its last turn and what follows.
         answer: the reference answer as text.
         targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
         env_name: the environment that its source names.
@@ -94,10 +96,12 @@ class Examples(Sequence[Example]):
 
     Args:
         parts: tables, each with how often its rows come and the environment of its source.
+        of_record: consecutive examples that one record makes: 1, or 2 for the better and the worse answer of a pair.
     """
 
-    def __init__(self, parts: Sequence[tuple[Table, int, str | None]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Table, int, str | None]], of_record: int = 1) -> None:
         self._parts = parts
+        self._of_record = of_record
         self._ends = list(itertools.accumulate(len(table) * repeat for table, repeat, _ in parts))
 
     def __len__(self) -> int:
@@ -113,14 +117,33 @@ class Examples(Sequence[Example]):
         if isinstance(place, slice):
             return tuple(self[each] for each in range(*place.indices(len(self))))
         index = range(len(self))[place]
-        part = bisect.bisect_right(self._ends, index)
+        part, row = self.origin(index)
         table, _, env_name = self._parts[part]
-        row = (index - (self._ends[part - 1] if part else 0)) % len(table)
         prompt, answer, text, targets, fields = (table.columns[name][row] for name in _COLUMNS)
         spans = targets.reshape(-1, 2).tolist()
         learned = tuple((start, end) for start, end in spans) or None
         further = json.loads(fields.tobytes()) if len(fields) else {}
-        return Example(index, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode(), learned, env_name, further)
+        record = index // self._of_record
+        return Example(record, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode(), learned, env_name, further)
+
+    def origin(self, place: int) -> tuple[int, int]:
+        """Number of the source that an example comes from, and its place among the examples of that source, each counted once."""
+        part = bisect.bisect_right(self._ends, place)
+        return part, (place - (self._ends[part - 1] if part else 0)) % len(self._parts[part][0])
+
+    def by_source(self) -> list[Examples]:
+        """The examples of each source by themselves, each once however often it comes."""
+        return [Examples([(table, 1, env_name)], self._of_record) for table, _, env_name in self._parts]
+
+    def digest(self, first: int, last: int) -> str:
+        """Hexadecimal digest of the tokens of the examples [first, last) of a single source and of what is learned of them."""
+        [(table, _, _)] = self._parts
+        digest = hashlib.blake2b(digest_size=16)
+        for name in ("prompt", "answer", "targets"):
+            column = table.columns[name]
+            digest.update(column.lengths[first:last].tobytes())
+            digest.update(column.values[column.starts[first] : column.starts[last]].tobytes())
+        return digest.hexdigest()
 
     def lengths(self, with_answers: bool) -> np.ndarray:
         """Tokens of each example, [examples] int64."""
@@ -136,18 +159,30 @@ class Examples(Sequence[Example]):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Examples in stored order, the digest of the records they came from, and the sources of these."""
+    """Records in stored order, tokenized; as long as there are records.
+
+    Attributes:
+        examples: of all records.
+        fingerprint: digest of the records.
+        sources: of the records.
+        of_record: consecutive examples of a record: 1, or 2 for the better and the worse answer of a pair.
+    """
 
     examples: Examples
     fingerprint: str
     sources: tuple[SourceRange, ...] = ()
+    of_record: int = 1
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self.examples) // self.of_record
 
     def select(self, indices: Iterable[int]) -> list[Example]:
-        """The examples at these places, in this order."""
-        return [self.examples[index] for index in indices]
+        """The examples of the records at these places, in this order."""
+        return [self.examples[place] for place in self.places(indices)]
+
+    def places(self, indices: Iterable[int]) -> list[int]:
+        """The places of these examples among all."""
+        return [index * self.of_record + answer for index in indices for answer in range(self.of_record)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +198,7 @@ class Reading:
         judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked for again at the next start.
         template_kwargs: values that the chat template reads.
         names_environments: the run's environments have names.
+        pairs: records are a better and a worse answer to a prompt.
     """
 
     config: DataConfig
@@ -172,6 +208,12 @@ class Reading:
     judge: Any = None
     template_kwargs: Mapping[str, Any] | None = None
     names_environments: bool = False
+    pairs: bool = False
+
+    @property
+    def of_record(self) -> int:
+        """Examples that a record makes."""
+        return 2 if self.pairs else 1
 
     def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | None] | None:
         """Return what says the fault of an answer to a record with further fields, of a source that names an environment; None for none.
@@ -195,14 +237,15 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
     tables = [_load_source(source, reading) for source in given]
     if any(table.directory is not None for table in tables):
-        _bound_cache(reading.config)
+        bound_cache(reading.config)
     parts = [(table, source.get("repeat") or 1, source.get("env_name")) for table, source in zip(tables, given, strict=True)]
     ranges, start = [], 0
     for source, (table, repeat, env_name) in zip(given, parts, strict=True):
-        end = start + len(table) * repeat
+        end = start + len(table) // reading.of_record * repeat
         ranges.append(SourceRange(source_name(source), start, end, source.get("weight"), env_name))
         start = end
-    return Dataset(Examples(parts), _fingerprint([(table.meta["fingerprint"], repeat) for table, repeat, _ in parts]), tuple(ranges))
+    fingerprint = _fingerprint([(table.meta["fingerprint"], repeat) for table, repeat, _ in parts])
+    return Dataset(Examples(parts, reading.of_record), fingerprint, tuple(ranges), reading.of_record)
 
 
 def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
@@ -214,7 +257,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 
 def _load_source(source: DataSource, reading: Reading) -> Table:
     encoder = PromptEncoder.from_config(reading.tokenizer, reading.config, reading.template_kwargs)
-    directory = _cache_directory(reading.config) / _cache_key(source, reading, encoder)
+    directory = cache_directory(reading.config) / _cache_key(source, reading, encoder)
     table = read_table(directory)
     if table is None:
         table = _Tokenization(source, reading, encoder, directory).run()
@@ -235,26 +278,29 @@ def _marker(table: Table, source: DataSource, reading: Reading) -> Path:
     return table.directory / f"checked-{_digest([reading.judge, source.get('env_name')])}"
 
 
-def _cache_directory(config: DataConfig) -> Path:
+def cache_directory(config: DataConfig) -> Path:
+    """Directory of the tables that are kept for the next start."""
     own = config.get("cache_dir")
     if own is not None:
         return Path(own).expanduser()
     return Path(env.text("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megarl" / "data"
 
 
-def _bound_cache(config: DataConfig) -> None:
+def bound_cache(config: DataConfig) -> None:
     """Remove what was not used for the longest from the cache, where it has grown too large."""
     most = config.get("cache_gib", DEFAULT_CACHE_GIB)
     if most is None:
         return
-    removed = bound_tables(_cache_directory(config), most * 2**30)
+    removed = bound_tables(cache_directory(config), most * 2**30)
     if removed:
-        logger.info("data.cache_gib = %g: removed %d tables of tokens that were not used for the longest", most, len(removed))
+        logger.info("data.cache_gib = %g: removed %d tables that were not used for the longest", most, len(removed))
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder) -> str:
     """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the stored bytes of the source."""
     fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {"set": set_module(source)}
+    if reading.pairs:
+        fields |= {key: source.get(key) for key in PAIR_KEYS}
     limits = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
     return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, content_digest(source)])
 
@@ -304,12 +350,13 @@ class _Tokenization:
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
+        self._equal, self._silent = _Offenders(), _Offenders()
         self._writes_prompts = True
 
     def run(self) -> Table:
         """The table; on a refusal nothing of it is left."""
         try:
-            for chunk in _chunks(read_records(self._source), _CHUNK):
+            for chunk in _chunks(self._records(), _CHUNK):
                 self._add(chunk)
                 if self._seen % _PROGRESS_EVERY < _CHUNK and self._seen > _PROGRESS_EVERY:
                     logger.info("tokenized %d records", self._seen)
@@ -322,37 +369,69 @@ class _Tokenization:
         finally:
             self._writer.discard()
 
+    def _records(self) -> Iterator[Record]:
+        """The records of the source; a pair is two, one with either answer."""
+        if not self._reading.pairs:
+            return read_records(self._source)
+        # a chunk has an even number of them, so that a pair is in one
+        return itertools.chain.from_iterable(read_preferences(self._source))
+
     def _add(self, records: Sequence[Record]) -> None:
         rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        for record, text, (prompt, answer, targets) in zip(records, *self._encoded(records), strict=True):
-            place, self._seen = self._seen, self._seen + 1
-            where = f"index {place} ({record.origin})"
-            length = len(prompt) + (len(answer) if self._reading.with_answers else 0)
-            if not length or not prompt:
-                self._empty.add(f"{where}: 0 tokens")
-            self._longest = max(self._longest, length)
-            if length > self._limit:
-                self._long.add(f"{where}: {length} tokens")
-                continue
-            self._judge(record, where, text)
-            if targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
-                self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
-            self._kept += 1
+        made = list(zip(records, *self._encoded(records), strict=True))
+        for first in range(0, len(made), self._reading.of_record):
+            self._add_record(made[first : first + self._reading.of_record], rows)
+        self._writer.append(rows)
+
+    def _add_record(self, made: Sequence[tuple[Record, str | None, _Tokens]], rows: dict[str, list[Any]]) -> None:
+        """Add what a record made, one example or those of both answers of a pair, or nothing of it."""
+        place, self._seen = self._seen, self._seen + 1
+        record, text, (prompt, _, targets) = made[0]
+        where = f"index {place} ({record.origin})"
+        length = max(len(prompt) + (len(answer) if self._reading.with_answers else 0) for _, _, (prompt, answer, _) in made)
+        if not length or not prompt:
+            self._empty.add(f"{where}: 0 tokens")
+        self._longest = max(self._longest, length)
+        if length > self._limit:
+            self._long.add(f"{where}: {length} tokens")
+            return
+        self._judge(record, where, text)
+        if self._reading.pairs:
+            self._judge_pair(made, where)
+        elif targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
+            self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
+        self._kept += 1
+        for record, _, (prompt, answer, targets) in made:
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
             for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets, fields), strict=True):
                 rows[name].append(value)
             for name, ids in (("prompt", prompt), ("answer", answer)):
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))
-        self._writer.append(rows)
 
-    def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[tuple[list[int], list[int], list[int]]]]:
-        """Text of the prompt of each record, and its tokens: prompt, answer and flat spans of targets."""
+    def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
+        """Text of the prompt of each record, and its tokens."""
+        if self._reading.pairs:
+            return self._encoded_last_turns(records)
         if self._reading.with_answers and records[0].last is not None:
             return map(self._text_of_turns, records), map(self._conversation, records)
         texts = [self._encoder.text(record) for record in records]
         answers = encode_answers(self._tokenizer, [record.answer for record in records])
         return texts, ((prompt, answer, []) for prompt, answer in zip(self._encoder.encode_texts(texts), answers, strict=True))
+
+    def _encoded_last_turns(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
+        """As ``_encoded``, of answers to be compared: of a conversation the last turn alone is learned."""
+        texts = [self._encoder.text(record) if record.last is None else self._text_of_turns(record) for record in records]
+        plain = [place for place, record in enumerate(records) if record.last is None]
+        prompts = self._encoder.encode_texts([texts[place] or "" for place in plain])
+        answers = encode_answers(self._tokenizer, [records[place].answer for place in plain])
+        made: dict[int, _Tokens] = {place: (prompt, answer, []) for place, prompt, answer in zip(plain, prompts, answers, strict=True)}
+        for place, record in enumerate(records):
+            if record.last is not None:
+                whole = self._encoder.encode_conversation(record)
+                start, end = whole.targets[-1]
+                made[place] = whole.ids[:start], whole.ids[start:], [start, end]
+        return texts, (made[place] for place in range(len(records)))
 
     def _text_of_turns(self, record: Record) -> str | None:
         if self._writes_prompts:
@@ -368,6 +447,19 @@ class _Tokenization:
         first = whole.targets[0][0]
         return whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
 
+    def _judge_pair(self, made: Sequence[tuple[Record, str | None, _Tokens]], where: str) -> None:
+        (better, _, (prompt, chosen, spoken)), (worse, _, (other_prompt, rejected, other_spoken)) = made
+        if prompt != other_prompt:
+            raise DataError(
+                f"{better.origin}: the chat template writes what is before the last turn in another way for the other answer. Fix: give "
+                "policy.tokenizer.chat_template a template that does not"
+            )
+        if (chosen, spoken) == (rejected, other_spoken):
+            self._equal.add(f"{where}: {better.answer[:60]!r}")
+        for name, record in (("chosen", better), ("rejected", worse)):
+            if not record.answer.strip() and not (record.last or {}).get("tool_calls"):
+                self._silent.add(f"{where}: the {name} one")
+
     def _judge(self, record: Record, where: str, text: str | None) -> None:
         fault = None if self._find is None else self._find(record.answer, record.fields)
         if fault is not None:
@@ -382,11 +474,16 @@ class _Tokenization:
     def _refuse(self) -> None:
         """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence."""
         _refuse_useless(self._useless, self._seen)
-        what = "prompts with answers" if self._reading.with_answers else "prompts"
+        what = "pairs" if self._reading.pairs else "prompts with answers" if self._reading.with_answers else "prompts"
         if self._empty.count:
             raise DataError(
                 f"{self._empty.count} of {self._seen} {what} have no tokens, at least 1 is needed. Fix: remove them. "
                 f"They are: {self._empty}"
+            )
+        if self._equal.count:
+            raise DataError(
+                f"{self._equal.count} of {self._seen} pairs have two answers with the same tokens, so that nothing is preferred. "
+                f"Fix: correct or remove them. They are: {self._equal}"
             )
         if self._long.count and not self._filters:
             raise DataError(
@@ -417,6 +514,11 @@ class _Tokenization:
                 f"the marks {{% generation %}} of policy.tokenizer.chat_template leave turns of the assistant out of "
                 f"{self._unlearned.count} of {self._seen} records, so that these turns are not learned: {self._unlearned}. Mark all "
                 "of them, where that is not meant"
+            )
+        if self._silent.count:
+            notes.append(
+                f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end is learned: "
+                f"{self._silent}. Take these pairs out where that is not meant"
             )
         if self._controlled.count:
             notes.append(

@@ -1,4 +1,4 @@
-"""Prompt and answer records: what the fields of a row say, and refusing what is no record."""
+"""Prompt and answer records, and pairs of them: what the fields of a row say, and refusing what is no record."""
 
 from __future__ import annotations
 
@@ -82,6 +82,48 @@ def _all_records(source: DataSource, known: NamedSet | None) -> Iterator[Record]
                 continue
             seen.add(said)
         yield replace(record, fields=_fields(row, source, origin)) if source.get("extra_keys") else record
+
+
+def read_preferences(source: DataSource) -> Iterator[tuple[Record, Record]]:
+    """The prompt of each row with its better and with its worse answer, in stored order, at most ``max_samples`` of them.
+
+    Args:
+        source: its rows have a text or messages for the prompt and for each answer, or two conversations that differ in their last turn.
+
+    Raises:
+        DataError: nothing is there, or a row is broken or has answers to different prompts; the message names the file and the line.
+    """
+    rows = 0
+    for origin, row in itertools.islice(rows_of(source), source.get("max_samples")):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write a prompt and two answers a row")
+        rows += 1
+        chosen, rejected = (_answered_record(row, key, source, origin) for key in (source["chosen_key"], source["rejected_key"]))
+        if chosen.prompt != rejected.prompt:
+            raise DataError(
+                f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their last turn. "
+                "Fix: give both the same prompt"
+            )
+        yield chosen, rejected
+    if not rows:
+        raise DataError(f"{source_name(source)} holds 0 pairs, at least 1 is needed. Fix: point the data source at pairs")
+
+
+def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origin: str) -> Record:
+    """The prompt of a row with one of its answers."""
+    value, tools = value_of(row, key, origin), tools_of(row, source, origin)
+    prompt_key = source.get("prompt_key")
+    before: str | tuple[ChatMessage, ...] = () if prompt_key is None else prompt_of(value_of(row, prompt_key, origin), prompt_key, origin)
+    if prompt_key is not None and not isinstance(value, list):
+        return Record(before, text_of(value, key, origin), origin, tools=tools)
+    asked = [{"role": "user", "content": before}] if isinstance(before, str) else list(before)
+    messages = conversation([*asked, *value] if isinstance(value, list) else value, key, origin)
+    if messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}. Fix: end it with the answer, a turn of 'assistant'"
+        )
+    has_system = messages[0]["role"] in ("system", "developer")
+    return Record(messages[:-1], messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
 
 
 class Fingerprint:

@@ -43,13 +43,14 @@ LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"
 LOSS_VARIANTS = {
     "nll": (),
     "pg": ("gspo", "gspo-token", "cispo", "constant", "forced", "k1", "k2", "tis", "icepop", "seq-mask", "entropy"),
-    "dpo": (),
+    "dpo": ("ipo",),
 }
 """Further ones, drawn as far as the settings of the loss go together.
 
 ``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or of the token; ``constant`` divides the sum over
 each sequence by a constant (Dr.GRPO); ``forced`` takes the current log-probabilities for the previous ones, which it does not get; ``k1``
 and ``k2`` estimate the divergence; ``tis``, ``icepop`` and ``seq-mask`` bound the weights of ``is``; ``entropy`` adds an entropy bonus.
+``ipo`` has IPO's square in the place of DPO's logarithm.
 """
 LOSS_CHOICES = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"))
 """Of each of these a loss has one at most."""

@@ -24,6 +24,7 @@ _VARIANT_NAMES = {
     "k1": "divergence: k1",
     "k2": "divergence: k2",
     "entropy": "entropy bonus",
+    "ipo": "preferences: IPO",
 }
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
 FEATURES = (

@@ -283,8 +283,12 @@ def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn after all else, for the same reason: the further options of a clipped policy gradient."""
+    """Drawn after all else, for the same reason: the further options of a loss."""
     kind, *options = fields["loss"].split("+")
+    if kind == "dpo":
+        # by a generator of its own, so that what a seed gave when there was no choice stays, also after cases that are refused
+        is_ipo = random.Random(f"{fields['seed']}/ipo").random() < 0.4
+        return {"loss": "+".join([kind, *options, *["ipo"] * (is_ipo and "ipo" not in options)])}
     if kind != "pg":
         return {}
     if "noratio" not in options:

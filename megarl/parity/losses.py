@@ -51,6 +51,7 @@ def _loss(case: Case) -> Any:
         return DPOLossFn(
             {
                 "reference_policy_kl_penalty": 0.3,
+                "preference_loss_type": "ipo" if "ipo" in options else "sigmoid",
                 "preference_loss_weight": 1.0,
                 "sft_loss_weight": 0.2 if "sft" in options else 0.0,
                 "preference_average_log_probs": "mean" in options,

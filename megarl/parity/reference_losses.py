@@ -73,7 +73,9 @@ def reference_loss(case: Case) -> ReferenceLoss:
         return ReferenceLoss(_negative_log_likelihood, weight)
     if case.loss_kind == "dpo":
         sft = _SFT if "sft" in options else 0.0
-        return ReferenceLoss(lambda *given: _preference(*given, mean="mean" in options, sft=sft), weight, rows_together=2)
+        return ReferenceLoss(
+            lambda *given: _preference(*given, mean="mean" in options, sft=sft, ipo="ipo" in options), weight, rows_together=2
+        )
     return ReferenceLoss(
         lambda *given: _policy_gradient(*given, options=options),
         weight,
@@ -99,9 +101,9 @@ def _negative_log_likelihood(data: Mapping[str, Any], sequences: float, tokens: 
 
 
 def _preference(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, mean: bool, sft: float
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, mean: bool, sft: float, ipo: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Rafailov et al., arXiv 2305.18290, equation 7; and the chosen answer's likelihood."""
+    """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the chosen answer's likelihood."""
     counted = dict(_counted(data))
     # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled by one
     reference = data["reference_policy_logprobs"].double()
@@ -117,7 +119,10 @@ def _preference(
             reward = (logprobs[row, places] - reference[row, places]).sum()
             rewards.append(reward / max(len(places), 1) if mean else reward)
         chosen, rejected = rewards
-        preference = preference + torch.log1p(torch.exp(-_BETA * (chosen - rejected)))
+        if ipo:
+            preference = preference + (chosen - rejected - 0.5 / _BETA) ** 2
+        else:
+            preference = preference + torch.log1p(torch.exp(-_BETA * (chosen - rejected)))
         spoken = logprobs[first, counted[first]].sum()
         likelihood = likelihood - (spoken / max(len(counted[first]), 1) if mean else spoken)
         better += float(chosen.detach() > rejected.detach())

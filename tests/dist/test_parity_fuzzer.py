@@ -54,6 +54,8 @@ FIXED = (
     "loss=pg+is+cispo+seq-mask advantages=reinforce",
     "backend=fsdp1 family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 dp=2 mbs=3 length=12 "
     "loss=pg+seq+constant+kl+forced+k2 advantages=gdpo",
+    "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 batching=packed mbs=2 micro=2 room=18 length=13 "
+    "loss=dpo+ipo+mean+sft masked=some",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
@@ -71,6 +73,9 @@ FAULTS = {
     "ratio-to-generation": "loss=pg mbs=4 length=8",
     "ratio-of-tokens-for-sequences": "loss=pg+seq+gspo mbs=2 micro=2 length=12",
     "whitened-by-rank": "loss=pg advantages=reinforce dp=2 mbs=3 length=10",
+    "pairs-dealt-apart": "loss=dpo dp=2 mbs=2 length=9",
+    "reference-with-gradient": "loss=dpo+ipo mbs=2 length=9",
+    "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

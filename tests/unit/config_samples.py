@@ -78,6 +78,14 @@ def raw_sft() -> dict[str, Any]:
     return {"algorithm": "sft", **run, "sft": {"max_num_steps": 11, "val_period": 3}}
 
 
+def raw_dpo() -> dict[str, Any]:
+    """A DPO run on the same ranks; its batch sizes count pairs."""
+    run = _shared()
+    pairs = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
+    sources = {key: {"path": f"{key}.jsonl", **pairs} for key in ("train", "validation")}
+    return {"algorithm": "dpo", **run, "data": {**run["data"], **sources}, "dpo": {"max_num_steps": 11, "val_period": 3}}
+
+
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """``config`` with the values at dotted paths replaced; ``...`` removes the key."""
     for path, value in changes.items():

@@ -45,7 +45,12 @@ def make_config(algorithm: str, run_dir: Path, model: str, data: str, **section:
         "checkpointing": {"enabled": True, "save_period": 2, "keep_top_k": None, "export_hf": True},
         "cluster": {"gpus_per_node": 1, "num_nodes": 1, "device": "cpu"},
     }
-    if algorithm == "sft":
+    if algorithm == "dpo":
+        config["policy"] |= {"train_global_batch_size": 3, "train_micro_batch_size": 1}
+        pairs = {"path": data, "prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
+        config["data"] |= {"train": pairs, "validation": pairs, "cache_dir": str(run_dir.parent / "cache")}
+        config["dpo"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
+    elif algorithm == "sft":
         config["sft"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
     else:
         config["grpo"] = {

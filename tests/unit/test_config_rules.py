@@ -15,7 +15,7 @@ from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
-from tests.unit.config_samples import FACTS, complete, mixture, raw_grpo, raw_sft
+from tests.unit.config_samples import FACTS, complete, mixture, raw_dpo, raw_grpo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
@@ -526,11 +526,43 @@ SFT_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ),
     ("example_fits", {"data.max_input_seq_length": 611}, {"data.max_input_seq_length"}),
     ("sections_of_algorithm", {"sft": ...}, {"sft"}),
+    ("pairs_have_a_reader", {"data.train.chosen_key": "better"}, {"data.train.chosen_key"}),
     (
         "examples_are_scored_by_the_model_itself",
         {"policy.generation": {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 5}},
         {"policy.generation.temperature", "policy.generation.top_p", "policy.generation.top_k"},
     ),
+]
+DPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    (
+        "fields_are_named",
+        {"data.train.chosen_key": ..., "data.validation.rejected_key": ..., "data.validation.answer_key": "answer"},
+        {"data.train.chosen_key", "data.validation.rejected_key", "data.validation.answer_key"},
+    ),
+    (
+        "fields_are_named",
+        {"data.train.messages_key": "m", "data.train.extra_keys": ["x"], "data.train.chosen_key": "a["},
+        {"data.train.messages_key", "data.train.extra_keys", "data.train.chosen_key"},
+    ),
+    ("preference_loss_goes_together", {"dpo.sft_average_log_probs": True}, {"dpo.sft_average_log_probs"}),
+    ("values_in_range", {"dpo.reference_policy_kl_penalty": 0.0}, {"dpo.reference_policy_kl_penalty"}),
+    ("values_in_range", {"dpo.preference_loss_weight": 0.0}, {"dpo.preference_loss_weight"}),
+    ("validation_batch_divides", {"dpo.val_global_batch_size": 16}, {"dpo.val_global_batch_size"}),
+    # 12 pairs are 4 on each of 3 ranks
+    ("global_batch_divides", {"policy.train_global_batch_size": 12, "policy.train_micro_batch_size": 3}, {"policy.train_micro_batch_size"}),
+    # two answers of 610 tokens
+    (
+        "token_budgets_given",
+        {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1219, "logprob_mb_tokens": 610}},
+        {"policy.sequence_packing.train_mb_tokens"},
+    ),
+    (
+        "token_budgets_given",
+        {"policy.dynamic_batching": {"enabled": True, "train_mb_tokens": 1219, "logprob_mb_tokens": 610, "sequence_length_round": 2}},
+        {"policy.dynamic_batching.train_mb_tokens"},
+    ),
+    ("example_fits", {"data.max_input_seq_length": 611}, {"data.max_input_seq_length"}),
+    ("sections_have_a_reader", {"loss_fn": {}, "sft": {"max_num_steps": 3}}, {"loss_fn", "sft"}),
 ]
 BY_NAME = {rule.__name__: rule for rule in (*RULES, *NOT_YET_RULES, *VLLM_RULES)}
 
@@ -548,6 +580,9 @@ def keys_named(rule: str, config: dict[str, Any], facts: Any = None) -> set[str]
 def test_valid_runs_break_no_rule() -> None:
     assert check(complete(raw_grpo()), FACTS) == []
     assert check(complete(raw_sft()), FACTS) == []
+    assert check(complete(raw_dpo()), FACTS) == []
+    packed = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1220, "logprob_mb_tokens": 610}}
+    assert check(complete(raw_dpo(), packed), FACTS) == []
 
 
 @pytest.mark.parametrize(("rule", "changes", "sizes", "keys"), CASES, ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)])
@@ -566,6 +601,14 @@ def test_rule_of_sft_fires_on_its_key(rule: str, changes: dict[str, Any], keys: 
     assert keys_named(rule, config) == keys
     assert keys <= {violation.key for violation in check(config)}
     assert keys_named(rule, complete(raw_sft())) == set()
+
+
+@pytest.mark.parametrize(("rule", "changes", "keys"), DPO_CASES)
+def test_rule_of_dpo_fires_on_its_key(rule: str, changes: dict[str, Any], keys: set[str]) -> None:
+    config = complete(raw_dpo(), changes)
+    assert keys_named(rule, config) == keys
+    assert keys <= {violation.key for violation in check(config)}
+    assert keys_named(rule, complete(raw_dpo())) == set()
 
 
 # what must not be refused although it is written down: it says what is so anyway
@@ -604,7 +647,7 @@ def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
 
 
 def test_no_rule_is_untested() -> None:
-    assert set(BY_NAME) == {case[0] for case in CASES} | {case[0] for case in SFT_CASES}
+    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES)}
     assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES) + len(VLLM_RULES)
 
 
@@ -644,7 +687,7 @@ def test_all_broken_rules_come_at_once() -> None:
     assert keys == set(changes)
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft()], ids=["grpo", "sft"])
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo()], ids=["grpo", "sft", "dpo"])
 def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
     full = complete_run(raw)
     for path in _paths(full):

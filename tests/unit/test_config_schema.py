@@ -14,7 +14,7 @@ from megarl.config import complete_run, validate_config, validate_policy_config
 from megarl.config.algorithms import run_type
 from megarl.config.schema import check_policy, check_run, known_paths, nearest
 from megarl.errors import ConfigError, Violation
-from tests.unit.config_samples import changed, raw_grpo, raw_sft
+from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -23,7 +23,7 @@ def violations_after(changes: dict[str, Any]) -> dict[str, Violation]:
     return {violation.key: violation for violation in check_run(changed(raw_grpo(), changes))}
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft()], ids=["grpo", "sft"])
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo()], ids=["grpo", "sft", "dpo"])
 def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any]) -> None:
     assert check_run(raw) == []
     assert check_run(complete_run(raw)) == []
@@ -234,7 +234,7 @@ def test_no_value_of_any_key_gives_a_traceback(path: str) -> None:
     """Also where others follow from it: a text for a batch size is one for the batch size of a validation too."""
     *sections, key = path.split(".")
     for value in ("a", -1, 3.5, None, [], {}, True, [1, "x"], float("nan")):
-        for raw in (raw_grpo, raw_sft):
+        for raw in (raw_grpo, raw_sft, *([raw_dpo] if path.startswith(("dpo", "data")) else [])):
             config: Any = copy.deepcopy(raw())
             section = config
             for name in sections:

@@ -14,7 +14,7 @@ from tests.unit.test_losses import policy_gradient_batch
 from tests.unit.test_policy_gradients import given_to, scores_of
 
 KINDS = [
-    *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean"),
+    *("nll", "dpo", "dpo+sft", "dpo+mean", "dpo+sft+mean", "dpo+ipo", "dpo+sft+mean+ipo"),
     *("pg", "pg+kl", "pg+kl+approx", "pg+is", "pg+seq", "pg+dual", "pg+noratio", "pg+kl+approx+is+seq+dual"),
     *("pg+seq+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+seq+constant", "pg+forced"),
     *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+seq+is+gspo+icepop", "pg+forced+is+seq-mask"),

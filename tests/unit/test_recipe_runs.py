@@ -24,7 +24,7 @@ from tests.small_recipes import ANSWERS, RECIPES, ROWS, STEPS, make_small_model,
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, rows
 
-SHIPPED = ("gsm8k.jsonl", "dapo-math-17k.jsonl", "ultrachat-200k.jsonl")
+SHIPPED = ("gsm8k.jsonl", "dapo-math-17k.jsonl", "ultrachat-200k.jsonl", "ultrafeedback-binarized.jsonl")
 SETS = {"gsm8k.jsonl": "gsm8k", "dapo-math-17k.jsonl": "DAPOMath17K"}
 
 
@@ -40,11 +40,12 @@ def stored(name: str) -> list[dict[str, Any]]:
 
 def test_every_recipe_on_public_rows_is_run() -> None:
     """A new recipe on one of these sets has to come here too."""
-    shipped = {path.stem for path in ROWS.parent.glob("*.yaml") if path.stem.split("-")[1] in {"gsm8k", "dapo17k", "messages"}}
+    public = {"gsm8k", "dapo17k", "messages", "ultrafeedback"}
+    shipped = {path.stem for path in ROWS.parent.glob("*.yaml") if path.stem.split("-")[1] in public}
     assert shipped == set(RECIPES)
 
 
-@sampled(2, recipe=["sft-messages-qwen2.5-1.5b-megatron"])
+@sampled(3, recipe=["sft-messages-qwen2.5-1.5b-megatron", "dpo-ultrafeedback-qwen2.5-1.5b-megatron"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_whole(recipe: str, models: Mapping[str, Path], tmp_path: Path) -> None:
     config = small(recipe, models[RECIPES[recipe][1]], tmp_path)
@@ -112,6 +113,17 @@ def test_thinking_is_on_or_off_in_the_prompt(models: Mapping[str, Path]) -> None
         examples = load_dataset(source, Reading(config, tokenizer, False, template_kwargs=values)).examples
         prompts = [tokenizer.decode(example.prompt_ids) for example in examples]
         assert all(prompt.endswith("<think></think>") == ends_thinking and "Answer:" in prompt for prompt in prompts)
+
+
+def test_of_a_pair_the_last_turns_are_learned_and_nothing_else(models: Mapping[str, Path]) -> None:
+    tokenizer = get_tokenizer({"name": str(models["qwen2"])})
+    source: Any = {"path": str(ROWS / "ultrafeedback-binarized.jsonl"), "chosen_key": "chosen", "rejected_key": "rejected"}
+    config: Any = {"train": source, "max_input_seq_length": 999}
+    data = load_dataset(source, Reading(config, tokenizer, True, pairs=True))
+    batch = supervised_batch(list(data.examples), tokenizer.pad_token_id)
+    answers = [row[key][-1]["content"] for row in stored("ultrafeedback-binarized.jsonl") for key in ("chosen", "rejected")]
+    for ids, mask, answer in zip(batch["input_ids"], batch["token_mask"], answers, strict=True):
+        assert tokenizer.decode(ids[mask > 0]) == f"{answer}{tokenizer.eos_token}"
 
 
 def test_every_turn_of_the_assistant_is_learned_and_nothing_else(models: Mapping[str, Path]) -> None:

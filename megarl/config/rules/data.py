@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, is_file, key_steps, set_module, sources_of
+from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, is_file, key_steps, set_module, sources_of
 from megarl.config.environments import fault_of_name, faults_of_ranges
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
@@ -47,10 +47,13 @@ def one_source(view: View) -> Iterator[Violation]:
 
 
 def fields_are_named(view: View) -> Iterator[Violation]:
-    """A source says which fields hold prompt and answer, or the conversation, by keys that can be read."""
+    """A source says which fields hold prompt and answer, or the conversation, or two answers, by keys that can be read."""
+    pairs = view.compares_answers
     for section, source in _sources(view):
         messages = source.get("messages_key") is not None
-        if messages and source.get("prompt_key") is not None:
+        if pairs:
+            yield from _faults_of_pairs(section, source)
+        elif messages and source.get("prompt_key") is not None:
             fix = "remove one of them; a source in a list does not inherit the keys of the recipe's"
             yield Violation(f"{section}.prompt_key", source["prompt_key"], "messages_key is given too", fix)
         elif not messages and set_module(source) is None:
@@ -67,11 +70,31 @@ def fields_are_named(view: View) -> Iterator[Violation]:
         for place, extra in enumerate(source.get("extra_keys") or []):
             if isinstance(extra, str) and key_steps(extra) is None:
                 yield Violation(f"{section}.extra_keys.{place}", extra, bound, "write for example source or extra_info.index")
-        for key in FIELD_KEYS:
+        for key in (*FIELD_KEYS, *PAIR_KEYS):
             if isinstance(source.get(key), str) and key_steps(source[key]) is None:
                 yield Violation(
                     f"{section}.{key}", source[key], bound, "write for example answer, reward_model.ground_truth or prompt[0].content"
                 )
+
+
+def _faults_of_pairs(section: str, source: Mapping[str, Any]) -> Iterator[Violation]:
+    """A source of pairs names the fields of both answers, and nothing that is not of a pair."""
+    fix = "name the field; with prompt_key it holds an answer, without it a conversation that ends with the answer"
+    yield from (Violation(f"{section}.{key}", ABSENT, "this key is required", fix) for key in PAIR_KEYS if source.get(key) is None)
+    for key in ("answer_key", "messages_key", "extra_keys"):
+        if source.get(key) is not None:
+            bound = "the records are pairs, whose answers chosen_key and rejected_key name, and nothing reads it"
+            yield Violation(f"{section}.{key}", source[key], bound, "remove it")
+
+
+def pairs_have_a_reader(view: View) -> Iterator[Violation]:
+    """A source names two answers only where an algorithm compares them."""
+    view.require(view.has("algorithm") and not view.compares_answers)
+    for section, source in _sources(view):
+        for key in PAIR_KEYS:
+            if source.get(key) is not None:
+                bound = f"algorithm {view['algorithm']!r} does not compare answers, and nothing reads it"
+                yield Violation(f"{section}.{key}", source[key], bound, "remove it, or write algorithm: dpo")
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:
@@ -148,7 +171,7 @@ def several_answers_differ(view: View) -> Iterator[Violation]:
 
 
 def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
-    """A validation that only scores given answers, as that of SFT, has one set and samples nothing."""
+    """A validation that only scores given answers, as that of SFT or DPO, has one set and samples nothing."""
     view.require(not view.algorithm.GENERATES)
     bound = f"the validation of {view['algorithm']} scores the answers of the data, all together"
     for section, source in _of_set(view, "validation"):
@@ -164,6 +187,7 @@ def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
 DATA_RULES: tuple[Rule, ...] = (
     one_source,
     fields_are_named,
+    pairs_have_a_reader,
     sources_can_be_mixed,
     environments_are_there,
     validation_sets_are_told_apart,

@@ -91,12 +91,12 @@ def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
 
 
 def examples_are_scored_by_the_model_itself(view: View) -> Iterator[Violation]:
-    """SFT raises the probability of its examples, which nobody has drawn."""
+    """What only scores given answers, as SFT and DPO do, has their probability under the model itself: nobody has drawn them."""
     view.require(not view.algorithm.GENERATES)
     for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
         value = view[f"{GENERATION}.{name}"]
         if value != neutral:
-            bound = "SFT trains the model's own probabilities, and log-probabilities follow how answers are drawn"
+            bound = f"{view['algorithm']} trains the model's own probabilities, and log-probabilities follow how answers are drawn"
             yield Violation(f"{GENERATION}.{name}", value, bound, f"write {'null' if neutral is None else neutral}, or remove the section")
 
 
@@ -110,7 +110,7 @@ def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
 
 
 def example_fits(view: View) -> Iterator[Violation]:
-    """The longest SFT example fits into a sequence."""
+    """The longest example, prompt and answer, fits into a sequence."""
     view.require(not view.algorithm.GENERATES)
     key = "data.max_input_seq_length"
     if view[key] > view[LONGEST]:

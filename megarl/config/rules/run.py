@@ -22,7 +22,7 @@ from megarl.config.environments import (
     named_environments,
 )
 from megarl.config.losses import SECTION as LOSS
-from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
+from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import Rule, View
@@ -123,6 +123,13 @@ def entropy_can_be_raised(view: View) -> Iterator[Violation]:
     if view.get("policy.generation.top_k") == 1:
         bound = "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is 0 whatever is learned"
         yield Violation(key, view[key], bound, "write 0, or let more tokens be drawn")
+
+
+def preference_loss_goes_together(view: View) -> Iterator[Violation]:
+    """What the loss of preferences is told goes together."""
+    section = view.algorithm.section()
+    view.require(keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys() and not view.has_faults(section))
+    yield from faults_of_preference_loss(view[section], section)
 
 
 ESTIMATOR = "grpo.adv_estimator"
@@ -309,6 +316,7 @@ RUN_RULES: tuple[Rule, ...] = (
     single_turn,
     loss_goes_together,
     entropy_can_be_raised,
+    preference_loss_goes_together,
     estimator_is_told_what_it_reads,
     dynamic_sampling_is_told_what_it_reads,
     several_rewards_are_compared,
@@ -365,8 +373,9 @@ def global_batch_divides(view: View) -> Iterator[Violation]:
 
 def validation_batch_divides(view: View) -> Iterator[Violation]:
     """A global batch of a validation divides over the data-parallel ranks and their micro-batches."""
-    view.require(view["algorithm"] == "sft" and (view["sft.val_period"] > 0 or view["sft.val_at_start"]))
-    yield from _divides(view, "sft.val_global_batch_size", "sft.val_micro_batch_size")
+    section = view.algorithm.section()
+    view.require(any(view.get(f"{section}.{key}", 0) for key in ("val_period", "val_at_start", "val_at_end")))
+    yield from _divides(view, f"{section}.val_global_batch_size", f"{section}.val_micro_batch_size")
 
 
 def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]:
@@ -388,8 +397,8 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
 
 
 def token_budgets_given(view: View) -> Iterator[Violation]:
-    """A token budget is there where it is used, and holds the longest sequence with its padding."""
-    longest = view["policy.max_total_sequence_length"]
+    """A token budget is there where it is used, and holds the longest sequence with its padding; of pairs, two of them."""
+    longest, together = view["policy.max_total_sequence_length"], 2 if view.compares_answers else 1
     _, context, tensor = axis_sizes(view)
     share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))
     for section in (PACKING, DYNAMIC):
@@ -398,15 +407,16 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
         multiple = share
         if section == DYNAMIC:
             multiple = math.lcm(share, view["policy.make_sequence_length_divisible_by"])
-        needed = -(-longest // multiple) * multiple
-        for key in (f"{section}.train_mb_tokens", f"{section}.logprob_mb_tokens"):
-            budget = view.get(key)
+        padded_longest = -(-longest // multiple) * multiple
+        for key, rows in ((f"{section}.train_mb_tokens", together), (f"{section}.logprob_mb_tokens", 1)):
+            budget, needed = view.get(key), rows * padded_longest
             if budget is None:
                 if not view.written(key):
                     yield Violation(key, budget, f"{section} is enabled and needs it", f"write {needed} or more")
             elif budget < needed:
-                padded = f", padded to a multiple of {multiple}" if needed > longest else ""
-                bound = f"it must hold a sequence of policy.max_total_sequence_length = {longest} tokens{padded}"
+                padded = f", padded to a multiple of {multiple}" if padded_longest > longest else ""
+                held = "a sequence" if rows == 1 else "both answers of a pair, each"
+                bound = f"it must hold {held} of policy.max_total_sequence_length = {longest} tokens{padded}"
                 yield Violation(key, budget, bound, f"write {needed} or more")
 
 

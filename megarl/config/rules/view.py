@@ -87,6 +87,14 @@ class View:
         except ConfigError:
             raise NotApplicableError("algorithm") from None
 
+    @property
+    def compares_answers(self) -> bool:
+        """Whether the records of the run are pairs of answers; False where no algorithm says so."""
+        try:
+            return self.algorithm.PAIRS
+        except NotApplicableError:
+            return False
+
     def require(self, condition: bool) -> None:
         """The rest of the rule applies only if ``condition`` holds."""
         if not condition:

@@ -382,8 +382,8 @@ class PolicyConfig(TypedDict):
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]
     trust_remote_code: NotRequired[Annotated[bool, Key("run Python code that comes with the model. Off unless set.", default=False)]]
-    train_global_batch_size: Annotated[int, Key("samples an optimizer step, over all ranks.", AT_LEAST_1)]
-    train_micro_batch_size: Annotated[int, Key("samples a forward pass on one data-parallel rank.", AT_LEAST_1)]
+    train_global_batch_size: Annotated[int, Key("samples (DPO: pairs) an optimizer step, over all ranks.", AT_LEAST_1)]
+    train_micro_batch_size: Annotated[int, Key("samples (DPO: pairs) a forward pass on one data-parallel rank.", AT_LEAST_1)]
     learning_rate: NotRequired[
         Annotated[
             float,

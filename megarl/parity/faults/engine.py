@@ -54,6 +54,17 @@ def _left_out_where(local: Any) -> Patch:
     )
 
 
+def _chosen_rows_first(original: Any) -> Any:
+    def deal(self: Any, shards: int, batch_size: int | None = None, *rest: Any, **options: Any) -> Any:
+        if batch_size is None:
+            return original(self, shards, batch_size, *rest, **options)
+        starts = range(0, self.size, batch_size)
+        order = [row for start in starts for first in (start, start + 1) for row in range(first, start + batch_size, 2)]
+        return original(self.select_indices(order), shards, batch_size, *rest, **options)
+
+    return deal
+
+
 def _padded_columns_count(worker: Any, case: Case) -> None:
     worker.backend.vocabulary = replace(worker.backend.vocabulary, size=padded_vocabulary(case.vocab, case.tp))
 
@@ -264,6 +275,12 @@ FAULTS: dict[str, Mutation] = {
         replacing(f"{ENGINE}.batching:_FixedChunk", "micro_batches", _all_but_the_last),
         # fast paths know which positions of each micro-batch they want, and fail
         "micro=2 batching=fixed paths=plain",
+    ),
+    "pairs-dealt-apart": Mutation(
+        "the rows of a pair go to different data-parallel ranks and micro-batches, and others are compared",
+        lambda case: case.loss_kind == "dpo" and case.dp > 1 and many_tokens(case),
+        replacing("megarl.distributed.batched_data_dict:BatchedDataDict", "deal", _chosen_rows_first),
+        "loss=dpo dp=2 masked=none",
     ),
     "pad-columns-in-softmax": Mutation(
         "the columns that pad the vocabulary take part in the softmax",

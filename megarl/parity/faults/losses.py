@@ -25,8 +25,8 @@ def _with_data(loss: str, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
     )
 
 
-def _built_with(**changes: Any) -> Patch:
-    """The clipped policy gradient is built from other settings."""
+def _built_with(loss: str = "ClippedPGLossFn", **changes: Any) -> Patch:
+    """A loss, the clipped policy gradient where nothing is said, is built from other settings."""
 
     def make(original: Any) -> Any:
         def init(self: Any, config: Any) -> None:
@@ -34,7 +34,7 @@ def _built_with(**changes: Any) -> Patch:
 
         return init
 
-    return replacing(f"{LOSSES}:ClippedPGLossFn", "__init__", make)
+    return replacing(f"{LOSSES}:{loss}", "__init__", make)
 
 
 CLEARLY = 1.02
@@ -198,9 +198,43 @@ def _entropies_without_gradient(original: Any) -> Any:
     return call
 
 
+def _rejected_for_chosen(original: Any) -> Any:
+    def call(
+        self: Any, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, next_token_logprobs: torch.Tensor
+    ) -> Any:
+        turned = torch.arange(len(next_token_logprobs)).view(-1, 2).flip(1).flatten()
+        swapped = {key: value[turned] for key, value in data.items() if isinstance(value, torch.Tensor)}
+        return original(self, swapped, global_valid_seqs, global_valid_toks, next_token_logprobs[turned])
+
+    return call
+
+
 def has_entropies(case: Case) -> bool:
     """Whether the loss has an entropy bonus, of distributions that top-k and top-p leave whole: what these leave may be one token."""
     return _is_clipped(case, "entropy") and not case.filters
+
+
+def _reference_with_gradient(original: Any) -> Any:
+    def call(
+        self: Any, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, next_token_logprobs: torch.Tensor
+    ) -> Any:
+        moves = torch.nn.functional.pad(next_token_logprobs - next_token_logprobs.detach(), (0, 1))
+        moved = {**data, "reference_policy_logprobs": data["reference_policy_logprobs"] + moves}
+        return original(self, moved, global_valid_seqs, global_valid_toks, next_token_logprobs)
+
+    return call
+
+
+def _compares(case: Case, *options: str) -> bool:
+    """Whether answers are compared, and in every step a pair with tokens counts."""
+    return case.loss_kind == "dpo" and set(options) <= case.loss_options and many_tokens(case)
+
+
+def _has_pairs_of_long_answers(case: Case) -> bool:
+    """Whether in every step a pair counts whose answers have several tokens each, and not equally many."""
+    batch = token_batch(case)
+    tokens = (batch["token_mask"][:, 1:].sum(1) * batch["sample_mask"]).view(case.steps, -1, 2)
+    return bool(((tokens >= 2).all(2) & (tokens[..., 0] != tokens[..., 1])).any(1).all())
 
 
 def _whitened_by_rank(original: Any, case: Case) -> Any:
@@ -396,6 +430,42 @@ FAULTS: dict[str, Mutation] = {
         lambda case: case.loss_kind == "dpo" and many_tokens(case),
         _with_data("DPOLossFn", lambda data: {"reference_policy_logprobs": torch.zeros_like(data["reference_policy_logprobs"])}),
         "loss=dpo masked=none",
+    ),
+    "rejected-for-chosen": Mutation(
+        "the worse answer is preferred",
+        _compares,
+        replacing(f"{LOSSES}:DPOLossFn", "__call__", _rejected_for_chosen),
+        "loss=dpo masked=none",
+    ),
+    "reference-with-gradient": Mutation(
+        "the reference's log-probabilities move with the policy's: they are not detached",
+        _compares,
+        replacing(f"{LOSSES}:DPOLossFn", "__call__", _reference_with_gradient),
+        "loss=dpo masked=none",
+    ),
+    "preference-normalised-a-micro-batch": Mutation(
+        "the pairs of a micro-batch are divided by their own number, not by that of the global batch",
+        lambda case: _compares(case) and case.batching == "fixed" and case.micro >= 2,
+        replacing(f"{LOSSES}:DPOLossFn", "__call__", _normalised_by_micro_batch),
+        "loss=dpo batching=fixed micro=2 masked=none",
+    ),
+    "rewards-not-averaged": Mutation(
+        "an answer's reward is the sum over its tokens where it should be their mean",
+        lambda case: _compares(case, "mean") and _has_pairs_of_long_answers(case),
+        _built_with("DPOLossFn", preference_average_log_probs=False),
+        "loss=dpo+mean masked=none",
+    ),
+    "sigmoid-for-ipo": Mutation(
+        "the logarithm of DPO stands where IPO's square should",
+        lambda case: _compares(case, "ipo"),
+        _built_with("DPOLossFn", preference_loss_type="sigmoid"),
+        "loss=dpo+ipo masked=none",
+    ),
+    "likelihood-of-chosen-left-out": Mutation(
+        "the likelihood of the chosen answers is not in the loss",
+        lambda case: _compares(case, "sft"),
+        _built_with("DPOLossFn", sft_loss_weight=0.0),
+        "loss=dpo+sft masked=none",
     ),
     "likelihood-of-the-prompt": Mutation(
         "the mask of tokens is off by one",

@@ -1,0 +1,174 @@
+"""Reference log-probabilities of a data set: computed once, kept beside its tokens, and read at the next start; or computed in each step.
+
+A kept table is found by a digest of all that its numbers depend on: the bytes of the model's files, precision, backend, and the token ids
+of its rows with what is learned of them, which is all that tokenizer, templates and records say. So no table can be that of something
+else; layouts and batch sizes are not in the digest, as they change numbers by rounding alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from converters.checkpoint.headers import locate_source
+from megarl import env
+from megarl.config.backend import enabled_backend
+from megarl.data.datasets import Examples, bound_cache, cache_directory
+from megarl.data.table import Table, TableWriter, read_table
+from megarl.distributed.token_batches import supervised_batch
+from megarl.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from megarl.data.datasets import Dataset
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.policy.lm_policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_FORM = 1
+"""Number of the form of a kept table; another one is made anew."""
+_ROWS_OF_TABLE = 8192
+"""Rows of a table: what a run that is killed while it computes loses at most."""
+_ROWS_OF_CALL = 1024
+"""Rows that the policy is asked for at once; it brings the reference's weights to the device for each call."""
+_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
+_NUMERIC = ("float32_logits", "moe_router_dtype")
+"""Keys of ``policy.megatron_cfg`` that say in which type something of the model is computed."""
+_COLUMN = "logprobs"
+
+
+class ReferenceLogprobs:
+    """The reference policy's log-probabilities of what is learned of a data set.
+
+    Args:
+        policy: has the reference policy.
+        config: of the run: ``policy`` and ``data``.
+        dataset: the data set.
+        pad_token_id: fills rows up.
+        keeps: compute those of all examples when the first ones are asked for, and keep them on the disk; False computes what is asked for.
+    """
+
+    def __init__(self, policy: Policy, config: Mapping[str, Any], dataset: Dataset, pad_token_id: int, *, keeps: bool) -> None:
+        self._policy, self._config, self._dataset, self._pad_token_id = policy, config, dataset, pad_token_id
+        self._keeps = keeps
+        self._tables: list[list[Table]] | None = None
+
+    def of(self, places: Sequence[int], batch: BatchedDataDict[Any]) -> Tensor:
+        """[B, S] float32, column i of token i; 0 at tokens that are not learned and in rows that have no place.
+
+        Args:
+            places: of the examples of the first rows of the batch.
+            batch: of ``supervised_batch``.
+
+        Raises:
+            ModelError: a log-probability is not finite.
+            DataError: they cannot be written.
+        """
+        if not self._keeps:
+            return self._computed(batch)
+        if self._tables is None:
+            self._tables = self._all_tables()
+        learned, found = batch["token_mask"] > 0, torch.zeros(batch["token_mask"].shape)
+        for row, place in enumerate(places):
+            source, example = self._dataset.examples.origin(place)
+            table, inner = divmod(example, _ROWS_OF_TABLE)
+            # a copy: what is mapped from a file cannot be written
+            found[row, learned[row]] = torch.from_numpy(np.array(self._tables[source][table].columns[_COLUMN][inner]))
+        return found
+
+    def _computed(self, batch: BatchedDataDict[Any]) -> Tensor:
+        self._policy.prepare_for_lp_inference()
+        found: Tensor = self._policy.get_reference_policy_logprobs(batch, skip_masked=True)["reference_logprobs"]
+        return found
+
+    def _all_tables(self) -> list[list[Table]]:
+        """The tables of each source."""
+        identity = _identity(self._config["policy"])
+        found = []
+        for examples in self._dataset.examples.by_source():
+            starts = range(0, len(examples), _ROWS_OF_TABLE)
+            found.append([self._table(identity, examples, start, min(start + _ROWS_OF_TABLE, len(examples))) for start in starts])
+        bound_cache(self._config["data"])
+        return found
+
+    def _table(self, identity: Any, examples: Examples, first: int, last: int) -> Table:
+        directory = cache_directory(self._config["data"]) / _digest([identity, examples.digest(first, last)])
+        table = read_table(directory)
+        if table is not None:
+            return table
+        values = self._values(examples, first, last)
+        writer = TableWriter({_COLUMN: "float32"}, directory, most_in_memory=0)
+        try:
+            writer.append({_COLUMN: values})
+            return writer.finish({})
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir: the reference log-probabilities cannot be written: {error}. Fix: give data.cache_dir a directory with "
+                "more space, or write dpo.cache_reference_logprobs=false"
+            ) from error
+        finally:
+            writer.discard()
+
+    def _values(self, examples: Examples, first: int, last: int) -> list[Any]:
+        """Of each of the examples [first, last), those of its learned tokens, [tokens] float32."""
+        # rows of a call are padded to the longest
+        by_length = np.argsort(examples.lengths(with_answers=True)[first:last], kind="stable").tolist()
+        found: list[Any] = [None] * len(by_length)
+        for start in range(0, len(by_length), _ROWS_OF_CALL):
+            chosen = by_length[start : start + _ROWS_OF_CALL]
+            rows = [examples[first + row] for row in chosen]
+            batch = supervised_batch(rows, self._pad_token_id)
+            logprobs, learned = self._computed(batch), batch["token_mask"] > 0
+            for row, example, values, mask in zip(chosen, rows, logprobs, learned, strict=True):
+                found[row] = values[mask].numpy()
+                if not np.isfinite(found[row]).all():
+                    raise ModelError(
+                        f"record {example.index} (counted from 0): the reference policy, policy.model_name = "
+                        f"{self._config['policy']['model_name']!r}, gives its answer log-probabilities that are not finite. Fix: give "
+                        "weights that compute, or another policy.precision"
+                    )
+            logger.info("reference log-probabilities: %d of %d examples", first + start + len(chosen), len(examples))
+        return found
+
+
+def _identity(policy: Mapping[str, Any]) -> list[Any]:
+    """All that the log-probabilities of given tokens depend on; of the types of JSON."""
+    megatron = policy.get("megatron_cfg") or {}
+    numeric = {key: megatron.get(key) for key in _NUMERIC}
+    return [_FORM, env.installed_version("megarl"), enabled_backend(policy), policy["precision"], numeric, model_identity(policy)]
+
+
+def model_identity(policy: Mapping[str, Any]) -> list[list[str]]:
+    """Name and digest of each file that says what a model computes, read at the speed of the disk.
+
+    Raises:
+        ModelError: a file cannot be read.
+        ConversionError: there is no such model.
+    """
+    directory = locate_source(policy["model_name"])
+    files = sorted({file for pattern in _FILES for file in directory.glob(pattern)})
+    family = (policy.get("megatron_cfg") or {}).get("family_file")
+    files += [Path(family)] if family else []
+    with ThreadPoolExecutor() as pool:
+        return [[file.name, digest] for file, digest in zip(files, pool.map(_file_digest, files), strict=True)]
+
+
+def _file_digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error}. Fix: make it readable") from error
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
