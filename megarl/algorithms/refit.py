@@ -56,7 +56,9 @@ def refit_policy_generation(
 
 
 def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | None) -> None:
-    """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for any number of groups."""
+    """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for any number of groups, and
+    before the first one what they agree on."""
+    generation.take_slices(policy.send_slices(generation.slices_wanted()))
     session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
     sending = policy.hand_over_weights(session, ticket, buffer_gib)
     receiving = generation.update_weights_from_policy(ticket)

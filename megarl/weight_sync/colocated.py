@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,21 @@ DEFAULT_SLOT_BYTES = GIB // 2
 FREE_SHARE = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class SlicesHere:
+    """What a policy's rank gives where some weights travel as slices.
+
+    Attributes:
+        manifest: of the rank of an engine that reads here.
+        engine_rank: number of that rank in its engine.
+        publishes: on a CPU this rank fills a buffer for the engines' ranks of that number on its host; on a GPU every rank does.
+    """
+
+    manifest: Manifest
+    engine_rank: int
+    publishes: bool
+
+
 class WeightSender:
     """Lays the weights of a model into an ``IpcBuffer``, group after group.
 
@@ -38,6 +54,7 @@ class WeightSender:
             None takes half a GiB a slot, and as much more as the largest weight needs.
         gathered_bytes: that ``stream`` takes.
         with_checksum: send a checksum with every group.
+        slices: where the stream gives slices of some weights, what it gives and to whom.
     """
 
     def __init__(
@@ -48,14 +65,16 @@ class WeightSender:
         buffer_gib: float | None = None,
         gathered_bytes: int = 0,
         with_checksum: bool = False,
+        slices: SlicesHere | None = None,
     ) -> None:
         self._stream = stream
         self._runtime = runtime
         self._buffer_gib = buffer_gib
         self._gathered_bytes = gathered_bytes
         self._with_checksum = with_checksum
-        self._manifest: Manifest | None = None
-        self._publishes = False
+        self._manifest: Manifest | None = slices.manifest if slices is not None else None
+        self._publishes = slices is not None and (runtime.is_cuda or slices.publishes)
+        self._engine_rank = slices.engine_rank if slices is not None else None
         self._ipc_buffer: IpcBuffer | None = None
         self._mailbox: Mailbox | None = None
         self._round = 0
@@ -203,7 +222,7 @@ class WeightSender:
         if not self._publishes:
             return {}
         if self._mailbox is None:
-            self._mailbox = Mailbox(on_gpu=self._runtime.is_cuda)
+            self._mailbox = Mailbox(on_gpu=self._runtime.is_cuda, engine_rank=self._engine_rank)
         return {self._runtime.identity(): self._mailbox.handle()}
 
     def hand_over(self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE) -> None:

@@ -51,18 +51,19 @@ class Mailbox:
 
     Args:
         on_gpu: the weights are in memory of this process's GPU; else any process of the host can read them.
+        engine_rank: number, in its engine, of the ranks that the weights are for; None where they are for all.
     """
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self, *, on_gpu: bool, engine_rank: int | None = None) -> None:
         self._block = SharedBlock.create((2 + SLOTS) * PAGE)
         self._block.lock(_LIFE)
         self._words, self._pages = _pages_of(self._block)
-        self._on_gpu = on_gpu
+        self._on_gpu, self._engine_rank = on_gpu, engine_rank
         self._before = [0] * READERS
 
     def handle(self) -> dict[str, Any]:
         """Handle, of plain types, by which another process opens it."""
-        return {"memory": self._block.handle(), "on_gpu": self._on_gpu}
+        return {"memory": self._block.handle(), "on_gpu": self._on_gpu, "engine_rank": self._engine_rank}
 
     def open(self, session: int, ticket: int) -> None:
         """Begin a refit: what was posted before counts no more."""
@@ -209,18 +210,20 @@ class MailboxReader:
             self._block.close()
 
 
-def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
-    """The mailbox that a rank of an engine reads: that of its own device, or on a CPU that of its host.
+def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> Mapping[str, Any]:
+    """The mailbox that a rank of an engine reads: that of its own device, or on a CPU one of its host that is for it.
 
     Args:
         mailboxes: handles by the identity of the policy rank's device.
         device: identity of the engine rank's device.
+        engine_rank: its number in its engine.
 
     Raises:
         RefitError: there is none.
     """
-    hosts = {name: None if handle["on_gpu"] else handle["memory"]["host"] for name, handle in mailboxes.items()}
-    return mailboxes[policy_rank_beside(device, hosts)]
+    for_it = {name: handle for name, handle in mailboxes.items() if handle.get("engine_rank") in (None, engine_rank)}
+    hosts = {name: None if handle["on_gpu"] else handle["memory"]["host"] for name, handle in for_it.items()}
+    return for_it[policy_rank_beside(device, hosts)]
 
 
 def _pages_of(block: SharedBlock) -> tuple[torch.Tensor, list[torch.Tensor]]:

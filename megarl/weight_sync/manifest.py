@@ -14,7 +14,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_UP, Decimal
 from functools import cached_property
 from itertools import accumulate, groupby, islice, zip_longest
@@ -25,6 +25,7 @@ import torch
 
 from megarl.errors import RefitError
 from megarl.weight_sync.layout import CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
+from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
 # of weights that are gathered together where no memory is configured, and at most
@@ -70,9 +71,15 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(frozen=True)
 class Manifest:
-    """All weights, in the order in which they are sent."""
+    """All weights, in the order in which they are sent.
+
+    Attributes:
+        tensors: the weights; of one that travels as a slice, the shape of the slice.
+        slices: names that travel as slices, each with its slice and the shape of the whole weight, in the order of sending.
+    """
 
     tensors: tuple[TensorInfo, ...]
+    slices: tuple[tuple[str, Slice, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
@@ -104,14 +111,32 @@ class Manifest:
                 raise TypeError(f"{tensor.name} has dtype {tensor.dtype!r}, which is no torch.dtype")
         return manifest
 
+    def sliced(self, slices: Slices) -> Manifest:
+        """The manifest of the same weights where those of ``slices`` travel as slices; for one rank of an engine.
+
+        Raises:
+            RefitError: one of them is no weight of this manifest, or does not have these indices.
+        """
+        unknown = slices.keys() - self._index.keys()
+        if unknown or self.slices:
+            raise RefitError(f"a slice of {min(unknown) if unknown else 'slices'} was asked for, which the policy does not send whole")
+        tensors = [
+            replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape)) if tensor.name in slices else tensor for tensor in self.tensors
+        ]
+        chosen = [(tensor.name, slices[tensor.name], tensor.shape) for tensor in self.tensors if tensor.name in slices]
+        return Manifest(tuple(tensors), tuple(chosen))
+
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """``{name: (shape, dtype)}`` in the order of sending, as the NeMo-RL policy API's ``prepare_refit_info`` gives it."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes and their order, in hexadecimal."""
+        """SHA-256 over names, shapes, dtypes, their order and what travels as slices, in hexadecimal."""
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
+        if self.slices:
+            # the slices of two ranks may have the same shapes
+            listing += json.dumps([[name, where.plain(), whole] for name, where, whole in self.slices])
         return hashlib.sha256(listing.encode()).hexdigest()
 
     @cached_property

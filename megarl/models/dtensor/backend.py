@@ -54,6 +54,7 @@ from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
+from megarl.weight_sync.slices import Slice, Slices
 
 logger = logging.getLogger(__name__)
 # where the loss scale stands in a checkpoint: among the hyperparameters of the first group
@@ -241,6 +242,14 @@ class DTensorBackend:
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of it: there is one stage."""
+        return self.export_hf()
+
+    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
+        """None: all weights are gathered."""
+        return {}
+
+    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights."""
         return self.export_hf()
 
     @property

@@ -17,6 +17,7 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.weight_sync.slices import Slice, Slices
 
 Optimizer = TypeVar("Optimizer")
 Part = Literal["parameters", "gradients", "optimizer"]
@@ -101,6 +102,20 @@ class Backend(Protocol):
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of ``export_hf`` that this pipeline stage has, in that order. From the second export on collective within the stage
         alone."""
+
+    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
+        """Choose the weights that ``export_slices`` gives as slices, because no rank needs another's shard for them.
+
+        Args:
+            wanted: what each rank of an engine reads.
+            beside: the engine's rank that reads this one's weights; -1 for none.
+
+        Returns:
+            The slices that are read here, of the same names on all ranks; empty where a backend gathers all weights.
+        """
+
+    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``export_hf``, with slices of the weights that were agreed on."""
 
     @property
     def gathered_bytes(self) -> int:

@@ -6,6 +6,7 @@ A concrete worker builds its backend and hands it to ``EngineWorker``; everythin
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +35,11 @@ from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
-from megarl.weight_sync.colocated import WeightSender
+from megarl.weight_sync.colocated import SlicesHere, WeightSender
+from megarl.weight_sync.ipc_buffer import host_identity
 from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
 from megarl.weight_sync.rendezvous import Rendezvous
+from megarl.weight_sync.slices import WantedSlices
 from megarl.weight_sync.transfer_group import TransferGroup
 
 
@@ -137,13 +140,16 @@ class EngineWorker(ABC):
         self._weights_version = 0
         self._unfinished_load: str | None = None
         self._with_checksum = config["refit_checksum"]
-        self._sender = WeightSender(
-            backend.export_hf,
-            runtime,
+        self._new_sender = functools.partial(
+            WeightSender,
+            runtime=runtime,
             buffer_gib=config["refit_buffer_size_gb"],
             gathered_bytes=backend.gathered_bytes,
             with_checksum=self._with_checksum,
         )
+        self._sender = self._new_sender(backend.export_hf)
+        # of weights that go by themselves; another one where engines take slices
+        self._handing = self._sender
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
         self._stages: Stages | None = None
@@ -357,9 +363,12 @@ class EngineWorker(ABC):
 
     def begin_refit(self) -> int:
         """Begin a refit for a caller that knows the weights' names already: at a refit no name travels."""
+        return self._begin_with(self._sender)
+
+    def _begin_with(self, sender: WeightSender) -> int:
         self._refuse_reference("prepare_weights_for_ipc")
         self._require("prepare_weights_for_ipc")
-        return self._sender.begin(self._weights_version)
+        return sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer return ``{device: payload}``."""
@@ -376,7 +385,42 @@ class EngineWorker(ABC):
     def mailbox(self) -> dict[str, Any]:
         """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a rank that publishes none."""
         self.prepare_refit_info()
-        return self._sender.mailbox()
+        return self._handing.mailbox()
+
+    def send_slices(self, wanted: WantedSlices | None) -> list[str]:
+        """From now on hand to each rank of an engine its slice of the weights of which no rank needs another's shard. Collective.
+
+        Args:
+            wanted: what the ranks of the engines read; None where they take whole weights.
+
+        Returns:
+            The names of the weights that go as slices, the same on all ranks; mailboxes are others where there are any.
+        """
+        self.prepare_refit_info()
+        if self._handing is not self._sender:
+            self._handing.close()
+            self._handing = self._sender
+        if wanted is None:
+            return []
+        beside = self._engine_rank_beside(wanted)
+        slices = self.backend.agree_on_slices(wanted.ranks, beside)
+        if not slices:
+            return []
+        manifest = self._sender.manifest.sliced(slices)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (host_identity(), beside))
+        here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
+        self._sender.close()
+        self._handing = self._new_sender(self.backend.export_slices, slices=here)
+        return [name for name, _, _ in manifest.slices]
+
+    def _engine_rank_beside(self, wanted: WantedSlices) -> int:
+        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a host can, the one that reads
+        what the same tensor-parallel rank has."""
+        if self.runtime.is_cuda:
+            return wanted.devices.get(self.runtime.identity(), -1)
+        groups = self.backend.groups
+        return groups.tensor_rank if groups.tensor_size == len(wanted.ranks) else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
         """Give the present weights to the ranks of engines beside this worker, each group when the one before the last was read.
@@ -393,17 +437,20 @@ class EngineWorker(ABC):
         try:
             room = self._begin_together()
         except BaseException as error:
-            self._sender.refuse(session, ticket, error)
-            self._sender.give_up()
+            self._handing.refuse(session, ticket, error)
+            self._handing.give_up()
             raise
-        self._sender.hand_over(session, ticket, most=room if most is None else min(room, most))
+        if self._handing is not self._sender:
+            # the slices of ranks may differ by an index, and so the room for the largest; only whole weights lie alike on all ranks
+            room = max(room, self._handing.manifest.largest[1])
+        self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
     def _begin_together(self) -> int:
         """Begin a refit on all ranks, or on none. A collective; returns the bytes that a group may have on every one of them."""
         failure: Exception | None = None
         room = -1
         try:
-            room = self.begin_refit()
+            room = self._begin_with(self._handing)
         except Exception as error:
             failure = error
         # one group is laid out alike on all ranks, whose devices may have more or less room; none begins where one cannot
@@ -635,6 +682,7 @@ class EngineWorker(ABC):
     def shutdown(self) -> None:
         """Leave the process groups."""
         self._sender.close()
+        self._handing.close()
         self._leave_collective()
         close = getattr(self.backend, "close", None)
         if close is not None:

@@ -37,6 +37,7 @@ from megarl.models.huggingface.loading import build_on_meta, recompute_layers
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
+from megarl.weight_sync.slices import Slice, Slices
 
 logger = logging.getLogger(__name__)
 PRECISIONS = frozenset({"float32", "bfloat16"})
@@ -154,6 +155,14 @@ class FSDP1Backend:
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of it: there is one stage."""
+        return self.export_hf()
+
+    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
+        """None: all weights are gathered."""
+        return {}
+
+    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights."""
         return self.export_hf()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
 """How tokens are drawn: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
@@ -399,6 +400,16 @@ class RolloutEngine(GenerationInterface):
             A number by which the policy's ranks tell the ranks of these engines from others (``Policy.hand_over_weights``).
         """
         raise NotImplementedError(f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false")
+
+    def slices_wanted(self) -> WantedSlices | None:
+        """What the engines' ranks read of the weights, asked of them once; None where they take whole weights. For
+        ``Policy.send_slices``, whose answer goes to ``take_slices``."""
+        return None
+
+    def take_slices(self, names: Sequence[str]) -> None:
+        """Learn which weights come as slices from now on; nothing is said to engines that know it."""
+        if names:
+            raise NotImplementedError(f"{type(self).__name__} takes whole weights")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
         """Take all weights of a refit from the policy's ranks on the same devices, to be called beside ``Policy.hand_over_weights``.

@@ -41,6 +41,7 @@ from megarl.models.megatron.schedule import answer_requests, forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
+from megarl.weight_sync.slices import Slice, Slices
 
 
 class Mover:
@@ -293,6 +294,13 @@ class MegatronBackend:
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sync_parameters()
         return self._weights.of_stage()
+
+    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
+        return self._weights.agree_on_slices(wanted, beside)
+
+    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sync_parameters()
+        return self._weights.sliced()
 
     @property
     def gathered_bytes(self) -> int:

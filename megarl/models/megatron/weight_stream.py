@@ -29,6 +29,7 @@ from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.weight_sync.layout import Copy
+from megarl.weight_sync.slices import Slice, Slices
 
 
 def assembly_of(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> UnshardPlan:
@@ -53,6 +54,7 @@ def _wholes(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, 
     for rule, shape, length in zip(rules, shapes, lengths, strict=True):
         if rule.emits:
             layouts = _layouts(rule, tuple(shape), ranks, architecture)
+            layouts = layouts[:1] if rule.kind is Kind.REPLICATED else layouts
             for number, part in enumerate(rule.parts):
                 begins = range(position, position + len(layouts) * of_rank, of_rank)
                 places = zip(layouts, begins, strict=True)
@@ -62,8 +64,58 @@ def _wholes(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, 
         position += length
 
 
+def slices_of(
+    rules: Sequence[Rule], shapes: Sequence[Sequence[int]], rank: int, ranks: int, architecture: Architecture, slices: Slices
+) -> UnshardPlan:
+    """What an engine's rank reads of parameters, out of the shards of one rank, which has all of it (``is_cut_alike``).
+
+    Args:
+        rules, shapes, ranks, architecture: as ``assembly_of`` takes them.
+        rank: whose shards are there.
+        slices: that are read.
+    """
+    return UnshardPlan(_sliced(rules, shapes, rank, ranks, architecture, slices))
+
+
+def _sliced(
+    rules: Sequence[Rule], shapes: Sequence[Sequence[int]], rank: int, ranks: int, architecture: Architecture, slices: Slices
+) -> Iterator[FullTensor]:
+    position = 0
+    for rule, shape in zip(rules, shapes, strict=True):
+        if rule.emits:
+            layout = _layouts(rule, tuple(shape), ranks, architecture)[rank]
+            for number, part in enumerate(rule.parts):
+                where = slices.get(part.name)
+                read = part.shape if where is None else where.shape_of(part.shape)
+                yield FullTensor(part.name, read, tuple(_copies(layout, number, part.shape, position, where)))
+        position += math.prod(shape)
+
+
+def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
+    """Whether every rank has, in its own shard of a parameter, all that the engine's rank beside it reads of it.
+
+    Args:
+        rule: of the parameter.
+        layouts: of the shards, by rank.
+        wanted: by rank, what the engine's rank beside it reads.
+    """
+    parts = enumerate(rule.parts) if rule.emits else ()
+    return all(
+        part.alone and _has(layout, number, part.shape, slices.get(part.name))
+        for number, part in parts
+        for layout, slices in zip(layouts, wanted, strict=True)
+    )
+
+
+def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
+    """Whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not overlap."""
+    start, stop = (where.start, where.stop) if where is not None and where.dim == layout.axis else (0, whole[layout.axis])
+    found = (min(span.stop, stop) - max(span.start, start) for span in layout.spans if span.part == number)
+    return sum(count for count in found if count > 0) == stop - start
+
+
 def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Architecture) -> list[ShardLayout]:
-    """Return the layouts of the shards that have to be read: all, or one where every rank has the same."""
+    """Return the layouts of the shards, by rank."""
     padded = shape[0] * ranks if rule.kind is Kind.VOCAB else 0
     layouts = [shard_layout(rule, architecture.head_dim, rank, ranks, padded) for rank in range(ranks)]
     for rank, layout in enumerate(layouts):
@@ -72,20 +124,35 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
                 f"{rule.megatron_name}: the shard of rank {rank} is {list(shape)}, expected {list(layout.shape)}",
                 "build the model from the architecture that its weights are exported for",
             )
-    return layouts[:1] if rule.kind is Kind.REPLICATED else layouts
+    return layouts
 
 
-def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int) -> Iterator[Copy]:
-    """Return what of part ``number``, of shape ``whole``, lies in one shard that begins at ``begin``."""
-    position = 0
+def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None) -> Iterator[Copy]:
+    """Return what of part ``number``, of shape ``whole``, or of a slice of it lies in one shard that begins at ``begin``.
+
+    Shard and slice are seen as matrices, whose columns are all dimensions but the first.
+    """
+    wanted = [range(whole[0]), range(math.prod(whole[1:]))]
+    if where is not None:
+        if where.dim and len(whole) > 2:
+            raise ConversionError(f"a slice of dimension {where.dim} of a weight of shape {list(whole)}", "report the model")
+        wanted[where.dim] = range(where.start, where.stop)
+    width, position = math.prod(layout.shape[1:]), 0
     for span in layout.spans:
-        if span.part == number and span.length:
-            if layout.axis == 0 or span.length == layout.shape[1] == whole[1]:
-                inner = math.prod(whole[1:]) if layout.axis == 0 else whole[0]
-                yield Copy.run_of(span.length * inner, begin + position * inner, span.start * inner)
-            else:
-                sizes = (layout.shape[0], span.length)
-                yield Copy(begin + position, span.start, sizes, (layout.shape[1], 1), (whole[1], 1))
+        if span.part == number:
+            here = [range(whole[0]), range(width)]
+            here[layout.axis] = range(span.start, span.stop)
+            both = [range(max(one.start, other.start), min(one.stop, other.stop)) for one, other in zip(here, wanted, strict=True)]
+            # the spans before it lie before it
+            first = [common.start - own.start for common, own in zip(both, here, strict=True)]
+            first[layout.axis] += position
+            source = begin + first[0] * width + first[1]
+            target = (both[0].start - wanted[0].start) * len(wanted[1]) + both[1].start - wanted[1].start
+            rows, columns = map(len, both)
+            if rows * columns and columns == width == len(wanted[1]):
+                yield Copy.run_of(rows * columns, source, target)
+            elif rows * columns:
+                yield Copy(source, target, (rows, columns), (width, 1), (len(wanted[1]), 1))
         position += span.length
 
 
@@ -107,15 +174,23 @@ class _Bucket:
         entries: the parameters.
         ranks: that each is cut over.
         architecture: the model.
+        own: rank whose shards suffice, and what is read of them; None where all ranks' shards are gathered.
     """
 
-    def __init__(self, entries: Sequence[_Entry], ranks: int, architecture: Architecture) -> None:
+    def __init__(
+        self, entries: Sequence[_Entry], ranks: int, architecture: Architecture, own: tuple[int, Slices] | None = None
+    ) -> None:
         self.first = entries[0]
-        self.ranks = ranks
+        self.ranks = ranks if own is None else 1
         self.of_expert = is_expert(self.first.rule.megatron_name)
         self.names = [entry.rule.megatron_name for entry in entries]
         self.length = sum(entry.shape.numel() for entry in entries)
-        self.unshard_plan = assembly_of([entry.rule for entry in entries], [entry.shape for entry in entries], ranks, architecture)
+        rules, shapes = [entry.rule for entry in entries], [entry.shape for entry in entries]
+        if own is None:
+            self.unshard_plan = assembly_of(rules, shapes, ranks, architecture)
+        else:
+            rank, slices = own
+            self.unshard_plan = slices_of(rules, shapes, rank, ranks, architecture, slices)
 
 
 @torch.no_grad()
@@ -142,7 +217,7 @@ def _set_out(
     shards = spare.empty(bucket.ranks * bucket.length, bucket.first.dtype, device).view(bucket.ranks, bucket.length)
     pending: dist.Work | None = None
     if groups.pipeline_rank == bucket.first.stage:
-        own = shards[dist.get_rank(tensor_group)]
+        own = shards[dist.get_rank(tensor_group) if bucket.ranks > 1 else 0]
         if not bucket.of_expert or experts.model_rank == bucket.first.owner:
             torch.cat([held[name].flatten() for name in bucket.names], out=own)
             if len(own) != bucket.length:  # torch.cat resizes what it writes to
@@ -159,6 +234,17 @@ def _set_out(
         source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
         pending = dist.broadcast(shards, src=source, group=groups.pipeline, async_op=True)
     return InFlightBucket(bucket.unshard_plan, shards, pending, spare)
+
+
+def engine_ranks(pairs: Sequence[tuple[int, int]], size: int) -> list[int]:
+    """The rank of an engine that reads beside the ranks with each of ``size`` shards; empty where that is none, or not one.
+
+    Args:
+        pairs: of each rank of the policy, which shard it has, and the rank of an engine that reads there, -1 for none.
+        size: of the shards.
+    """
+    beside = [{engine for shard, engine in pairs if shard == number} for number in range(size)]
+    return [engine for [engine] in beside] if all(len(found) == 1 and -1 not in found for found in beside) else []
 
 
 class WeightStream:
@@ -181,6 +267,8 @@ class WeightStream:
         self._bucket_bytes = bucket_bytes
         self._places: dict[str, TensorPlace] = {}
         self._buckets: list[_Bucket] | None = None
+        self._sliced: list[_Bucket] = []
+        self._entries: list[_Entry] = []
         self._all_alone = all(part.alone for part in hf_tensors(architecture))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,6 +279,61 @@ class WeightStream:
         parameter); a family that stores all experts of a layer together adds those.
         """
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
+
+    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
+        """Choose the weights that ``sliced`` gives as slices: those of which each rank has in its own shard what the engine's rank beside
+        it reads. Collective; the weights were gone through once before.
+
+        A weight is gathered whole as before where that is not so on one rank, where ranks with the same shards stand beside ranks of
+        engines that read different slices, and where experts are divided over ranks.
+
+        Args:
+            wanted: what each rank of an engine reads.
+            beside: the engine's rank that reads here; -1 for none.
+
+        Returns:
+            The slices that are read here; the same names on all ranks.
+        """
+        everywhere = set.intersection(*(set(slices) for slices in wanted))
+        wanted = [{name: slices[name] for name in everywhere} for slices in wanted]
+        if self._buckets is None:
+            raise StateError("slices are chosen once the weights were gone through: take the refit info first")
+        ranks = dist.get_rank(self._groups.tensor), dist.get_rank(self._experts.tensor), beside
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, ranks)
+        of_tensor = engine_ranks([(tensor, engine) for tensor, _, engine in everybody], self._groups.tensor_size)
+        of_expert = engine_ranks([(tensor, engine) for _, tensor, engine in everybody], self._experts.tensor_size)
+        if self._experts.model_size > 1:
+            of_expert = []
+        alike = [self._is_cut_alike(entry, wanted, of_expert if is_expert(entry.rule.megatron_name) else of_tensor) for entry in self._entries]
+        names = [part.name for entry, own in zip(self._entries, alike, strict=True) if own and entry.rule.emits for part in entry.rule.parts]
+        slices = {name: wanted[beside][name] for name in names if name in wanted[beside]}
+        pairs = list(zip(self._entries, alike, strict=True))
+        runs = (list(run) for _, run in itertools.groupby(pairs, key=lambda pair: (*self._ranks_of(pair[0]), pair[1])))
+        buckets = itertools.chain.from_iterable(in_buckets(run, self._bytes_in_stream, self._bucket_bytes) for run in runs)
+        self._sliced = [self._bucket([entry for entry, _ in bucket], slices if bucket[0][1] else None) for bucket in buckets]
+        return slices
+
+    def _is_cut_alike(self, entry: _Entry, wanted: Sequence[Slices], beside: Sequence[int]) -> bool:
+        if not beside:
+            return False
+        layouts = _layouts(entry.rule, tuple(entry.shape), len(beside), self._architecture) if entry.rule.emits else []
+        return is_cut_alike(entry.rule, layouts, [wanted[rank] for rank in beside] if layouts else [])
+
+    def _bytes_in_stream(self, pair: tuple[_Entry, bool]) -> int:
+        entry, own = pair
+        return entry.shape.numel() * entry.dtype.itemsize if own else self._bytes_of_all_ranks(entry)
+
+    def _bucket(self, entries: Sequence[_Entry], slices: Slices | None) -> _Bucket:
+        """Return the bucket of neighbouring parameters, gathered from all ranks or with ``slices`` of this rank's shards alone."""
+        cut = self._cut(entries[0])
+        own = None if slices is None else (dist.get_rank(cut.tensor), slices)
+        return _Bucket(entries, cut.tensor_size, self._architecture, own)
+
+    def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the engine's rank beside this one reads, in the order of all weights: slices of those that were agreed on, of which nothing
+        comes from tensor-parallel neighbours, and the others whole. Collective."""
+        return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)))
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
@@ -217,7 +360,7 @@ class WeightStream:
             if bucket.first.stage == stage:
                 yield from bucket.unshard_plan.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
 
-    def _arrivals(self, spare: SpareMemory, *, everywhere: bool) -> Iterator[InFlightBucket]:
+    def _arrivals(self, spare: SpareMemory, *, everywhere: bool, sliced: bool = False) -> Iterator[InFlightBucket]:
         """The buckets one after another, each set out when it is asked for."""
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
@@ -226,7 +369,8 @@ class WeightStream:
         held = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
-        buckets = (bucket for bucket in self._buckets if everywhere or bucket.first.stage == self._groups.pipeline_rank)
+        chosen = self._sliced if sliced else self._buckets
+        buckets = (bucket for bucket in chosen if everywhere or bucket.first.stage == self._groups.pipeline_rank)
         for bucket in buckets:
             yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
@@ -237,12 +381,12 @@ class WeightStream:
         if self._groups.pipeline_size > 1:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
-        entries = [self._entry(rule, stages) for rule in all_rules(self._architecture)]
-        alike = (list(neighbours) for _, neighbours in itertools.groupby(entries, key=self._ranks_of))
+        self._entries = [self._entry(rule, stages) for rule in all_rules(self._architecture)]
+        alike = (list(neighbours) for _, neighbours in itertools.groupby(self._entries, key=self._ranks_of))
         buckets = itertools.chain.from_iterable(
             in_buckets(neighbours, self._bytes_of_all_ranks, self._bucket_bytes) for neighbours in alike
         )
-        return [_Bucket(entries, self._cut(entries[0]).tensor_size, self._architecture) for entries in buckets]
+        return [self._bucket(entries, None) for entries in buckets]
 
     def _bytes_of_all_ranks(self, entry: _Entry) -> int:
         size: int = entry.shape.numel() * entry.dtype.itemsize * self._cut(entry).tensor_size

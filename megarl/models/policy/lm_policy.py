@@ -36,6 +36,7 @@ from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 from megarl.throughput.peaks import known_peak
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.slices import WantedSlices
 
 if TYPE_CHECKING:
     import ray
@@ -76,6 +77,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ConfigError: the configuration is wrong, or its layout does not fit the cluster.
         MegarlError: a worker could not be made; none is left behind.
     """
+
+    # engines take whole weights until they say otherwise
+    _wanted_slices: WantedSlices | None = None
+    _sliced_names: Sequence[str] = ()
 
     def __init__(
         self,
@@ -375,6 +380,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         for handles in self._results("get_part_ipc_handles", first=group.first, count=group.count):
             merged.update(handles)
         return merged
+
+    def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
+        """From now on hand slices of weights to engines on the same devices, where no rank needs another's shard for them.
+
+        Args:
+            wanted: ``slices_wanted`` of the engines. Nothing is said to workers that know it.
+
+        Returns:
+            The names of these weights, for the engines' ``take_slices``.
+        """
+        if wanted != self._wanted_slices:
+            self.__dict__.pop("mailboxes", None)
+            answers = self._results("send_slices", wanted=wanted)
+            if any(answer != answers[0] for answer in answers):
+                raise RefitError("ranks of the policy chose different weights to send as slices: this is a defect of megarl, report it")
+            self._wanted_slices, self._sliced_names = wanted, answers[0]
+        return self._sliced_names
 
     @functools.cached_property
     def mailboxes(self) -> dict[str, Any]:

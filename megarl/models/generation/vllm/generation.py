@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationO
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.vllm.options import completed, ranks_of
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.slices import Slice, WantedSlices
 
 if TYPE_CHECKING:
     import ray
@@ -87,6 +88,8 @@ class VllmGeneration(RolloutEngine):
         self._versions: list[int | None] = [None] * self._engines
         self._weights: list[list[Any]] = []
         self._met: tuple[Mapping[str, Any], int] | None = None
+        self._wanted: WantedSlices | None = None
+        self._sliced: Sequence[str] = ()
         self._seed, self._calls = seed, 0
         self._receiving: list[ray.ObjectRef[Any]] = []
         self._colocated = bool(config["colocated"]["enabled"])
@@ -131,7 +134,7 @@ class VllmGeneration(RolloutEngine):
             MegarlError: an engine could not be made; none is left behind.
         """
         self._forget()
-        self._met = None
+        self._met, self._wanted, self._sliced = None, None, ()
         self.disconnect()
         self.shutdown()
         started_on_empty_devices(policy if self._colocated else None, self._started_anew)
@@ -176,7 +179,7 @@ class VllmGeneration(RolloutEngine):
         tensors = Manifest.from_description(state_dict_info).tensors
         self._weights = [[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
         self._forget()
-        self._met = None
+        self._met, self._wanted, self._sliced = None, None, ()
         self.expected_version = None
         if self._colocated:
             self._all("connect", weights=self._weights, address=None)
@@ -192,6 +195,28 @@ class VllmGeneration(RolloutEngine):
             self._all("meet", mailboxes=mailboxes, session=session)
             self._met = mailboxes, session
         return self._met[1]
+
+    def slices_wanted(self) -> WantedSlices | None:
+        """What the ranks of the engines read, as vLLM's loaders were seen to do; None for engines of one rank, which read all, and of
+        several stages. Asked of the engines once."""
+        if self._ranks == 1 or self._ranks != self.cfg["vllm_cfg"]["tensor_parallel_size"]:
+            return None
+        if self._wanted is None:
+            engines = self._all("slices_read")
+            ranks = [tuple({name: Slice(*where) for name, where in slices.items()} for _, slices in engine) for engine in engines]
+            if any(other != ranks[0] for other in ranks):
+                logger.warning("engines of one model read different slices of its weights, and get whole ones")
+                ranks = [({},) * self._ranks]
+            devices = {device: rank for engine in engines for rank, (device, _) in enumerate(engine)}
+            self._wanted = WantedSlices(ranks[0], devices)
+        return self._wanted
+
+    def take_slices(self, names: Sequence[str]) -> None:
+        """Have the engines take these weights as slices from now on."""
+        if tuple(names) != tuple(self._sliced):
+            self._met = None
+            self._all("take_slices", names=list(names))
+            self._sliced = tuple(names)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Join the policy's group; see ``GenerationInterface.init_collective``.

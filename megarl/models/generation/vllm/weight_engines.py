@@ -1,4 +1,5 @@
-"""Weight transfer inside vLLM's workers: each rank of an engine takes full weights from the policy and keeps its own part of them.
+"""Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its own part of them, out of full
+ones, or of slices where the policy's rank beside it has just what it reads.
 
 Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps what came before until then;
 so every weight is copied once out of the transfer buffer.
@@ -7,7 +8,8 @@ so every weight is copied once out of the transfer buffer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,12 @@ from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.handover import MailboxReader, mailbox_for
+from megarl.weight_sync.layout import TensorInfo
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.slices import PartialWeight, Reads, Slice
 from megarl.weight_sync.transfer_group import TransferGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,7 +88,11 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Hand weights to vLLM's model, one after another: it keeps copies until their layer is whole, and no more than that."""
         with _taking_memory(self.model):
-            self._loaded |= set(self.model.load_weights((name, tensor.clone()) for name, tensor in weights) or ())
+            self._loaded |= set(self.model.load_weights((name, self._kept(name, tensor)) for name, tensor in weights) or ())
+
+    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight that stays when its group is gone."""
+        return tensor.clone()
 
     def finish_weight_update(self) -> None:
         """End a reload.
@@ -203,20 +213,85 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """Engine on the policy's devices: weights lie in the policy's buffer."""
+    """Engine on the policy's devices: weights lie in the policy's buffer. Those of a refit that goes by itself may come as slices."""
 
     _receiver: WeightReceiver | None = None
+    _slices: WeightReceiver | None = None
+    _latest: WeightReceiver | None = None
     _mailbox: MailboxReader | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
         """Learn the manifest."""
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
+        self._slices_read: dict[str, Slice] | None = None
+
+    def slices_read(self) -> tuple[str, dict[str, list[int]]]:
+        """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all; found out once, by
+        loading weights without values. What the model has is as before."""
+        assert self._receiver is not None, "vLLM initialises an engine before it uses it"
+        if self._slices_read is None:
+            self._slices_read = self._look_on(self._receiver.manifest.tensors)
+        return runtime_on(self.device).identity(), {name: where.plain() for name, where in self._slices_read.items()}
+
+    def _look_on(self, tensors: Sequence[TensorInfo]) -> dict[str, Slice]:
+        self._abandon()
+        notes = {info.name: Reads() for info in tensors}
+        left = list(tensors)
+        initialize_layerwise_reload(self.model)
+        try:
+            while left:
+                given: list[TensorInfo] = []
+                try:
+                    self.model.load_weights(self._noting(left, given, notes))
+                except Exception as error:
+                    if not given:
+                        raise
+                    # of a loader that wants to see values; the weight goes whole
+                    logger.info("%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error)
+                    del notes[given[-1].name]
+                left = left[len(given) :] if len(given) < len(left) else []
+        except Exception as error:
+            logger.warning("vLLM's loaders of %s could not be looked at, which takes whole weights: %s", type(self.model).__name__, error)
+            return {}
+        finally:
+            self._abandon()
+        found = {info.name: notes[info.name].slice_of(info.shape) for info in tensors if info.name in notes}
+        return {name: where for name, where in found.items() if where is not None}
+
+    def _noting(
+        self, tensors: Sequence[TensorInfo], given: list[TensorInfo], notes: Mapping[str, Reads]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights without values; what was taken of them is in ``given``."""
+        for info in tensors:
+            given.append(info)
+            yield info.name, PartialWeight.noting(info.shape, info.dtype, self.device, notes[info.name])
+
+    def take_slices(self, names: list[str]) -> None:
+        """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by default none."""
+        assert self._receiver is not None and self._slices_read is not None, "it was asked for them before"
+        self._end_slices()
+        if names:
+            self._slices = WeightReceiver(self._receiver.manifest.sliced({name: self._slices_read[name] for name in names}), self.device)
+            self._wholes = {name: (where, whole) for name, where, whole in self._slices.manifest.slices}
+
+    def _end_slices(self) -> None:
+        self._latest, self._wholes = None, {}
+        if self._slices is not None:
+            self._slices.close()
+            self._slices = None
+
+    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._latest is None or self._latest is self._receiver or name not in self._wholes:
+            return super()._kept(name, tensor)
+        where, whole = self._wholes[name]
+        return PartialWeight.of(tensor.clone(), whole, where)
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
         """Find the mailbox of the policy's rank on this device; see ``RolloutEngine.meet``."""
         self._leave()
-        self._mailbox = MailboxReader(mailbox_for(mailboxes, runtime_on(self.device).identity()), session)
+        mailbox = mailbox_for(mailboxes, runtime_on(self.device).identity(), self.parallel_config.rank)
+        self._mailbox = MailboxReader(mailbox, session)
 
     def refuse(self, ticket: int) -> None:
         """Have the policy not wait for this rank within a refit."""
@@ -226,18 +301,21 @@ class SharedMemoryEngine(_Reloading):
     def receive_weights(self, update_info: Transfer) -> None:
         """Load all groups of a refit, or one whose handles came."""
         assert self._receiver is not None, "vLLM initialises an engine before it uses it"
+        self._latest = self._receiver
         if update_info.ticket is not None:
             assert self._mailbox is not None, "the driver has engine and policy meet before a refit"
-            self._receiver.receive(self._mailbox, update_info.ticket, self.load)
+            self._latest = self._slices or self._receiver
+            self._latest.receive(self._mailbox, update_info.ticket, self.load)
             return
         with self._receiver.group(payload_for(update_info.handles or {}, runtime_on(self.device).identity())) as weights:
             self.load(weights)
 
     def version(self) -> int | None:
-        return self._receiver.version if self._receiver is not None else None
+        return self._latest.version if self._latest is not None else None
 
     def shutdown(self) -> None:
         self._leave()
+        self._end_slices()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

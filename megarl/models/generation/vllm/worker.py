@@ -190,6 +190,15 @@ class VllmGenerationWorker:
         """Have each of vLLM's ranks find the mailbox of the policy's rank on its device."""
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
+    def slices_read(self) -> list[tuple[str, dict[str, list[int]]]]:
+        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads."""
+        return [(device, dict(slices)) for device, slices in self._engine.call("collective_rpc", "megarl_slices_read")]
+
+    def take_slices(self, names: list[str]) -> None:
+        """Have all of vLLM's ranks take these weights as slices from now on."""
+        self._version = None
+        self._call("megarl_take_slices", names=names)
+
     def update_from_policy(self, ticket: int) -> int | None:
         """Load all weights of a refit, which the policy's ranks hand to vLLM's ranks; returns their version.
 

@@ -50,6 +50,15 @@ class WorkerCalls:
         """Megarl meeting of this rank and the policy's rank on its device; see ``RolloutEngine.meet``."""
         self.weight_transfer_engine.meet(mailboxes, session)
 
+    def megarl_slices_read(self) -> tuple[str, dict[str, list[int]]]:
+        """Megarl question which slices of the weights this rank reads, and on which device it is."""
+        found: tuple[str, dict[str, list[int]]] = self.weight_transfer_engine.slices_read()
+        return found
+
+    def megarl_take_slices(self, names: list[str]) -> None:
+        """Megarl order of the weights that come as slices from now on."""
+        self.weight_transfer_engine.take_slices(names)
+
     def megarl_refuse(self, ticket: int) -> None:
         """Megarl refusal of a refit: the policy's rank does not wait for this one."""
         self.weight_transfer_engine.refuse(ticket)
