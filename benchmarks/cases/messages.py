@@ -11,7 +11,7 @@ import functools
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -21,7 +21,9 @@ from benchmarks.point import Metric, Point
 if TYPE_CHECKING:
     from megarl.models.generation.vllm.generation import VllmGeneration
     from megarl.models.policy.lm_policy import Policy
+    from megarl.weight_sync.layout import TensorInfo
     from megarl.weight_sync.manifest import Manifest
+    from megarl.weight_sync.slices import Slice
 
 CALLS = 2
 """Calls by which the weights go: one of the policy's ranks, one of the engines."""
@@ -41,6 +43,10 @@ _DEVICE = {
     "event_sync_required": True,
 }
 _MEMORY = {"host": f"{'0' * 36}/pid:[4026531836]", "process": 1234567, "descriptor": 123, "nbytes": 4096, "token": "0" * 32}
+
+
+VOCABULARY_MULTIPLE = 64
+"""To a multiple of which vLLM pads a vocabulary before it cuts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,65 @@ def manifest_of(sizes: Mapping[str, int]) -> Manifest:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(torch.bfloat16)
     return Manifest.of(iter(model.state_dict().items()))
+
+
+def slices_read(manifest: Manifest, key_heads: int, ranks: int) -> tuple[dict[str, Slice], ...]:
+    """What each rank of an engine of vLLM reads of a dense model, as ``tests/system/test_vllm.py`` sees its loaders do.
+
+    Args:
+        manifest: the weights.
+        key_heads: of keys and values; where there are fewer than ranks, some ranks read the same ones.
+        ranks: tensor-parallel ones of the engine.
+    """
+    return tuple(
+        {tensor.name: where for tensor in manifest.tensors if (where := _slice_read(tensor, key_heads, rank, ranks)) is not None}
+        for rank in range(ranks)
+    )
+
+
+def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int) -> Slice | None:
+    from megarl.weight_sync.slices import Slice
+
+    module = tensor.name.split(".")[-2]
+    rows = tensor.shape[0]
+    if module in ("k_proj", "v_proj"):
+        alike = max(ranks // key_heads, 1)
+        rank, ranks = rank // alike, ranks // alike
+    if module in ("embed_tokens", "lm_head"):
+        share = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // ranks
+        start, stop = min(rank * share, rows), min((rank + 1) * share, rows)
+        # a rank that has padding alone reads nothing
+        found = Slice(0, start, stop - start) if stop > start else None
+    elif module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        found = Slice(0, rank * rows // ranks, rows // ranks)
+    elif module in ("o_proj", "down_proj") and tensor.name.endswith("weight"):
+        found = Slice(1, rank * tensor.shape[1] // ranks, tensor.shape[1] // ranks)
+    else:
+        found = None
+    return None if found is None or found.length == tensor.shape[found.dim] else found
+
+
+def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slice]]) -> tuple[int, Manifest]:
+    """Bytes of weights that a rank of the policy gets from its tensor-parallel neighbours at a refit, and what its first rank hands over,
+    where each has a rank of an engine beside it that reads ``wanted``; by the code that decides which weights go as slices."""
+    from transformers import LlamaConfig
+
+    from converters.families.read import read_architecture
+    from converters.mapping.layouts import padded_vocab_size
+    from converters.mapping.rules import all_rules
+    from megarl.models.megatron.weight_stream import is_cut_alike, layouts_of
+
+    architecture = read_architecture(LlamaConfig(**layout.sizes, tie_word_embeddings=False))
+    padded = padded_vocab_size(architecture.vocab_size, layout.tensor)
+    shapes = {tensor.name: tensor for tensor in manifest.tensors}
+    gathered, slices = 0, {}
+    for rule in all_rules(architecture):
+        own = len(wanted) == layout.tensor and is_cut_alike(rule, layouts_of(rule, layout.tensor, padded, architecture), wanted)
+        for part in rule.parts if rule.emits else ():
+            gathered += 0 if own else shapes[part.name].nbytes * (layout.tensor - 1) // layout.tensor
+            if own and part.name in wanted[0]:
+                slices[part.name] = wanted[0][part.name]
+    return gathered, manifest.sliced(slices)
 
 
 def _nothing(worker: int, **options: Any) -> None:
@@ -165,8 +230,11 @@ def device(rank: int) -> str:
     return f"GPU-{rank:036d}"
 
 
-def driver_of(manifest: Manifest, ranks: int, engines: int, engine_ranks: int) -> tuple[Policy, VllmGeneration]:
-    """A policy and engines as the driver has them, on workers that are played."""
+def driver_of(
+    manifest: Manifest, ranks: int, engines: int, engine_ranks: int, slices: Sequence[Mapping[str, Slice]] = ()
+) -> tuple[Policy, VllmGeneration]:
+    """A policy and engines as the driver has them, on workers that are played; the ranks of an engine read ``slices``, all of which the
+    policy's ranks send."""
     from megarl.models.generation.vllm.generation import VllmGeneration
     from megarl.models.policy.lm_policy import Policy
 
@@ -176,14 +244,23 @@ def driver_of(manifest: Manifest, ranks: int, engines: int, engine_ranks: int) -
         {
             "prepare_refit_info": lambda rank, first_rank_only=False: manifest.description() if not (first_rank_only and rank) else {},
             "mailbox": lambda rank: {device(rank): {"memory": _MEMORY, "on_gpu": True}},
+            "send_slices": lambda rank, wanted: list(slices[0]),
             "begin_refit": lambda rank: room(manifest),
             "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count)},
         },
     )
     generation.worker_group = Workers(  # type: ignore[assignment]
         engines,
-        {name: lambda engine, **options: VERSION for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")},
+        {
+            "slices_read": lambda engine: [
+                (device(engine * engine_ranks + rank), {name: where.plain() for name, where in (slices[rank] if slices else {}).items()})
+                for rank in range(engine_ranks)
+            ],
+            **{name: lambda engine, **options: VERSION for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")},
+        },
     )
+    generation.cfg = {"vllm_cfg": {"tensor_parallel_size": engine_ranks}}
+    generation._wanted, generation._sliced = None, ()
     generation._engines, generation._ranks, generation._colocated = engines, engine_ranks, True
     generation.expected_version, generation._met, generation._connected = None, None, True
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
@@ -251,15 +328,16 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
-    policy, generation = driver_of(manifest, ranks, ranks // layout.engine, layout.engine)
+    wanted = slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine)
+    policy, generation = driver_of(manifest, ranks, ranks // layout.engine, layout.engine, wanted)
     first = counted(policy, generation, "hand over")
     found = {way: counted(policy, generation, way) for way in ("hand over", "broadcast", "handles")}
     ours, apart, carried = found["hand over"], found["broadcast"], found["handles"]
     if max(ours.calls, apart.calls) > CALLS:
         raise RuntimeError(f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} are allowed")
-    groups = manifest.names_within(room(manifest))
-    posted = sum(len(_text(manifest, group)) for group in groups)
-    gathered = manifest.total_bytes * (1 - 1 / (layout.tensor * layout.pipeline))
+    gathered, handed = moved(manifest, layout, wanted)
+    groups = handed.names_within(room(handed))
+    posted = sum(len(_text(handed, group)) for group in groups)
     metrics = {
         "calls": Metric.of("calls of all ranks or all engines by which weights go", [ours.calls]),
         "calls_apart": Metric.of("such calls of a refit of engines apart", [apart.calls]),
@@ -272,8 +350,11 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
         "driver_bytes_by_handles": Metric.of("bytes to and from the driver that carries handles", [carried.nbytes]),
         "groups": Metric.of("groups that a rank posts", [len(groups)]),
         "posted_bytes": Metric.of("bytes that a rank writes into its mailbox", [posted]),
+        "sliced_weights": Metric.of("weights that a rank hands over as slices", [len(handed.slices)]),
         "gathered_bytes": Metric.of("bytes of weights that a rank gets from other ranks", [gathered]),
-        "handed_bytes": Metric.of("bytes of weights that a rank hands over on its device", [manifest.total_bytes]),
+        "gathered_bytes_whole": Metric.of("such bytes where engines take whole weights", [manifest.total_bytes * (layout.tensor - 1) // layout.tensor]),
+        "handed_bytes": Metric.of("bytes of weights that a rank hands over on its device", [handed.total_bytes]),
+        "handed_bytes_whole": Metric.of("such bytes where engines take whole weights", [manifest.total_bytes]),
     }
     return Point({"model": name, "ranks": ranks, "engines": ranks // layout.engine}, metrics)
 

@@ -181,7 +181,7 @@ class _Root:
         for size, stride in zip(view.shape, strides, strict=True):
             block.append(range(left // stride, left // stride + size))
             left %= stride
-        return tuple(block)
+        return tuple(block) if all(span.stop <= size for span, size in zip(block, self.whole, strict=True)) else None
 
     def _rows(self, view: torch.Tensor) -> tuple[range, ...]:
         """The rows in which all elements of a view lie, with all that is in them."""

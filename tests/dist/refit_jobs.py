@@ -27,6 +27,7 @@ from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.handover import MailboxReader, mailbox_for
 from megarl.weight_sync.layout import checksum
 from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.slices import Slices, WantedSlices
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -57,16 +58,19 @@ def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, to
 
 
 class Beside:
-    """A rank of an engine beside each rank of the policy, a thread; on a CPU all of them read what the policy's rank 0 publishes."""
+    """A rank of an engine beside each rank of the policy, a thread; on a CPU all of them read what the policy's rank 0 publishes, and of
+    slices, which ``slices`` says, what the first rank with the same shards does."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, slices: Slices | None = None) -> None:
         self.worker = worker
-        self.receiver = WeightReceiver(Manifest.from_description(worker.prepare_refit_info()), torch.device("cpu"))
+        manifest = Manifest.from_description(worker.prepare_refit_info()).sliced(slices or {})
+        self.receiver = WeightReceiver(manifest, torch.device("cpu"))
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, worker.mailbox())
         mailboxes = {device: handle for own in everybody for device, handle in own.items()}
-        assert len(mailboxes) == 1, "one rank a host publishes"
-        self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine"), SESSION)
+        groups = worker.backend.groups
+        assert len(mailboxes) == (groups.tensor_size if slices else 1), "one rank a host publishes, of slices one a shard"
+        self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine", groups.tensor_rank), SESSION)
         self.received: dict[str, torch.Tensor] = {}
         dist.barrier()
 
@@ -107,6 +111,57 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
     beside.close()
     worker.backend.close()
     return {"refits": seen}
+
+
+def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: int) -> dict[str, Any]:
+    """Refits before and after a training step of engines whose ranks read ``wanted``, and one of engines that take whole weights.
+
+    Returns:
+        ``names`` that came as slices; of each refit its ``version``, whether each weight was the ``same`` as the export's or its slice, and
+        the bytes that this rank ``gathered`` from others, sliced and whole; ``vocabularies``, how many matrices of it this rank's stage
+        has; whether engines that took whole weights afterwards got the same, and the names of slices among these.
+    """
+    worker = build(config)
+    worker.prepare_refit_info()
+    names = worker.send_slices(WantedSlices(tuple(wanted), {}))
+    groups = worker.backend.groups
+    slices = {name: wanted[groups.tensor_rank][name] for name in names}
+    beside, seen = Beside(worker, slices), []
+    for step in range(2):
+        with gathered_bytes() as gathered:
+            assert beside.refit(100 + step, budget) == ["", ""]
+        with gathered_bytes() as whole:
+            exported = dict(_copies(worker))
+        same = list(beside.received) == list(exported) and all(
+            torch.equal(tensor, slices[name].of(exported[name]) if name in slices else exported[name])
+            for name, tensor in beside.received.items()
+        )
+        seen.append({"same": same, "version": beside.receiver.version, "gathered": sum(gathered), "gathered_whole": sum(whole)})
+        rows = config["train_global_batch_size"]
+        worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
+    beside.close()
+    none = worker.send_slices(None)
+    beside, exported = Beside(worker), dict(_copies(worker))
+    assert beside.refit(200, budget) == ["", ""]
+    again = all(torch.equal(beside.received[name], tensor) for name, tensor in exported.items())
+    beside.close()
+    vocabularies = groups.is_first_stage + (groups.is_last_stage and not worker.backend.hf_config.tie_word_embeddings)
+    worker.backend.close()
+    return {"names": names, "refits": seen, "vocabularies": vocabularies, "whole_again": again, "whole_again_names": none}
+
+
+@contextlib.contextmanager
+def gathered_bytes() -> Iterator[list[int]]:
+    """Bytes that each gather inside brings from other ranks."""
+    found: list[int] = []
+    gather = dist.all_gather_into_tensor
+
+    def counting(into: torch.Tensor, own: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        found.append(into.nbytes - own.nbytes)
+        return gather(into, own, *arguments, **options)
+
+    with mock.patch.object(dist, "all_gather_into_tensor", counting):
+        yield found
 
 
 def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:

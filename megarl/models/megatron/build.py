@@ -23,6 +23,7 @@ from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
 from megarl.models.megatron.moe_router import routers, teach_routing
+from megarl.models.megatron.residual_norm import join_norms, joins_norms
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec
 from megarl.models.megatron.transformer_engine import uses_transformer_engine
@@ -57,6 +58,8 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
         share_rotary_tables(chunk)
         if policy["megatron_cfg"].get("float32_logits") and chunk.post_process:
             keep_products_in_float32(chunk.output_layer)
+    if joins_norms(config, fused=fused):
+        join_norms(chunks)
     teach_routing(chunks, architecture)
     _mark_experts(chunks)
     _mend_expert_biases(chunks)

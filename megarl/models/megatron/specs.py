@@ -141,11 +141,25 @@ def portable_core(attention: Any) -> PortableAttention:
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm whose weight takes part in the sequence-parallel gradient reduction."""
+    """torch's RMSNorm whose weight takes part in the sequence-parallel gradient reduction, and whose result may be there already, made with
+    the sum that it is the norm of (``megarl.models.megatron.residual_norm``)."""
+
+    _ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def leave(self, total: torch.Tensor, norm: torch.Tensor) -> None:
+        """Have the norm of ``total`` for who asks for it next."""
+        self._ready = total, norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ready, self._ready = self._ready, None
+        # what came out of a recomputed layer is the same tensor with another history, in which the norm has no part
+        if ready is not None and ready[0] is x and ready[1].grad_fn is x.grad_fn and torch.is_grad_enabled() == ready[1].requires_grad:
+            return ready[1]
+        return super().forward(x)
 
 
 def with_our_router(experts: Any) -> Any:

@@ -114,10 +114,14 @@ def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | 
     return sum(count for count in found if count > 0) == stop - start
 
 
+def layouts_of(rule: Rule, ranks: int, padded_vocab: int, architecture: Architecture) -> list[ShardLayout]:
+    """Return the layouts of a parameter's shards, by rank; ``padded_vocab`` are the rows of the padded embedding over all ranks."""
+    return [shard_layout(rule, architecture.head_dim, rank, ranks, padded_vocab) for rank in range(ranks)]
+
+
 def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Architecture) -> list[ShardLayout]:
-    """Return the layouts of the shards, by rank."""
-    padded = shape[0] * ranks if rule.kind is Kind.VOCAB else 0
-    layouts = [shard_layout(rule, architecture.head_dim, rank, ranks, padded) for rank in range(ranks)]
+    """Return the layouts of shards that have a shape."""
+    layouts = layouts_of(rule, ranks, shape[0] * ranks if rule.kind is Kind.VOCAB else 0, architecture)
     for rank, layout in enumerate(layouts):
         if layout.shape != shape:
             raise ConversionError(

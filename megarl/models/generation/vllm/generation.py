@@ -209,7 +209,7 @@ class VllmGeneration(RolloutEngine):
                 ranks = [({},) * self._ranks]
             devices = {device: rank for engine in engines for rank, (device, _) in enumerate(engine)}
             self._wanted = WantedSlices(ranks[0], devices)
-        return self._wanted
+        return self._wanted if any(self._wanted.ranks) else None
 
     def take_slices(self, names: Sequence[str]) -> None:
         """Have the engines take these weights as slices from now on."""

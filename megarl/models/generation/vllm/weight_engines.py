@@ -247,9 +247,10 @@ class SharedMemoryEngine(_Reloading):
                 except Exception as error:
                     if not given:
                         raise
-                    # of a loader that wants to see values; the weight goes whole
+                    # of a loader that wants to see values. The weight goes whole, and the one before, for it may have been looked ahead
                     logger.info("%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error)
-                    del notes[given[-1].name]
+                    for info in given[-2:]:
+                        notes.pop(info.name, None)
                 left = left[len(given) :] if len(given) < len(left) else []
         except Exception as error:
             logger.warning("vLLM's loaders of %s could not be looked at, which takes whole weights: %s", type(self.model).__name__, error)

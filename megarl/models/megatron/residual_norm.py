@@ -1,0 +1,126 @@
+"""Residual and norm in one: what a layer adds to its stream and the RMS norm of the sum, which the next products read.
+
+Without Transformer Engine the sum and the norm are operations of their own, and in the backward pass the norm's, and the addition of the
+gradients of both readers of the sum. Together they are one operation forward and one backward, compiled by ``torch.compile`` on a CUDA
+device. Megatron-Core's layers stay as they are: in the place of a layer's function for "bias, dropout and add" stands one that makes the norm
+of the sum as well, and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very tensor. Where
+anything stands between the two (recomputation, the end of a pipeline stage) the norm computes its own.
+
+The sum is rounded to the layers' dtype; of a compiled sum the norm may be that of the unrounded one. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.distributed.device import runtime
+from megarl.models.megatron.specs import PortableRMSNorm
+
+
+def _sum_and_norm(
+    tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., H], [..., H], [H] -> the sum and its norm, [..., H], and the float32 inverse root mean square of the sum, [..., 1]."""
+    total = residual + tokens
+    wide = total.to(_wide(total))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return total, (wide * scale * weight).to(total.dtype), scale
+
+
+def _gradients(
+    of_total: torch.Tensor, of_norm: torch.Tensor, total: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of what was added, [..., H], and of the norm's weight, [H].
+
+    With x the sum, r its inverse root mean square and n = x r: the norm's gradient of x is r (g - n mean(g n)) for g = weight times the
+    gradient of the norm; that of the weight is the sum of n times the gradient of the norm over all tokens.
+    """
+    normed = total.to(scale.dtype) * scale
+    gradient = of_norm.to(scale.dtype)
+    weighted = gradient * weight
+    of_sum = scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True)) + of_total
+    return of_sum.to(total.dtype), (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@functools.cache
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward, each made one operation; compiled once for all numbers of tokens."""
+    return tuple(torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients))  # type: ignore[return-value]
+
+
+class SumAndNorm(torch.autograd.Function):
+    """``_sum_and_norm`` with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, norm, scale = _compiled()[0](tokens, residual, weight, epsilon)
+        ctx.save_for_backward(total, scale, weight)
+        return total, norm
+
+    @staticmethod
+    def backward(ctx: Any, of_total: torch.Tensor, of_norm: torch.Tensor) -> tuple[Any, ...]:
+        of_sum, of_weight = _compiled()[1](of_total, of_norm, *ctx.saved_tensors)
+        return of_sum, of_sum, of_weight, None
+
+
+class JoinedAdd:
+    """Stands for Megatron-Core's ``get_bias_dropout_add`` in a layer.
+
+    Args:
+        norm: that comes next.
+    """
+
+    def __init__(self, norm: PortableRMSNorm) -> None:
+        self._norm = norm
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Bias, dropout and add: ``((tokens, bias or None), residual, probability) -> sum``."""
+        return functools.partial(self._add, get_bias_dropout_add(training, fused), training)
+
+    def _add(
+        self,
+        otherwise: Callable[..., torch.Tensor],
+        training: bool,
+        tokens_and_bias: tuple[torch.Tensor, torch.Tensor | None],
+        residual: torch.Tensor,
+        probability: float,
+    ) -> torch.Tensor:
+        tokens, bias = tokens_and_bias
+        if bias is not None or (training and probability > 0.0) or residual.dtype != tokens.dtype:
+            return otherwise(tokens_and_bias, residual, probability)
+        # the layers add with gradients also where none are wanted, and the norm's weight would ask for one
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (tokens.requires_grad or residual.requires_grad)):
+            total, norm = SumAndNorm.apply(tokens, residual, self._norm.weight, self._norm.eps)  # type: ignore[no-untyped-call]
+        self._norm.leave(total, norm)
+        return total
+
+
+def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
+    """Whether norms are made with the sums before them: on a CUDA device without Transformer Engine (``fused``), where no norm is computed
+    anew in the backward pass."""
+    return runtime().is_cuda and not fused and "layernorm" not in (config.recompute_modules or ())
+
+
+def join_norms(chunks: Sequence[GPTModel]) -> None:
+    """Let each sum of the layers make the norm that comes next in its chunk."""
+    for chunk in chunks:
+        layers, last = list(chunk.decoder.layers), getattr(chunk.decoder, "final_layernorm", None)
+        for layer in layers:
+            layer.self_attn_bda = JoinedAdd(layer.pre_mlp_layernorm)
+        following = [after.input_layernorm for _, after in pairwise(layers)]
+        for layer, norm in zip(layers, [*following, *([] if last is None else [last])], strict=False):
+            layer.mlp_bda = JoinedAdd(norm)
