@@ -6,6 +6,8 @@ CPU, where the same code runs:
 
 * an operation is a call that torch dispatches to a kernel; views and empty memory are left out. Attention over packed sequences is one call
   of a FlashAttention kernel on a GPU, so that a stand-in of one operation, forward and backward, takes its place here;
+* of functions that torch.compile fuses on a GPU (``fusions=compiled``: gates, and residual with norm) each is one operation forward and
+  one backward, for which stand-ins of one operation take their place;
 * a sync is a call that hands numbers of a tensor to the host, or that makes a tensor from a list or moves it to a device without
   ``non_blocking``.
 
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks import tiny
 from benchmarks.point import Metric, Point
@@ -147,12 +149,18 @@ def measure(quick: bool) -> Iterator[Point]:
         with tempfile.TemporaryDirectory() as directory:
             model = tiny.save_model(Path(directory) / "model", TOKENS)
             counts = {sequences: counts_of(pool, model, sequences) for sequences in SEQUENCES}
+            compiled = counts_of(pool, model, SEQUENCES[1], compiled=True)
             mixtures = {experts: mixture_counts(pool, Path(directory) / f"experts-{experts}", experts) for experts in EXPERTS}
     finally:
         pool.close()
     for sequences, found in counts.items():
         yield Point({"sequences": sequences, "tokens": TOKENS}, {name: Metric.of("calls", [value]) for name, value in found.items()})
     require_few(counts)
+    yield Point(
+        {"sequences": SEQUENCES[1], "tokens": TOKENS, "fusions": "compiled"},
+        {name: Metric.of("calls", [value]) for name, value in compiled.items()},
+    )
+    require_fewer(compiled, counts[SEQUENCES[1]])
     for experts, kinds in mixtures.items():
         for kind, found in kinds.items():
             counted = {name: Metric.of("calls", [value]) for name, value in found.items()}
@@ -195,15 +203,22 @@ def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
     assert found["train_syncs"] == found["logprob_syncs"] == 0, f"a micro-batch waits for the device: {counts}"
 
 
-def counts_of(pool: WorkerPool, model: Path, sequences: int, **megatron: Any) -> dict[str, int]:
-    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together; ``megatron`` are keys of
-    ``megatron_cfg``.
+def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None:
+    """Fail where functions that torch.compile fuses do not save operations, or make a micro-batch wait."""
+    for name in ("train_operations", "logprob_operations"):
+        assert compiled[name] < plain[name], f"{name}: {compiled[name]} with fusions, {plain[name]} without"
+    assert compiled["train_syncs"] == compiled["logprob_syncs"] == 0, f"a micro-batch waits for the device: {compiled}"
+
+
+def counts_of(pool: WorkerPool, model: Path, sequences: int, *, compiled: bool = False, **megatron: Any) -> dict[str, int]:
+    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together, ``compiled`` with what is fused
+    on a GPU; ``megatron`` are keys of ``megatron_cfg``.
 
     Returns:
         For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch, ``_syncs`` that each further
         micro-batch adds, and ``_syncs_a_call``, those of a call with one.
     """
-    found = pool.run(1, _counted, _config(model, sequences, megatron), sequences)[0]
+    found = pool.run(1, _counted, _config(model, sequences, megatron), sequences, compiled)[0]
     metrics = {}
     for name in ("train", "logprob"):
         one, three = found[name, 1], found[name, 3]
@@ -223,13 +238,16 @@ class _Stop(Exception):
     """Raised in the place of the optimizer's step."""
 
 
-def _counted(config: PolicyConfig, sequences: int) -> dict[tuple[str, int], Count]:
+def _counted(config: PolicyConfig, sequences: int, compiled: bool) -> dict[tuple[str, int], Count]:
     """In a worker process: what calls with one and with three micro-batches take, once the first ones are through."""
+    with one_operation_functions() if compiled else contextlib.nullcontext():
+        return _counted_of(tiny.worker_of(config), config, sequences)
+
+
+def _counted_of(worker: Any, config: PolicyConfig, sequences: int) -> dict[tuple[str, int], Count]:
     from megarl.algorithms.loss_functions import NLLLoss
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.batch_plan import shard_batch
-
-    worker = tiny.worker_of(config)
 
     def stop(*arguments: Any) -> None:
         raise _Stop
@@ -268,6 +286,34 @@ def one_operation_attention() -> Iterator[None]:
 
     with patched((attention, "serves", lambda query: True), (attention, "varlen_kernel", lambda: _stand_in)):
         yield
+
+
+@contextlib.contextmanager
+def one_operation_functions() -> Iterator[None]:
+    """Workers are built as on a GPU, with an operation in the place of each function that torch.compile fuses there."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    from megarl.models.megatron import residual_norm, settings
+
+    whole, back = fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back
+    with patched(
+        (settings, "compiles", lambda: True),
+        (residual_norm, "_compiled", lambda: tuple(map(_one_operation, (residual_norm._sum_and_norm, residual_norm._gradients)))),
+        (fused_bias_swiglu, "swiglu", _one_operation(whole)),
+        (fused_bias_swiglu, "swiglu_back", _one_operation(back)),
+    ):
+        yield
+
+
+def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which is counted as one operation: one that does nothing, before those of its own, which are not counted."""
+
+    def call(*arguments: Any) -> Any:
+        torch.zeros(())
+        with _disable_current_modes():
+            return function(*arguments)
+
+    return call
 
 
 def _stand_in(

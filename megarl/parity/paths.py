@@ -56,7 +56,7 @@ def _log_probabilities_by(stack: contextlib.ExitStack, variables: dict[str, str]
 def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
     """Megatron's fused functions of gates and biases, as they are before a compiler gets them."""
     if case.backend == "megatron":
-        stack.enter_context(patched((found("megarl.models.megatron.settings"), "_compiles", lambda: True)))
+        stack.enter_context(patched((found("megarl.models.megatron.settings"), "compiles", lambda: True)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 

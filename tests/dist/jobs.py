@@ -107,7 +107,7 @@ def prompts_in_several_passes() -> contextlib.AbstractContextManager[Any]:
 
 def train_with_fusions(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
     """As ``train``, with the functions that torch.compile fuses on a GPU, run operation by operation."""
-    with mock.patch.object(settings, "_compiles", lambda: True), torch.compiler.set_stance("force_eager"):
+    with mock.patch.object(settings, "compiles", lambda: True), torch.compiler.set_stance("force_eager"):
         return train(config, batches, loss_fn)
 
 

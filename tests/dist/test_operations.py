@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import tiny
-from benchmarks.cases.operations import TOKENS, counting, counts_of, mixture_counts, require_as_many, require_few
+from benchmarks.cases.operations import TOKENS, counting, counts_of, mixture_counts, require_as_many, require_few, require_fewer
 from tests.dist.pool import WorkerPool
 from tests.tiers import newest_megatron
 
@@ -15,7 +15,9 @@ from tests.tiers import newest_megatron
 @newest_megatron
 def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     model = tiny.save_model(tmp_path / "model", TOKENS)
-    require_few({sequences: counts_of(pool, model, sequences) for sequences in (2, 16)})
+    counts = {sequences: counts_of(pool, model, sequences) for sequences in (2, 16)}
+    require_few(counts)
+    require_fewer(counts_of(pool, model, 2, compiled=True), counts[2])
 
 
 @newest_megatron

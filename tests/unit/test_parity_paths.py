@@ -53,7 +53,7 @@ def test_rotations_and_their_gradients_are_equal() -> None:
 
 def state() -> list[Any]:
     """What paths replace, and the environment."""
-    owners = [(engine, "serves"), (engine, "varlen_kernel"), (cached_attention, "rotate"), (settings, "_compiles"), (adam, "adamw")]
+    owners = [(engine, "serves"), (engine, "varlen_kernel"), (cached_attention, "rotate"), (settings, "compiles"), (adam, "adamw")]
     return [*(vars(owner)[name] for owner, name in owners), vars(EngineWorker)["__init__"], env.snapshot()]
 
 
@@ -67,7 +67,7 @@ def test_a_way_is_taken_and_left(way: str, backend: str) -> None:
         assert (cached_attention.rotate is paths.rotated) is (way == "plain")
         assert (EngineWorker.__init__ is before[-2]) is (way == "fast")
         if backend == "megatron":
-            assert (settings._compiles(), adam.adamw is before[4]) == ((True, True) if way == "fast" else (False, False))
+            assert (settings.compiles(), adam.adamw is before[4]) == ((True, True) if way == "fast" else (False, False))
         has_triton = importlib.util.find_spec("triton") is not None
         assert (logprobs._kernels("cpu") is not None) is (way == "fast" and has_triton)
         assert inside != before

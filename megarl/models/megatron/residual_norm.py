@@ -21,7 +21,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.distributed.device import runtime
+from megarl.models.megatron import settings
 from megarl.models.megatron.specs import PortableRMSNorm
 
 
@@ -110,9 +110,9 @@ class JoinedAdd:
 
 
 def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
-    """Whether norms are made with the sums before them: on a CUDA device without Transformer Engine (``fused``), where no norm is computed
-    anew in the backward pass."""
-    return runtime().is_cuda and not fused and "layernorm" not in (config.recompute_modules or ())
+    """Whether norms are made with the sums before them: where functions are compiled, without Transformer Engine (``fused``), unless norms
+    are computed anew in the backward pass."""
+    return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())
 
 
 def join_norms(chunks: Sequence[GPTModel]) -> None:

@@ -26,7 +26,7 @@ NO_CLIPPING = float("inf")
 INITIAL_LOSS_SCALE = 2.0**16
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
     """Whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be slower, and not the same to the bit."""
     return runtime().is_cuda
 
@@ -92,9 +92,9 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture, *,
         # fused, latent attention could neither rotate without yarn nor generate
         apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)) and architecture.latent_attention is None,
         # fused, Megatron-Core limits gates before it adds their bias
-        bias_activation_fusion=(fused or _compiles()) and architecture.gate_limit is None,
+        bias_activation_fusion=(fused or compiles()) and architecture.gate_limit is None,
         # with biases Transformer Engine's experts do without
-        bias_dropout_fusion=(fused or _compiles()) and not (architecture.mixture is not None and architecture.mlp_bias),
+        bias_dropout_fusion=(fused or compiles()) and not (architecture.mixture is not None and architecture.mlp_bias),
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         gradient_accumulation_fusion=fused and _adds_in_products(),

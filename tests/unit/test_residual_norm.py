@@ -1,0 +1,117 @@
+"""Residual and norm in one operation: the numbers and gradients of the two, and the norm taken only where it is that of the tensor at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.models.megatron import residual_norm
+from megarl.models.megatron.residual_norm import JoinedAdd, SumAndNorm
+from megarl.models.megatron.specs import PortableRMSNorm
+
+EPSILON = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torch.compile is given, as it is."""
+    monkeypatch.setattr(residual_norm, "_compiled", lambda: (residual_norm._sum_and_norm, residual_norm._gradients))
+    yield
+
+
+def inputs(dtype: torch.dtype, *sizes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(*sizes, 7), (*sizes, 7), (7,)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def reference(tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + tokens
+    return total, total / (total.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight
+
+
+def test_gradients_are_those_of_differences() -> None:
+    assert torch.autograd.gradcheck(lambda *tensors: SumAndNorm.apply(*tensors, EPSILON), inputs(torch.float64, 3, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_numbers_are_those_of_float64_within_the_dtype(dtype: torch.dtype) -> None:
+    given = inputs(dtype, 11, 3)
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    found, expected = SumAndNorm.apply(*given, EPSILON), reference(*exact)
+    rounding = torch.finfo(dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        # the sum is rounded once, and what is made of it a few times more
+        torch.testing.assert_close(one.double(), other, atol=4 * rounding * other.abs().max().item(), rtol=0)
+    readers = [torch.randn(one.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64) for one in expected]
+    got = torch.autograd.grad(sum((one.double() * reader).sum() for one, reader in zip(found, readers, strict=True)), given)
+    right = torch.autograd.grad(sum((one * reader).sum() for one, reader in zip(expected, readers, strict=True)), exact)
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=16 * rounding * other.abs().max().item(), rtol=0)
+
+
+def norm_of(weight: torch.Tensor) -> PortableRMSNorm:
+    norm = PortableRMSNorm(SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=False), len(weight), EPSILON)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+    return norm
+
+
+def is_joined(norm: PortableRMSNorm, total: torch.Tensor) -> bool:
+    """Whether the norm of a tensor is the one that was left, and right either way."""
+    left = norm._ready
+    got = norm(total)
+    torch.testing.assert_close(got, torch.nn.functional.rms_norm(total, (7,), norm.weight, EPSILON))
+    assert norm._ready is None
+    return left is not None and got is left[1]
+
+
+def test_a_norm_is_taken_for_its_own_tensor_alone() -> None:
+    tokens, residual, weight = inputs(torch.float32, 5, 2)
+    norm = norm_of(weight)
+    add = JoinedAdd(norm)(True, False)
+    assert is_joined(norm, add((tokens, None), residual, 0.0))
+    total = add((tokens, None), residual, 0.0)
+    assert not is_joined(norm, total.detach())
+    # asked again, it is not there
+    total = add((tokens, None), residual, 0.0)
+    assert is_joined(norm, total) and not is_joined(norm, total)
+    # an addition that is another one leaves nothing
+    assert not is_joined(norm, add((tokens, torch.ones(7)), residual, 0.0))
+    torch.manual_seed(3)
+    assert not is_joined(norm, add((tokens, None), residual, 0.5))
+
+
+def test_a_norm_without_a_gradient_is_not_taken_where_one_is_wanted() -> None:
+    """The output of a recomputed layer is the very tensor that the layer made, with the history of the recomputation."""
+    tokens, residual, weight = inputs(torch.float32, 5, 2)
+    norm = norm_of(weight)
+    add = JoinedAdd(norm)(True, False)
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, tokens: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            return add((tokens.detach(), None), residual.detach(), 0.0)
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return gradient, gradient
+
+    total = Recomputed.apply(tokens, residual)
+    assert norm._ready is not None and norm._ready[0] is total and not is_joined(norm, total)
+    norm(total).sum().backward()
+    assert norm.weight.grad is not None and tokens.grad is not None and bool(tokens.grad.any())
+
+
+def test_no_gradient_is_kept_where_none_is_wanted() -> None:
+    """Megatron-Core's layers add with gradients switched on, also when they score."""
+    tokens, residual, weight = (tensor.detach() for tensor in inputs(torch.float32, 5, 2))
+    norm = norm_of(weight)
+    with torch.no_grad():
+        with torch.enable_grad():
+            total = JoinedAdd(norm)(False, False)((tokens, None), residual, 0.0)
+        assert not total.requires_grad and is_joined(norm, total)
