@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.cases.messages import slices_read
 from megarl.algorithms.evaluate import evaluate, result_of, weights_to_evaluate
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.refit import Refit, connect, refit_policy_generation
@@ -26,6 +27,8 @@ from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
+from megarl.patched import patched
+from megarl.weight_sync.manifest import Manifest
 from tests.dist.batches import make_batch
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
 from tests.models import VOCABULARY, policy_config
@@ -428,6 +431,64 @@ def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, share
         train_and_refit(policy, refit, step)
         policy.export_hf(tmp_path / str(step))
         assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
+    assert generation.shutdown() and policy.shutdown()
+
+
+VOCABULARIES = {"odd-and-tied": (VOCABULARY, True), "even": (128, False)}
+
+
+@slow
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_ranks_of_an_engine_take_their_slices_with_the_bits_of_whole_weights(local_ray: int, tmp_path: Path, vocabulary: str) -> None:
+    """What vLLM's loaders are seen to read is what the count of bytes reckons with; a vocabulary that both sides pad alike is cut alike."""
+    size, tied = VOCABULARIES[vocabulary]
+    sizes = {"intermediate_size": 112, "num_hidden_layers": 3, "initializer_range": 0.2}
+    model = dense_model(tmp_path / "model", vocab_size=size, tie_word_embeddings=tied, **sizes)
+    policy, generation = policy_of("megatron-tp2", model), engines(model, "slices", colocated=True, places=2, changes=TENSOR)
+    refit = Refit(policy, generation, colocated=True)
+    seeded = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([5, 6, 7])})
+    answers = []
+    for step in range(2):
+        train_and_refit(policy, refit, step)
+        policy.export_hf(tmp_path / str(step))
+        assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
+        sliced = generation.generate(seeded, greedy=False)
+        wanted = slices_read(Manifest.from_description(policy.prepare_refit_info() or {}), 2, 2)
+        read = generation.slices_wanted()
+        assert read is not None and read.ranks == wanted
+        elsewhere = {"model.embed_tokens.weight"} if tied else set()
+        assert set(generation._sliced) == wanted[0].keys() - elsewhere and len(generation._sliced) >= 3 * 10
+        with patched((generation, "slices_wanted", lambda: None)):
+            refit.stale = True
+            refit.bring_up_to_date()
+            policy.prepare_for_lp_inference()
+        assert generation._sliced == ()
+        whole = generation.generate(seeded, greedy=False)
+        assert sliced.keys() == whole.keys() and all(torch.equal(sliced[name], whole[name]) for name in whole)
+        answers.append(rows_of(whole))
+        refit.stale = True
+    assert answers[0] != answers[1]
+    assert generation.shutdown() and policy.shutdown()
+
+
+@slow
+@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
+def test_both_model_runners_are_refitted_or_refused(local_ray: int, model: Path, tmp_path: Path, newer: bool) -> None:
+    """vLLM for CPUs has both; the newer one needs a Triton for CPUs."""
+    from vllm.triton_utils import HAS_TRITON
+
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(newer))}
+    if newer and not HAS_TRITON:
+        with pytest.raises(MegarlError, match="VLLM_USE_V2_MODEL_RUNNER = 1: vLLM's newer model runner needs Triton"):
+            engines(model, "runner", colocated=True, **runner)
+        return
+    policy, generation = policy_of("megatron-tp1", model), engines(model, "runner", colocated=True, **runner)
+    refit = Refit(policy, generation, colocated=True)
+    for step in range(2):
+        train_and_refit(policy, refit, step)
+        policy.export_hf(tmp_path / str(step))
+        assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / str(step))
+        check_sampling(policy, generation)
     assert generation.shutdown() and policy.shutdown()
 
 

@@ -147,3 +147,61 @@ def test_the_next_reload_fills_a_model_in_which_one_broke_off(engine: Any, monke
         assert all(torch.equal(parameter, sent[name]) for name, parameter in engine.model.named_parameters()), (step, at)
         assert engine.model.head.weight is engine.model.embedding.weight and torch.equal(engine.model.block[1].scale, torch.ones(3))
     assert 1 < at < 99
+
+
+def half(dim: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """The loader of the second of two ranks."""
+
+    def load(parameter: torch.Tensor, weight: torch.Tensor) -> None:
+        size = parameter.shape[dim]
+        parameter.data.copy_(weight.narrow(dim, size, size))
+
+    return load
+
+
+# weights that a rank has half of, and the whole ones' shapes where they differ
+HALVES = {"block.0.weight": 0, "block.0.bias": 0, "block.2.weight": 1, "embedding.weight": 0}
+WHOLE = {"block.0.weight": (10, 4), "block.0.bias": (10,), "block.2.weight": (4, 10), "embedding.weight": (14, 4)}
+
+
+def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_weights(engine: Any) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
+    from megarl.weight_sync.colocated import WeightReceiver
+    from megarl.weight_sync.manifest import Manifest
+    from megarl.weight_sync.slices import Slice
+
+    made: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)
+    made.model, made.model_config, made.device = Model(), engine.model_config, engine.device
+    found = dict(made.model.named_parameters())
+    for name, dim in HALVES.items():
+        found[name].weight_loader = half(dim)
+    record_metadata_for_reloading(made.model)
+    shapes = {name: WHOLE.get(name, tuple(parameter.shape)) for name, parameter in found.items()}
+    manifest = Manifest.from_description({name: (shape, torch.float32) for name, shape in shapes.items()})
+    made._receiver, made._slices_read = WeightReceiver(manifest, made.device), None
+    before, values = places(made.model), {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    expected = {name: Slice(dim, WHOLE[name][dim] // 2, WHOLE[name][dim] // 2) for name, dim in HALVES.items()}
+    for _ in range(2):
+        assert made.slices_read()[1] == {name: where.plain() for name, where in expected.items()}
+    assert places(made.model) == before
+    assert all(torch.equal(tensor, values[name]) for name, tensor in made.model.state_dict().items())
+
+    generator = torch.Generator().manual_seed(2)
+    sent = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    loaded = []
+    for names in ([], list(HALVES)):
+        made.take_slices(names)
+        made._latest = made._slices or made._receiver
+        made.start_weight_update()
+        made.load([(name, expected[name].of(tensor) if name in names else tensor) for name, tensor in sent.items()])
+        made._latest.version = 1
+        made.finish_weight_update()
+        assert places(made.model) == before
+        loaded.append({name: tensor.clone() for name, tensor in made.model.state_dict().items()})
+        with torch.no_grad():
+            for parameter in found.values():
+                parameter.zero_()
+    assert all(torch.equal(tensor, loaded[0][name]) for name, tensor in loaded[1].items())
+    assert all(torch.equal(loaded[0][name], where.of(sent[name])) for name, where in expected.items())

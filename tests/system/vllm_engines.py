@@ -37,18 +37,16 @@ PROMPTS = BatchedDataDict(
 
 
 def dense_model(path: Path, **sizes: Any) -> Path:
-    """With random weights, a tied head and a tokenizer of words."""
+    """With random weights, a tied head unless ``sizes`` say otherwise, and a tokenizer of words."""
     torch.manual_seed(3)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
         hidden_size=128,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
         eos_token_id=None,
         bos_token_id=None,
-        **sizes,
+        **{"vocab_size": VOCABULARY, "tie_word_embeddings": True, **sizes},
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
     return tokenizer_of_words(path, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])

@@ -164,6 +164,7 @@ class VllmGenerationWorker:
         plugin.register()
         if on_cpu:
             _check_heads_on_a_cpu(config["model_name"])
+            _check_runner_on_a_cpu()
         options = engine_options(config, seed, tokenizer, on_cpu=on_cpu)
         module, _, name = plugin.EXECUTOR.rpartition(".")
         if options.get("distributed_executor_backend") == plugin.EXECUTOR:
@@ -374,4 +375,21 @@ def _check_heads_on_a_cpu(model: str) -> None:
         raise ConfigError(
             f"policy.model_name = {model!r}: its attention heads are {width} wide; vLLM on a CPU has kernels for {widths}. "
             "Fix: take another model, or remove policy.generation.backend: then the policy itself generates"
+        )
+
+
+def _check_runner_on_a_cpu() -> None:
+    """Refuse vLLM's newer model runner where it cannot run: it would start, and break off at the first answer.
+
+    Raises:
+        ConfigError: it is asked for, and there is no Triton for CPUs, whose kernels it prepares batches with.
+    """
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER and not HAS_TRITON:
+        raise ConfigError(
+            "VLLM_USE_V2_MODEL_RUNNER = 1: vLLM's newer model runner needs Triton, on a CPU one with a backend for CPUs, which is not "
+            "installed. Fix: remove the variable from policy.generation.vllm_cfg.env_vars and from the environment; the older runner then "
+            "does the same on a CPU"
         )
