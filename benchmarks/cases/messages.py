@@ -244,7 +244,7 @@ def driver_of(
         {
             "prepare_refit_info": lambda rank, first_rank_only=False: manifest.description() if not (first_rank_only and rank) else {},
             "mailbox": lambda rank: {device(rank): {"memory": _MEMORY, "on_gpu": True}},
-            "send_slices": lambda rank, wanted: list(slices[0]),
+            "send_slices": lambda rank, wanted: [] if wanted is None else list(slices[0]),
             "begin_refit": lambda rank: room(manifest),
             "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count)},
         },

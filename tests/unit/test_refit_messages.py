@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from benchmarks.cases import messages
-from benchmarks.cases.messages import CALLS, LIFE, VERSION, Workers, counted, driver_of
+from benchmarks.cases.messages import CALLS, LAYOUTS, LIFE, VERSION, Workers, counted, device, driver_of, manifest_of, moved, slices_read
 from megarl.algorithms.refit import refit_policy_generation
 from megarl.errors import RefitError
 from megarl.models.generation.vllm.generation import VllmGeneration
+from megarl.models.engine.worker import EngineWorker
 from megarl.models.policy.lm_policy import Policy
+from megarl.patched import patched
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.slices import Slice, WantedSlices
 
 WEIGHTS = Manifest.from_description({f"layer.{number}": ((64, 64), torch.bfloat16) for number in range(40)})
 OF_WEIGHTS = 64 * 64 * 2
@@ -123,3 +126,69 @@ def test_a_group_smaller_than_a_weight_is_refused_before_anything_is_said() -> N
         policy.hand_over_weights(1, 2, 1e-6)
     policy.hand_over_weights(1, 2, 1.0)
     assert workers_of(policy, generation)[0].calls["hand_over_weights"] == 1
+
+
+SLICES = tuple({f"layer.{number}": Slice(0, 16 * rank, 16) for number in (3, 8)} for rank in range(4))
+
+
+def test_slices_are_agreed_on_once_and_anew_with_other_engines() -> None:
+    policy, generation = driver_of(WEIGHTS, 8, 2, 4, SLICES)
+    ours, theirs = workers_of(policy, generation)
+    for _ in range(3):
+        refit_policy_generation(policy, generation, colocated_inference=True)
+    asked = lambda: (ours.calls["send_slices"], ours.calls["mailbox"], *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet")))  # noqa: E731
+    assert asked() == (1, 1, 1, 1, 1)
+    assert generation.slices_wanted() == WantedSlices(SLICES, {device(rank): rank % 4 for rank in range(8)})
+    generation._start = lambda: theirs  # type: ignore[assignment,return-value]
+    generation.restart()
+    refit_policy_generation(policy, generation, colocated_inference=True)
+    # the policy knows what they read, and has the same mailboxes
+    assert asked() == (1, 1, 2, 2, 2)
+    with patched((generation, "slices_wanted", lambda: None)):
+        refit_policy_generation(policy, generation, colocated_inference=True)
+    assert asked() == (2, 2, 2, 3, 3)
+    refit_policy_generation(policy, generation, colocated_inference=True)
+    assert asked() == (3, 3, 2, 4, 4)
+
+
+def test_engines_that_read_different_slices_and_those_of_one_rank_get_whole_weights() -> None:
+    policy, generation = driver_of(WEIGHTS, 8, 2, 4, SLICES)
+    theirs = workers_of(policy, generation)[1]
+    read = theirs.answers["slices_read"]
+    theirs.answers = {**theirs.answers, "slices_read": lambda engine: read(engine) if engine else [(name, {}) for name, _ in read(engine)]}
+    assert generation.slices_wanted() is None
+    policy, generation = driver_of(WEIGHTS, 8, 8, 1)
+    assert generation.slices_wanted() is None and workers_of(policy, generation)[1].calls["slices_read"] == 0
+
+
+def test_ranks_that_chose_different_slices_are_a_defect() -> None:
+    policy, generation = driver_of(WEIGHTS, 8, 2, 4, SLICES)
+    ours = workers_of(policy, generation)[0]
+    ours.answers = {**ours.answers, "send_slices": lambda rank, wanted: ["layer.3"] if rank else []}
+    with pytest.raises(RefitError, match="ranks of the policy chose different weights to send as slices"):
+        policy.send_slices(generation.slices_wanted())
+
+
+@pytest.mark.parametrize(("cuda", "tensor_size", "expected"), [(True, 1, 3), (True, 2, 3), (False, 4, 1), (False, 2, -1)])
+def test_the_engine_s_rank_beside_is_that_of_the_device_or_of_the_same_shard(cuda: bool, tensor_size: int, expected: int) -> None:
+    runtime = SimpleNamespace(is_cuda=cuda, identity=lambda: device(7))
+    groups = SimpleNamespace(tensor_rank=1, tensor_size=tensor_size)
+    worker: Any = SimpleNamespace(runtime=runtime, backend=SimpleNamespace(groups=groups))
+    assert EngineWorker._engine_rank_beside(worker, WantedSlices(SLICES, {device(7): 3})) == expected
+    if cuda:
+        assert EngineWorker._engine_rank_beside(worker, WantedSlices(SLICES, {device(6): 3})) == -1
+
+
+@pytest.mark.parametrize(("name", "expected"), [("7B", 0), ("70B", 723 - 161)])
+def test_nothing_comes_from_neighbours_where_both_sides_are_cut_alike(name: str, expected: int) -> None:
+    """Of the 70B model, all weights but the norms of 80 layers and the last one."""
+    layout = LAYOUTS[name]
+    manifest = manifest_of(layout.sizes)
+    wanted = slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine)
+    gathered, handed = moved(manifest, layout, wanted)
+    assert len(handed.slices) == expected
+    if expected:
+        norms = sum(tensor.nbytes for tensor in manifest.tensors if "norm" in tensor.name)
+        assert gathered == 0 and sum(tensor.nbytes for tensor in handed.tensors) == norms + (manifest.total_bytes - norms) // layout.engine
+    else:
+        assert gathered == sum(tensor.nbytes for tensor in manifest.tensors) // layout.tensor
