@@ -228,18 +228,23 @@ class SharedMemoryEngine(_Reloading):
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
         """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all; found out once, by
-        loading weights without values. What the model has is as before."""
-        assert self._receiver is not None, "vLLM initialises an engine before it uses it"
+        loading weights without values. What the model has is as before. Never an error, of which vLLM would hear from one rank alone."""
         if self._slices_read is None:
-            self._slices_read = self._look_on(self._receiver.manifest.tensors)
+            try:
+                self._slices_read = self._look_on(self._receiver.manifest.tensors if self._receiver is not None else ())
+            except Exception as error:
+                model = type(self.model).__name__
+                logger.warning("what vLLM's loaders of %s read was not found out, and weights come whole: %s", model, error)
+                self._slices_read = {}
         return runtime_on(self.device).identity(), {name: where.plain() for name, where in self._slices_read.items()}
 
     def _look_on(self, tensors: Sequence[TensorInfo]) -> dict[str, Slice]:
+        """The slices that the model's loaders read."""
         self._abandon()
         notes = {info.name: Reads() for info in tensors}
         left = list(tensors)
-        initialize_layerwise_reload(self.model)
         try:
+            initialize_layerwise_reload(self.model)
             while left:
                 given: list[TensorInfo] = []
                 try:
@@ -251,10 +256,7 @@ class SharedMemoryEngine(_Reloading):
                     logger.info("%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error)
                     for info in given[-2:]:
                         notes.pop(info.name, None)
-                left = left[len(given) :] if len(given) < len(left) else []
-        except Exception as error:
-            logger.warning("vLLM's loaders of %s could not be looked at, which takes whole weights: %s", type(self.model).__name__, error)
-            return {}
+                left = left[len(given) :] if given else []
         finally:
             self._abandon()
         found = {info.name: notes[info.name].slice_of(info.shape) for info in tensors if info.name in notes}
@@ -277,7 +279,8 @@ class SharedMemoryEngine(_Reloading):
             self._wholes = {name: (where, whole) for name, where, whole in self._slices.manifest.slices}
 
     def _end_slices(self) -> None:
-        self._latest, self._wholes = None, {}
+        self._latest = None
+        self._wholes: dict[str, tuple[Slice, tuple[int, ...]]] = {}
         if self._slices is not None:
             self._slices.close()
             self._slices = None
