@@ -361,7 +361,10 @@ BREAKS: Mapping[str, Break] = {
         ("unit/test_residual_norm.py",),
     ),
     "megatron: the gradient of a sum goes by way of its norm alone": Break(
-        "megarl/models/megatron/residual_norm.py", ".mean(-1, keepdim=True)) + of_total", ".mean(-1, keepdim=True))", ("unit/test_residual_norm.py",)
+        "megarl/models/megatron/residual_norm.py",
+        ".mean(-1, keepdim=True)) + of_total",
+        ".mean(-1, keepdim=True))",
+        ("unit/test_residual_norm.py",),
     ),
     "megatron: a Transformer Engine that fails stays in the way": Break(
         "megarl/models/megatron/transformer_engine.py",

@@ -352,7 +352,9 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
         "posted_bytes": Metric.of("bytes that a rank writes into its mailbox", [posted]),
         "sliced_weights": Metric.of("weights that a rank hands over as slices", [len(handed.slices)]),
         "gathered_bytes": Metric.of("bytes of weights that a rank gets from other ranks", [gathered]),
-        "gathered_bytes_whole": Metric.of("such bytes where engines take whole weights", [manifest.total_bytes * (layout.tensor - 1) // layout.tensor]),
+        "gathered_bytes_whole": Metric.of(
+            "such bytes where engines take whole weights", [manifest.total_bytes * (layout.tensor - 1) // layout.tensor]
+        ),
         "handed_bytes": Metric.of("bytes of weights that a rank hands over on its device", [handed.total_bytes]),
         "handed_bytes_whole": Metric.of("such bytes where engines take whole weights", [manifest.total_bytes]),
     }

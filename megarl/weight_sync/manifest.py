@@ -121,7 +121,8 @@ class Manifest:
         if unknown or self.slices:
             raise RefitError(f"a slice of {min(unknown) if unknown else 'slices'} was asked for, which the policy does not send whole")
         tensors = [
-            replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape)) if tensor.name in slices else tensor for tensor in self.tensors
+            replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape)) if tensor.name in slices else tensor
+            for tensor in self.tensors
         ]
         chosen = [(tensor.name, slices[tensor.name], tensor.shape) for tensor in self.tensors if tensor.name in slices]
         return Manifest(tuple(tensors), tuple(chosen))

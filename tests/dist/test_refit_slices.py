@@ -99,7 +99,13 @@ def test_experts_that_are_cut_alike_come_as_slices_and_divided_ones_whole(pool: 
 
 # heads of queries and of keys, vocabulary, ranks, and the modules that are cut alike
 SIZES: dict[str, tuple[int, int, int, int, set[str]]] = {
-    "as-many-heads": (6, 6, 128, 2, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"}),
+    "as-many-heads": (
+        6,
+        6,
+        128,
+        2,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"},
+    ),
     "grouped": (12, 3, 192, 3, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"}),
     # two ranks read one key head, which Megatron-Core cuts in two
     "fewer-key-heads": (8, 2, 101, 4, {"o_proj", "gate_proj", "up_proj", "down_proj"}),

@@ -136,7 +136,11 @@ def test_slices_are_agreed_on_once_and_anew_with_other_engines() -> None:
     ours, theirs = workers_of(policy, generation)
     for _ in range(3):
         refit_policy_generation(policy, generation, colocated_inference=True)
-    asked = lambda: (ours.calls["send_slices"], ours.calls["mailbox"], *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet")))  # noqa: E731
+    asked = lambda: (
+        ours.calls["send_slices"],
+        ours.calls["mailbox"],
+        *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet")),
+    )  # noqa: E731
     assert asked() == (1, 1, 1, 1, 1)
     assert generation.slices_wanted() == WantedSlices(SLICES, {device(rank): rank % 4 for rank in range(8)})
     generation._start = lambda: theirs  # type: ignore[assignment,return-value]

@@ -181,9 +181,7 @@ class _Bucket:
         own: rank whose shards suffice, and what is read of them; None where all ranks' shards are gathered.
     """
 
-    def __init__(
-        self, entries: Sequence[_Entry], ranks: int, architecture: Architecture, own: tuple[int, Slices] | None = None
-    ) -> None:
+    def __init__(self, entries: Sequence[_Entry], ranks: int, architecture: Architecture, own: tuple[int, Slices] | None = None) -> None:
         self.first = entries[0]
         self.ranks = ranks if own is None else 1
         self.of_expert = is_expert(self.first.rule.megatron_name)
@@ -309,8 +307,12 @@ class WeightStream:
         of_expert = engine_ranks([(tensor, engine) for _, tensor, engine in everybody], self._experts.tensor_size)
         if self._experts.model_size > 1:
             of_expert = []
-        alike = [self._is_cut_alike(entry, wanted, of_expert if is_expert(entry.rule.megatron_name) else of_tensor) for entry in self._entries]
-        names = [part.name for entry, own in zip(self._entries, alike, strict=True) if own and entry.rule.emits for part in entry.rule.parts]
+        alike = [
+            self._is_cut_alike(entry, wanted, of_expert if is_expert(entry.rule.megatron_name) else of_tensor) for entry in self._entries
+        ]
+        names = [
+            part.name for entry, own in zip(self._entries, alike, strict=True) if own and entry.rule.emits for part in entry.rule.parts
+        ]
         slices = {name: wanted[beside][name] for name in names if name in wanted[beside]}
         pairs = list(zip(self._entries, alike, strict=True))
         runs = (list(run) for _, run in itertools.groupby(pairs, key=lambda pair: (*self._ranks_of(pair[0]), pair[1])))
