@@ -12,8 +12,8 @@ from benchmarks.cases import messages
 from benchmarks.cases.messages import CALLS, LAYOUTS, LIFE, VERSION, Workers, counted, device, driver_of, manifest_of, moved, slices_read
 from megarl.algorithms.refit import refit_policy_generation
 from megarl.errors import RefitError
-from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.engine.worker import EngineWorker
+from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from megarl.patched import patched
 from megarl.weight_sync.manifest import Manifest
@@ -136,11 +136,10 @@ def test_slices_are_agreed_on_once_and_anew_with_other_engines() -> None:
     ours, theirs = workers_of(policy, generation)
     for _ in range(3):
         refit_policy_generation(policy, generation, colocated_inference=True)
-    asked = lambda: (
-        ours.calls["send_slices"],
-        ours.calls["mailbox"],
-        *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet")),
-    )  # noqa: E731
+
+    def asked() -> tuple[int, ...]:
+        return ours.calls["send_slices"], ours.calls["mailbox"], *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet"))
+
     assert asked() == (1, 1, 1, 1, 1)
     assert generation.slices_wanted() == WantedSlices(SLICES, {device(rank): rank % 4 for rank in range(8)})
     generation._start = lambda: theirs  # type: ignore[assignment,return-value]

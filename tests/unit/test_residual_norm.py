@@ -1,4 +1,4 @@
-"""Residual and norm in one operation: the numbers and gradients of the two, and the norm taken only where it is that of the tensor at hand."""
+"""Residual and norm in one operation: numbers and gradients of the two, and the norm taken only where it is that of the tensor at hand."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Without Transformer Engine the sum and the norm are operations of their own, and in the backward pass the norm's, and the addition of the
 gradients of both readers of the sum. Together they are one operation forward and one backward, compiled by ``torch.compile`` on a CUDA
-device. Megatron-Core's layers stay as they are: in the place of a layer's function for "bias, dropout and add" stands one that makes the norm
-of the sum as well, and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very tensor. Where
-anything stands between the two (recomputation, the end of a pipeline stage) the norm computes its own.
+device. Megatron-Core's layers stay as they are: in the place of a layer's function for "bias, dropout and add" stands one that makes the
+norm of the sum as well, and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very tensor.
+Where anything stands between the two (recomputation, the end of a pipeline stage) the norm computes its own.
 
 The sum is rounded to the layers' dtype; of a compiled sum the norm may be that of the unrounded one. Not run on a GPU yet.
 """

@@ -307,14 +307,12 @@ class WeightStream:
         of_expert = engine_ranks([(tensor, engine) for _, tensor, engine in everybody], self._experts.tensor_size)
         if self._experts.model_size > 1:
             of_expert = []
-        alike = [
-            self._is_cut_alike(entry, wanted, of_expert if is_expert(entry.rule.megatron_name) else of_tensor) for entry in self._entries
-        ]
-        names = [
-            part.name for entry, own in zip(self._entries, alike, strict=True) if own and entry.rule.emits for part in entry.rule.parts
-        ]
-        slices = {name: wanted[beside][name] for name in names if name in wanted[beside]}
-        pairs = list(zip(self._entries, alike, strict=True))
+        pairs = []
+        for entry in self._entries:
+            engines = of_expert if is_expert(entry.rule.megatron_name) else of_tensor
+            pairs.append((entry, self._is_cut_alike(entry, wanted, engines)))
+        names = {part.name for entry, own in pairs if own and entry.rule.emits for part in entry.rule.parts}
+        slices = {name: where for name, where in wanted[beside].items() if name in names}
         runs = (list(run) for _, run in itertools.groupby(pairs, key=lambda pair: (*self._ranks_of(pair[0]), pair[1])))
         buckets = itertools.chain.from_iterable(in_buckets(run, self._bytes_in_stream, self._bucket_bytes) for run in runs)
         self._sliced = [self._bucket([entry for entry, _ in bucket], slices if bucket[0][1] else None) for bucket in buckets]
