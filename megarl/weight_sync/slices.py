@@ -250,8 +250,14 @@ def _changes_in_place(name: str) -> bool:
 
 
 def _as_meta(value: Any) -> Any:
-    """``value`` with the meta tensors that its partial weights are."""
-    return tree_map(lambda one: one.as_subclass(torch.Tensor) if isinstance(one, PartialWeight) else one, value)
+    """``value`` with the meta tensors that its partial weights are, on their device: who moves a weight reads it when it is there."""
+
+    def on_meta(one: Any) -> Any:
+        if isinstance(one, torch.device):
+            return torch.device("meta")
+        return one.as_subclass(torch.Tensor) if isinstance(one, PartialWeight) else one
+
+    return tree_map(on_meta, value)
 
 
 def _as_values(value: Any) -> Any:

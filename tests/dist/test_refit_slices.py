@@ -117,7 +117,7 @@ def test_slices_out_of_one_shard_are_those_of_the_whole_weight(tmp_path: Path, s
     heads, key_heads, vocabulary, ranks, alike = SIZES[sizes]
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=36,
+        hidden_size=72,
         intermediate_size=ranks * 5,
         num_hidden_layers=1,
         num_attention_heads=heads,

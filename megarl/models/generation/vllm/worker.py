@@ -379,7 +379,7 @@ def _check_heads_on_a_cpu(model: str) -> None:
 
 
 def _check_runner_on_a_cpu() -> None:
-    """Refuse vLLM's newer model runner where it cannot run: it would start, and break off at the first answer.
+    """Refuse vLLM's newer model runner where vLLM itself would not say how to go on ("Model Runner V2 requires Triton.").
 
     Raises:
         ConfigError: it is asked for, and there is no Triton for CPUs, whose kernels it prepares batches with.
