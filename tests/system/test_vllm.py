@@ -465,9 +465,9 @@ def test_ranks_of_an_engine_take_their_slices_with_the_bits_of_whole_weights(loc
         assert generation._sliced == ()
         whole = generation.generate(seeded, greedy=False)
         assert sliced.keys() == whole.keys() and all(torch.equal(sliced[name], whole[name]) for name in whole)
-        answers.append(rows_of(whole))
+        answers.append(whole["logprobs"])
         refit.stale = True
-    assert answers[0] != answers[1]
+    assert not torch.equal(*answers)
     assert generation.shutdown() and policy.shutdown()
 
 
