@@ -150,11 +150,11 @@ def test_the_next_reload_fills_a_model_in_which_one_broke_off(engine: Any, monke
 
 
 def half(dim: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """The loader of the second of two ranks."""
+    """The loader of the second of two ranks; its first argument is called as vLLM's reload calls it."""
 
-    def load(parameter: torch.Tensor, weight: torch.Tensor) -> None:
-        size = parameter.shape[dim]
-        parameter.data.copy_(weight.narrow(dim, size, size))
+    def load(param: torch.Tensor, weight: torch.Tensor) -> None:
+        size = param.shape[dim]
+        param.data.copy_(weight.narrow(dim, size, size))
 
     return load
 
