@@ -225,6 +225,7 @@ class SharedMemoryEngine(_Reloading):
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
         self._slices_read: dict[str, Slice] | None = None
+        self._wholes: dict[str, tuple[Slice, tuple[int, ...]]] = {}
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
         """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all; found out once, by
@@ -280,7 +281,7 @@ class SharedMemoryEngine(_Reloading):
 
     def _end_slices(self) -> None:
         self._latest = None
-        self._wholes: dict[str, tuple[Slice, tuple[int, ...]]] = {}
+        self._wholes = {}
         if self._slices is not None:
             self._slices.close()
             self._slices = None
