@@ -230,6 +230,12 @@ def device(rank: int) -> str:
     return f"GPU-{rank:036d}"
 
 
+def _sent(rank: int, names: list[str]) -> list[str] | str:
+    from megarl.weight_sync.slices import names_digest
+
+    return names_digest(names) if rank else names
+
+
 def driver_of(
     manifest: Manifest, ranks: int, engines: int, engine_ranks: int, slices: Sequence[Mapping[str, Slice]] = ()
 ) -> tuple[Policy, VllmGeneration]:
@@ -244,7 +250,7 @@ def driver_of(
         {
             "prepare_refit_info": lambda rank, first_rank_only=False: manifest.description() if not (first_rank_only and rank) else {},
             "mailbox": lambda rank: {device(rank): {"memory": _MEMORY, "on_gpu": True}},
-            "send_slices": lambda rank, wanted: [] if wanted is None else list(slices[0]),
+            "send_slices": lambda rank, wanted, first_rank_only: _sent(rank, [] if wanted is None else list(slices[0])),
             "begin_refit": lambda rank: room(manifest),
             "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count)},
         },

@@ -10,6 +10,7 @@ come from the part, and whoever wants others gets an error, never other numbers.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,11 @@ class WantedSlices:
 
     ranks: tuple[Slices, ...]
     devices: Mapping[str, int]
+
+
+def names_digest(names: Sequence[str]) -> str:
+    """SHA-256 over names and their order, in hexadecimal."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 class Reads:

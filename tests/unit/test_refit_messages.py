@@ -17,7 +17,7 @@ from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from megarl.patched import patched
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.slices import Slice, WantedSlices
+from megarl.weight_sync.slices import Slice, WantedSlices, names_digest
 
 WEIGHTS = Manifest.from_description({f"layer.{number}": ((64, 64), torch.bfloat16) for number in range(40)})
 OF_WEIGHTS = 64 * 64 * 2
@@ -167,7 +167,7 @@ def test_engines_that_read_different_slices_and_those_of_one_rank_get_whole_weig
 def test_ranks_that_chose_different_slices_are_a_defect() -> None:
     policy, generation = driver_of(WEIGHTS, 8, 2, 4, SLICES)
     ours = workers_of(policy, generation)[0]
-    ours.answers = {**ours.answers, "send_slices": lambda rank, wanted: ["layer.3"] if rank else []}
+    ours.answers = {**ours.answers, "send_slices": lambda rank, **options: names_digest(["layer.3"]) if rank else []}
     with pytest.raises(RefitError, match="ranks of the policy chose different weights to send as slices"):
         policy.send_slices(generation.slices_wanted())
 

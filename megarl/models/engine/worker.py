@@ -39,7 +39,7 @@ from megarl.weight_sync.colocated import SlicesHere, WeightSender
 from megarl.weight_sync.ipc_buffer import host_identity
 from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
 from megarl.weight_sync.rendezvous import Rendezvous
-from megarl.weight_sync.slices import WantedSlices
+from megarl.weight_sync.slices import WantedSlices, names_digest
 from megarl.weight_sync.transfer_group import TransferGroup
 
 
@@ -387,15 +387,21 @@ class EngineWorker(ABC):
         self.prepare_refit_info()
         return self._handing.mailbox()
 
-    def send_slices(self, wanted: WantedSlices | None) -> list[str]:
+    def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
         """From now on hand to each rank of an engine its slice of the weights of which no rank needs another's shard. Collective.
 
         Args:
             wanted: what the ranks of the engines read; None where they take whole weights.
+            first_rank_only: the other ranks give a digest.
 
         Returns:
-            The names of the weights that go as slices, the same on all ranks; mailboxes are others where there are any.
+            The names of the weights that go as slices, the same on all ranks, or ``names_digest`` of them; mailboxes are others where there
+            are any.
         """
+        names = self._sent_as_slices(wanted)
+        return names_digest(names) if first_rank_only and dist.get_rank() else names
+
+    def _sent_as_slices(self, wanted: WantedSlices | None) -> list[str]:
         self.prepare_refit_info()
         if self._handing is not self._sender:
             self._handing.close()

@@ -36,7 +36,7 @@ from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 from megarl.throughput.peaks import known_peak
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.slices import WantedSlices
+from megarl.weight_sync.slices import WantedSlices, names_digest
 
 if TYPE_CHECKING:
     import ray
@@ -392,10 +392,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """
         if wanted != self._wanted_slices:
             self.__dict__.pop("mailboxes", None)
-            answers = self._results("send_slices", wanted=wanted)
-            if any(answer != answers[0] for answer in answers):
+            # from thousands of ranks one number comes in the place of hundreds of names
+            first, *others = self._results("send_slices", wanted=wanted, first_rank_only=True)
+            if any(other != names_digest(first) for other in others):
                 raise RefitError("ranks of the policy chose different weights to send as slices: this is a defect of megarl, report it")
-            self._wanted_slices, self._sliced_names = wanted, answers[0]
+            self._wanted_slices, self._sliced_names = wanted, first
         return self._sliced_names
 
     @functools.cached_property
