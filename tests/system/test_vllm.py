@@ -486,12 +486,13 @@ def test_the_newer_model_runner_is_refused_without_a_triton_for_cpus(local_ray: 
 
 @slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
-def test_both_model_runners_are_refitted_and_answer_what_transformers_answers(tmp_path: Path, newer: bool) -> None:
-    """The kernels of the newer one run in Triton's interpreter (``tests/system/newer_runner.py``)."""
-    changes = {"VLLM_USE_V2_MODEL_RUNNER": str(int(newer)), "TRITON_INTERPRET": "1", "MEGARL_DEVICE": "cpu"}
+@pytest.mark.parametrize("runner", ["newer", "older"])
+def test_both_model_runners_are_refitted_and_answer_what_transformers_answers(tmp_path: Path, runner: str) -> None:
+    """The kernels of the newer one run in Triton's interpreter (``tests/system/model_runners.py``)."""
+    newer = runner == "newer"
+    changes = {"VLLM_USE_V2_MODEL_RUNNER": str(int(newer)), "TRITON_INTERPRET": str(int(newer)), "MEGARL_DEVICE": "cpu"}
     changes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "tests.system.newer_runner", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.system.model_runners", str(tmp_path), runner]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], env={**env.snapshot(), **changes}, capture_output=True, text=True, check=False, timeout=400
     )

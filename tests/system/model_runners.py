@@ -1,4 +1,4 @@
-"""A program: vLLM's newer model runner on a CPU, refitted twice, with the kernels that prepare its batches in Triton's interpreter.
+"""A program: either of vLLM's model runners on a CPU, refitted twice; the newer one with its kernels in Triton's interpreter.
 
 vLLM's build for CPUs has the runner, and takes Triton for its kernels only with a backend for CPUs, of which there is no package. The
 interpreter needs no backend, so the name of one is enough.
@@ -66,8 +66,9 @@ def scores(directory: Path, output: Any) -> torch.Tensor:
     return found
 
 
-def main(directory: Path) -> None:
-    pretend_a_backend()
+def main(directory: Path, *, newer: bool) -> None:
+    if newer:
+        pretend_a_backend()
     model = dense_model(directory / "model", intermediate_size=112, num_hidden_layers=2, initializer_range=0.2)
     engine = make_engine(model)
     seeded: BatchedDataDict[Any] = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([5, 6, 7])})
@@ -89,4 +90,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), newer=sys.argv[2] == "newer")
