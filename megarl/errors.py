@@ -77,6 +77,10 @@ class CheckpointError(MegarlError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the run that wants to load it."""
 
 
+class StorageError(CheckpointError):
+    """The storage did not give what a file holds, at any of several tries. The file may be whole."""
+
+
 class UnusableCheckpointError(CheckpointError):
     """A checkpoint that nothing can go on from: damaged, of another run, or one whose loading could run code."""
 
@@ -85,6 +89,26 @@ class UnusableCheckpointError(CheckpointError):
 
 class StateError(MegarlError, RuntimeError):
     """A method was called in a state that does not allow it, for example training while the optimizer is offloaded."""
+
+
+TRAINING, LOGPROB = "training", "log-probability"
+"""Kinds of passes over a model."""
+
+
+class MicroBatchMemoryError(MegarlError, MemoryError):
+    """A micro-batch has no room beside the model. No weight was changed by it.
+
+    Attributes:
+        kind: of the pass: ``training`` or ``log-probability``.
+        figures: ``rows``, ``tokens``, ``positions``, ``peak_gib`` and ``limit_gib`` of it.
+        may_go_on_smaller: the configuration wants it in two parts, and it has more than one row.
+    """
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.figures: dict[str, float] = {}
+        self.may_go_on_smaller = False
 
 
 class GenerationError(MegarlError, RuntimeError):
@@ -138,4 +162,6 @@ class MissingNodesError(ClusterError):
 
 
 class DeadlineError(MegarlError, TimeoutError):
-    """A phase did not finish within its deadline."""
+    """A phase did not finish within its deadline. What the workers hold is useless; another start goes on from a checkpoint."""
+
+    exit_code = 4

@@ -30,6 +30,7 @@ from megarl.config.report import WIDTH, layout_table, validation_table
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validation_sets import SetPlan, set_plans
+from megarl.distributed.deadlines import validating
 from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
 from megarl.observe.timing import PhaseTimer
 
@@ -121,7 +122,8 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         collector = Collector(policy, tokenizer, environment, PhaseTimer(), stop_token_ids, refit)
         size = own_section(config).get("val_batch_size")
         begun = time.monotonic()
-        validated = tuple(answer_set(collector, each, size) for each in validation_sets(config, dataset))
+        with validating():
+            validated = tuple(answer_set(collector, each, size) for each in validation_sets(config, dataset))
         return Evaluation(validated, time.monotonic() - begun)
 
 

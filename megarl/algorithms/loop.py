@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.stopping import StopRequest
+from megarl.distributed.deadlines import at_step, validating
 from megarl.errors import StateError
 from megarl.observe.timing import STEP_SECONDS
 
@@ -104,28 +105,44 @@ def run_loop(
     for step in range(first_step + 1, schedule.total_steps + 1):
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             return step - 1
+        if checkpoints is not None:
+            checkpoints.settle()
         begun = time.monotonic()
         if profiler is not None:
             profiler.begin(step)
-        train = algorithm.step(step)
-        if profiler is not None:
-            profiler.end(step)
-        validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
+        with at_step(step):
+            train = algorithm.step(step)
+            if profiler is not None:
+                profiler.end(step)
+            validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
         done = time.monotonic()
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
         # a step that was skipped has not all of them
         if checkpoints is not None and not train.get("skipped_steps"):
             checkpoints.require_metric(metrics)
         saves = checkpoints is not None and (checkpoints.due(step, schedule.total_steps) or stop.reason is not None)
-        with ExitStack() as around_report:
+        with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
-                around_report.enter_context(checkpoints.saving(step, algorithm.sampler.state(), metrics))
+                around_report.enter_context(
+                    checkpoints.saving(
+                        step,
+                        algorithm.sampler.state(),
+                        metrics,
+                        lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
+                    )
+                )
             reporting.report(step, train, validation)
         if saves:
-            stop.check_notice(done - begun, time.monotonic() - done)
+            assert checkpoints is not None
+            stop.check_notice(done - begun, max(time.monotonic() - done, checkpoints.seconds[0]))
             if stop.reason is not None:
-                return step
+                checkpoints.settle(wait=True, is_last=lambda: True)
+                # asked right after a save that failed: one more step is saved
+                if not checkpoints.failed:
+                    return step
+    if checkpoints is not None:
+        checkpoints.settle(wait=True, is_last=lambda: True)
     return max(schedule.total_steps, first_step)
 
 
@@ -137,7 +154,7 @@ def total_steps(max_num_steps: int, max_num_epochs: int | None, num_records: int
 
 
 def _validate(algorithm: Algorithm, reporting: Reporting) -> dict[str, float]:
-    with reporting.timer.phase("validation"):
+    with validating(), reporting.timer.phase("validation"):
         return algorithm.validate()
 
 

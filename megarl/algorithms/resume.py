@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megarl.checkpoint.atomic import write_json_atomic
+from megarl.checkpoint.background import BackgroundWrite, free_memory, take_memory
 from megarl.checkpoint.manager import CONFIG_NAME
+from megarl.checkpoint.storage import said_of_space
 from megarl.config.resume_changes import check_changes
-from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
+from megarl.errors import (
+    LOGPROB,
+    TRAINING,
+    CheckpointError,
+    ConfigError,
+    MicroBatchMemoryError,
+    UnusableCheckpointError,
+    Violation,
+    WorkerLostError,
+)
 from megarl.observe.redact import redacted
 
 if TYPE_CHECKING:
@@ -112,6 +126,83 @@ def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
         logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
 
 
+SMALLER_FILE = "smaller_micro_batches.json"
+"""Below the run's directory: how often micro-batches are halved, by the kind of pass. Left by a launch that had no room for them."""
+_SIZES = {TRAINING: ("train_micro_batch_size", "train_mb_tokens"), LOGPROB: ("logprob_batch_size", "logprob_mb_tokens")}
+
+
+def with_smaller_micro_batches(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """The configuration with micro-batches that have room, as earlier launches of the run found. No loss or gradient depends on their size.
+
+    Args:
+        config: of the run, checked.
+        run_dir: its directory.
+    """
+    policy = dict(config["policy"])
+    for kind, times in _halvings(run_dir).items():
+        rows, tokens = _SIZES[kind]
+        for _ in range(times):
+            policy[rows] = _smaller(policy[rows])
+            for way in ("dynamic_batching", "sequence_packing"):
+                if policy[way].get(tokens) is not None:
+                    policy[way] = {**policy[way], tokens: max(policy[way][tokens] // 2, policy["max_total_sequence_length"])}
+        logger.warning(
+            "micro-batches of %s passes are halved %d times: a launch before had no room for them (%s)", kind, times, SMALLER_FILE
+        )
+    return {**config, "policy": policy}
+
+
+def _smaller(rows: int) -> int:
+    """The largest divisor of a number of rows that is at most half of it, so that it divides what that divides; 1 of 1."""
+    return next((size for size in range(rows // 2, 0, -1) if rows % size == 0), 1)
+
+
+def note_smaller_micro_batches(error: MicroBatchMemoryError, run_dir: Path) -> None:
+    """Have the next launch begin with smaller micro-batches where one had no room, and the error say so by its exit code; nothing where
+    that is not wanted, or they cannot be smaller."""
+    if not error.may_go_on_smaller:
+        return
+    halvings = _halvings(run_dir)
+    write_json_atomic(run_dir / SMALLER_FILE, {**halvings, error.kind: halvings.get(error.kind, 0) + 1})
+    error.exit_code = WorkerLostError.exit_code
+    logger.warning("the next start goes on from the last checkpoint with smaller micro-batches of %s passes", error.kind)
+
+
+def _halvings(run_dir: Path) -> dict[str, int]:
+    """How often micro-batches are halved, by the kind of pass.
+
+    Raises:
+        ConfigError: the file has something else.
+    """
+    path = run_dir / SMALLER_FILE
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Fix: remove it; micro-batches are as configured then") from error
+    if not isinstance(found, dict) or not all(
+        kind in _SIZES and isinstance(times, int) and 0 < times < 32 for kind, times in found.items()
+    ):
+        raise ConfigError(f"{path} has {found!r}, expected numbers of halvings by {', '.join(_SIZES)}. Fix: remove it")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInFlight:
+    """A checkpoint that is being written while training goes on.
+
+    Attributes:
+        step: finished steps.
+        path: its temporary directory.
+        write: brings its files there.
+    """
+
+    step: int
+    path: Path
+    write: BackgroundWrite
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointWriter:
     """Writes the checkpoints of a run.
@@ -123,6 +214,13 @@ class CheckpointWriter:
         run_config: kept beside every checkpoint.
         committed: told the step of every checkpoint from which another start would go on.
         before_commit: called when all of a checkpoint is written but its name.
+        most_failed: so many saves in a row that fail end the run.
+        estimated_bytes: what a checkpoint takes, where none is there yet.
+        is_asynchronous: checkpoints are written by a process of its own while training goes on; at most one at a time.
+        longest_s: that it may take once it is waited for.
+        in_flight: the one that is being written.
+        seconds: that the last one of them took.
+        failed: steps whose checkpoints could not be written, since the last one that could.
         metric_notes: of ``require_metric``: whether a step has had the metric (``_HAD``), and whether its absence was said (``_TOLD``).
     """
 
@@ -132,6 +230,13 @@ class CheckpointWriter:
     run_config: Mapping[str, Any] = field(default_factory=dict)
     committed: Callable[[int], None] = lambda step: None
     before_commit: Callable[[], None] = lambda: None
+    most_failed: int = 1
+    estimated_bytes: int = 0
+    is_asynchronous: bool = False
+    longest_s: float = 1800.0
+    in_flight: list[CheckpointInFlight] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0])
+    failed: list[int] = field(default_factory=list)
     metric_notes: set[str] = field(default_factory=set)
 
     def due(self, step: int, last_step: int) -> bool:
@@ -171,23 +276,125 @@ class CheckpointWriter:
         raise ConfigError([Violation("checkpointing.metric_name", name, "this run has no such metric", f"write {' or '.join(alike)}")])
 
     @contextmanager
-    def saving(self, step: int, sampler_state: Mapping[str, Any], metrics: Mapping[str, float]) -> Iterator[None]:
+    def saving(
+        self, step: int, sampler_state: Mapping[str, Any], metrics: Mapping[str, float], is_last: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Write a checkpoint, run the block, then make the checkpoint visible.
 
         What the block leaves (the log of the step) so exists before anyone can resume after the step, and never without it.
+
+        A checkpoint that cannot be written is removed, with a warning, and the run goes on with the earlier ones.
+
+        Args:
+            step: finished steps.
+            sampler_state: where the data stand.
+            metrics: of the step.
+            is_last: asked where the checkpoint could not be written: whether no other one follows, so that going on would lose the step.
+
+        Raises:
+            CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could not.
         """
+        self.settle(wait=True)
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
-        path = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+        failure: CheckpointError | OSError | None = None
+        path: Path | None = None
+        memory = take_memory(self.manager.checkpoint_dir, self._needed_bytes()) if self.is_asynchronous and not is_last() else None
+        try:
+            path = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+            self._write_models(path if memory is None else memory)
+        except (CheckpointError, OSError) as error:
+            failure = error
+            self._discard(path)
+        yield
+        if failure is None and path is not None:
+            self.before_commit()
+            try:
+                if memory is not None:
+                    self.in_flight.append(CheckpointInFlight(step, path, BackgroundWrite(memory, path)))
+                    return
+                self.manager.finalize_checkpoint(path)
+            except (CheckpointError, OSError) as error:
+                failure = error
+                self._discard(path)
+        self._settled(step, failure, is_last)
+
+    def settle(self, *, wait: bool = False, is_last: Callable[[], bool] = lambda: False) -> None:
+        """Make the checkpoint visible that was written meanwhile, if there is one and it is through.
+
+        Args:
+            wait: until it is.
+            is_last: as for ``saving``.
+
+        Raises:
+            CheckpointError: as of ``saving``.
+        """
+        if not self.in_flight or not (wait or self.in_flight[0].write.has_ended()):
+            return
+        current, failure = self.in_flight.pop(), None
+        try:
+            self.seconds[0] = current.write.wait(self.longest_s)
+            self.manager.finalize_checkpoint(current.path, is_sealed=True)
+        except (CheckpointError, OSError) as error:
+            failure = error
+            self._discard(current.path)
+        self._settled(current.step, failure, is_last)
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """At the end of a run, for an ``ExitStack``: wait for the checkpoint that is being written, also where an error ends the run, and
+        forget it where the run is to end at once."""
+        if self.in_flight and not (error is None or isinstance(error, Exception)):
+            current = self.in_flight.pop()
+            current.write.abort()
+            self._discard(current.path)
+            return
+        try:
+            self.settle(wait=True)
+        except CheckpointError:
+            logger.exception("the checkpoint that was being written is lost")
+
+    def _settled(self, step: int, failure: CheckpointError | OSError | None, is_last: Callable[[], bool]) -> None:
+        """Count a checkpoint that is there, or is not."""
+        if failure is not None:
+            self._note_failure(step, failure, is_last())
+            return
+        self.failed.clear()
+        self.committed(step)
+
+    def _discard(self, path: Path | None) -> None:
+        """Remove what there is of a checkpoint, on the disk and in memory."""
+        free_memory(self.manager.checkpoint_dir)
+        if path is not None and path.exists():
+            self.manager.discard_tmp_checkpoint(path)
+
+    def _needed_bytes(self) -> int:
+        return self.manager.bytes_of_latest() or self.estimated_bytes
+
+    def _write_models(self, path: Path) -> None:
         for role, model in self.models.items():
             if role.directory is not None:
                 of_role = path / role.directory
                 model.save_checkpoint(
                     weights_path=str(of_role / WEIGHTS), optimizer_path=str(of_role / OPTIMIZER), tokenizer_path=str(of_role / TOKENIZER)
                 )
-        yield
-        self.before_commit()
-        self.manager.finalize_checkpoint(path)
-        self.committed(step)
+
+    def _note_failure(self, step: int, failure: CheckpointError | OSError, is_last: bool) -> None:
+        """Warn of a checkpoint that could not be written.
+
+        Raises:
+            CheckpointError: the run is not to go on without.
+        """
+        self.failed.append(step)
+        directory, latest = self.manager.checkpoint_dir, next((path.name for _, path in self.manager.checkpoints()), None)
+        space = said_of_space(directory, self._needed_bytes(), failure)
+        kept = "there is no earlier one" if latest is None else f"{latest} is the newest one"
+        what = f"the checkpoint of step {step} could not be written: {f'{space}. ' if space else ''}{failure}"
+        if not is_last and len(self.failed) < self.most_failed:
+            logger.warning("%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed)
+            return
+        why = "no other one follows" if is_last else f"{len(self.failed)} in a row, checkpointing.max_failed_saves = {self.most_failed}"
+        raise CheckpointError(
+            f"{what}; {kept}, and {why}. Fix: see to space and permissions in {directory}, and start again to go on from there"
+        ) from failure
 
 
 _OF_VALIDATION = ("val_", "validation/")

@@ -18,7 +18,14 @@ from megarl.algorithms.inputs import read_inputs, require_a_step_of_records
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
-from megarl.algorithms.resume import CheckpointWriter, ResumePoint, find_resume_point, report_changes
+from megarl.algorithms.resume import (
+    CheckpointWriter,
+    ResumePoint,
+    find_resume_point,
+    note_smaller_micro_batches,
+    report_changes,
+    with_smaller_micro_batches,
+)
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import check_engine, start_engines, start_policy, start_ray
 from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
@@ -26,13 +33,14 @@ from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
+from megarl.config.memory_run import checkpoint_bytes
 from megarl.config.model_facts import read_model_facts
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset
 from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
-from megarl.errors import ConfigError, Violation
+from megarl.errors import ConfigError, MicroBatchMemoryError, Violation
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
@@ -103,7 +111,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         reporting = _open_reporting(config, run_dir, schedule, start, stack)
         tell_worker_groups(config["profiler"])
-        models = {role: (make_policy or start_policy)(config, tokenizer, start, stack, role) for role in roles(config) if role.has_workers}
+        sized, make = with_smaller_micro_batches(config, run_dir), make_policy or start_policy
+        models = {role: make(sized, tokenizer, start, stack, role) for role in roles(config) if role.has_workers}
         policy = models[ACTOR]
         refit = start_engines(config, policy, stack)
         reporting = replace(reporting, memory=policy.memory_figures, throughput=_throughput(config, policy))
@@ -114,11 +123,17 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         )
         algorithm = algorithm_class(config["algorithm"])(parts)
         writer = _writer(manager, models, config, attempt, samples)
+        if writer is not None:
+            stack.push(writer.leave)
 
         reporting.console.start(start.step)
         with stop.deferred():
             profiler = StepProfiler(policy, config["profiler"], run_dir / PROFILES)
-            reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop, profiler)
+            try:
+                reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop, profiler)
+            except MicroBatchMemoryError as error:
+                note_smaller_micro_batches(error, run_dir)
+                raise
             profiler.close(reached)
         if reached < schedule.total_steps:
             return _stopped(reached, stop, reporting.console, writer is not None)
@@ -161,7 +176,21 @@ def _writer(
         return None
     save_period = config["checkpointing"]["save_period"]
     flush = samples.files.flush if samples is not None else lambda: None
-    return CheckpointWriter(manager, models, save_period, config, attempt.checkpoint_committed, flush)
+    written = sum(role.directory is not None for role in models)
+    facts = read_model_facts(config["policy"]["model_name"])
+    estimated = 0 if facts is None else written * checkpoint_bytes(config["policy"], facts)
+    return CheckpointWriter(
+        manager,
+        models,
+        save_period,
+        config,
+        attempt.checkpoint_committed,
+        flush,
+        most_failed=config["checkpointing"]["max_failed_saves"],
+        estimated_bytes=estimated,
+        is_asynchronous=config["checkpointing"]["async_save"],
+        longest_s=config["deadlines"]["save_s"],
+    )
 
 
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:

@@ -77,12 +77,21 @@ class SkippedBatches:
             logger.warning("step %d: no optimizer step was taken: %s; weights are as before", step, figures)
         if self.directory is None or not skipped:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if len(list(self.directory.glob("step_*.json"))) >= MOST_KEPT:
+        from safetensors import SafetensorError
+
+        try:
+            self._write(self.directory, batch, skipped, step, records)
+        except (OSError, SafetensorError) as error:
+            logger.warning("what was seen in step %d, and the rows, cannot be kept in %s: %s", step, self.directory, error)
+
+    @staticmethod
+    def _write(directory: Path, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        if len(list(directory.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted({row for found in skipped for row in _rows(found)})
         report = {"step": step, "skipped": _plain(skipped), "rows": rows, "records": [records[row] for row in rows]}
-        path = self.directory / f"step_{step}.json"
+        path = directory / f"step_{step}.json"
         path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         _write_rows(batch, rows, path.with_suffix(".safetensors"))
         logger.warning("what was seen, and the rows, are in %s and .safetensors beside it", path)

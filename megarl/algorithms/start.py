@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,6 +57,10 @@ def check_engine(config: Mapping[str, Any]) -> None:
         kind.check_installed()
 
 
+_ray_start = {"seconds": 0.0}
+"""What the start of Ray took of ``deadlines.init_s`` in this process."""
+
+
 def start_ray(stack: ExitStack) -> None:
     """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
 
@@ -68,6 +73,7 @@ def start_ray(stack: ExitStack) -> None:
 
     from megarl.distributed.ray_runtime import init_ray
 
+    begun = time.monotonic()
     # after Ray's own import: two threads that import take turns, and Ray's processes would start later
     importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
     importing.start()
@@ -75,6 +81,7 @@ def start_ray(stack: ExitStack) -> None:
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
             init_ray()
+            _ray_start["seconds"] = time.monotonic() - begun
     finally:
         importing.join()
 
@@ -131,6 +138,7 @@ def start_policy(
     start_ray(stack)
     import ray
 
+    from megarl.distributed.deadlines import PhaseDeadlines
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.policy.lm_policy import Policy
 
@@ -156,11 +164,18 @@ def start_policy(
         optimizer_path=_text(start.optimizer_path(role)) if trains else None,
         init_reference_model=trains and has_reference_policy(config),
         seed=config["seed"],
-        init_timeout_s=config["deadlines"]["init_s"],
-        call_timeout_s=max(config["deadlines"]["step_s"], config["deadlines"]["save_s"]),
+        init_timeout_s=_init_seconds(config["deadlines"], start),
+        deadlines=PhaseDeadlines.of(config["deadlines"]),
+        check_collectives=config["debug"]["collectives"],
     )
     stack.callback(policy.shutdown)
     return policy
+
+
+def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
+    """What building the workers may take; a resumed run reads a checkpoint besides."""
+    reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
+    return max(deadlines["init_s"] - _ray_start["seconds"], 1.0) + reading
 
 
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:

@@ -22,16 +22,16 @@ import yaml
 from megarl.checkpoint.atomic import (
     TEMPORARY_PREFIX,
     commit_directory,
-    fsync_directory,
-    fsync_tree,
     json_bytes,
     remove_directory,
     remove_tree,
     write_bytes_durably,
 )
+from megarl.checkpoint.background import free_memory, seal
 from megarl.checkpoint.lock import RunLock
-from megarl.checkpoint.manifest import verify, write_manifest
-from megarl.errors import CheckpointError
+from megarl.checkpoint.manifest import verify
+from megarl.checkpoint.storage import read_again, tree_bytes
+from megarl.errors import CheckpointError, StorageError
 from megarl.observe.redact import redacted
 
 INFO_NAME = "training_info.json"
@@ -70,7 +70,7 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / INFO_NAME
     try:
-        info = json.loads(path.read_bytes())
+        info = json.loads(read_again(path.read_bytes, str(path)))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Fix: resume from another checkpoint") from error
     if not isinstance(info, dict):
@@ -204,8 +204,12 @@ class CheckpointManager:
             raise self._failed(temporary, error) from error
         return temporary
 
-    def finalize_checkpoint(self, checkpoint_path: str | Path) -> Path:
+    def finalize_checkpoint(self, checkpoint_path: str | Path, *, is_sealed: bool = False) -> Path:
         """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old ones.
+
+        Args:
+            checkpoint_path: as ``init_tmp_checkpoint`` returned it.
+            is_sealed: its files are on the disk, and its manifest is written (``megarl.checkpoint.background``).
 
         Returns:
             Its final path ``step_N``.
@@ -217,9 +221,8 @@ class CheckpointManager:
         temporary = Path(checkpoint_path).absolute()
         step = self._step_of_temporary(temporary)
         try:
-            fsync_tree(temporary)
-            write_manifest(temporary)
-            fsync_directory(temporary)
+            if not is_sealed:
+                seal(temporary)
             final = self._commit(temporary, step)
         except (OSError, CheckpointError) as error:
             raise self._failed(temporary, error) from error
@@ -237,6 +240,10 @@ class CheckpointManager:
         self._step_of_temporary(temporary)
         remove_tree(temporary)
 
+    def bytes_of_latest(self) -> int | None:
+        """Bytes of the newest checkpoint; None where there is none."""
+        return next((tree_bytes(path) for _, path in self.checkpoints()), None)
+
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Delete what ``steps_to_keep`` does not keep.
 
@@ -248,6 +255,12 @@ class CheckpointManager:
         """
         if self.keep_top_k is None:
             return
+        try:
+            self._remove_old(exclude_latest)
+        except StorageError as error:
+            logger.warning("no checkpoint is removed this time: %s", error)
+
+    def _remove_old(self, exclude_latest: bool) -> None:
         whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not verify(path, hashes=False)])
         while whole and not self._is_trusted(whole[max(whole)]):
             del whole[max(whole)]
@@ -311,7 +324,10 @@ class CheckpointManager:
     def _whole(self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None) -> Iterator[Path]:
         """Those that are whole; what is wrong with another is logged, and left in ``damaged``."""
         for _, path in checkpoints:
-            problems = verify(path, self._verify_hashes)
+            try:
+                problems = verify(path, self._verify_hashes)
+            except StorageError as error:
+                raise StorageError(f"checkpoint {path}: {error}; or move it away to go on from an earlier one") from error
             if not problems:
                 yield path
             else:
@@ -372,7 +388,8 @@ class CheckpointManager:
         return final
 
     def _tidy(self) -> None:
-        """Remove what killed runs left unfinished and end the replacements they began."""
+        """Remove what killed runs left unfinished, also in memory, and end the replacements they began."""
+        free_memory(self.checkpoint_dir)
         for path in self.unfinished():
             logger.warning("removing unfinished %s", path)
             remove_tree(path)

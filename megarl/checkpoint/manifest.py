@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megarl.checkpoint.atomic import json_bytes, write_bytes_durably
-from megarl.errors import CheckpointError
+from megarl.checkpoint.storage import read_again
+from megarl.errors import CheckpointError, StorageError
 
 MANIFEST_NAME = "manifest.json"
 _VERSION = 1
@@ -54,14 +55,19 @@ def verify(root: str | Path, hashes: bool = True) -> list[str]:
 
     Returns:
         What is wrong, one sentence a problem; empty when the checkpoint is whole.
+
+    Raises:
+        StorageError: the storage fails, so that nobody knows.
     """
     directory = Path(root)
     try:
-        files = _read(directory)
+        files = read_again(lambda: _read(directory), str(directory / MANIFEST_NAME))
         problems = [problem for name, entry in files.items() if (problem := _check_size(directory, name, entry["size"]))]
         if problems or not hashes:
             return problems
         return [problem for problem in _parallel(lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)) if problem]
+    except StorageError:
+        raise
     except (OSError, CheckpointError) as error:
         return [str(error)]
 
@@ -96,7 +102,7 @@ def _check_size(root: Path, name: str, size: int) -> str | None:
     if not _is_inside(root, name):
         return f"{MANIFEST_NAME} names {name!r}, which is not a plain path inside the checkpoint"
     try:
-        status = path.lstat()
+        status = read_again(path.lstat, str(path))
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
@@ -106,7 +112,7 @@ def _check_size(root: Path, name: str, size: int) -> str | None:
 
 def _check_hash(root: Path, name: str, expected: str) -> str | None:
     try:
-        found = _hash(root / name)
+        found = read_again(lambda: _hash(root / name), str(root / name))
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return None if found == expected else f"{name} is damaged: {_ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."

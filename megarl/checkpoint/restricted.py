@@ -11,11 +11,14 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from converters.checkpoint.restricted import load_plain
 from converters.errors import ConversionError
 from converters.torch_dist.index import read_index
 from converters.torch_dist.location import INDEX_FILE as METADATA_FILE
+from megarl.checkpoint.storage import read_again
 from megarl.errors import UnusableCheckpointError
 from megarl.patched import patched
 
@@ -29,7 +32,7 @@ def read_plain(path: Path) -> dict[str, Any]:
         UnusableCheckpointError: the file is missing, damaged, or holds more than plain values.
     """
     try:
-        plain: dict[str, Any] = load_plain(path)
+        plain: dict[str, Any] = read_again(lambda: load_plain(path), str(path))
     except ConversionError as error:
         raise UnusableCheckpointError(str(error)) from error
     return plain
@@ -45,6 +48,14 @@ class RestrictedReader(dcp.FileSystemReader):
             UnusableCheckpointError: see ``read_plain_index``.
         """
         return _read_metadata(self)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As DCP's; once more where the storage fails for a moment.
+
+        Raises:
+            StorageError: it does not come back.
+        """
+        return _read_data(self, plan, planner)
 
 
 @contextlib.contextmanager
@@ -62,6 +73,7 @@ def restricted_loading() -> Iterator[None]:
 
     with patched(
         (dcp.FileSystemReader, "read_metadata", _read_metadata),
+        (dcp.FileSystemReader, "read_data", _read_data),
         (DefaultLoadPlanner, "load_bytes", load_plain_bytes),
     ):
         yield
@@ -75,9 +87,16 @@ def read_plain_index(directory: Path) -> Metadata:
         UnusableCheckpointError: it is missing, damaged, or names what no index needs.
     """
     try:
-        return read_index(directory)
+        return read_again(lambda: read_index(directory), str(directory / METADATA_FILE))
     except ConversionError as error:
         raise UnusableCheckpointError(str(error)) from error
+
+
+_dcp_read_data = dcp.FileSystemReader.read_data
+
+
+def _read_data(self: dcp.FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    return read_again(lambda: _dcp_read_data(self, plan, planner), str(self.path))
 
 
 def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:

@@ -40,6 +40,7 @@ ORDER = (
     "logger",
     "profiler",
     "deadlines",
+    "debug",
 )
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 

@@ -20,6 +20,7 @@ from megarl.config.sections import (
     Config,
     DataConfig,
     DeadlinesConfig,
+    DebugConfig,
     LoggerConfig,
     ProfilerConfig,
     SamplesConfig,
@@ -57,7 +58,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     """
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
-    run["deadlines"] = fill(_section(run, "deadlines"), defaults_of(DeadlinesConfig))
+    run["deadlines"] = _complete_deadlines(_section(run, "deadlines"))
     run["policy"] = complete_policy(_section(run, "policy"))
     for key, section in {**_SECTIONS, **built_in_sections(), **sections_of(run.get("algorithm"))}.items():
         if isinstance(run.get(key), dict):
@@ -67,10 +68,18 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["checkpointing"] = fill(_section(run, "checkpointing"), defaults_of(CheckpointingConfig))
     run["logger"] = fill(_section(run, "logger"), defaults_of(LoggerConfig))
     run["logger"]["samples"] = fill(_section(run["logger"], "samples"), defaults_of(SamplesConfig))
+    run["debug"] = fill(_section(run, "debug"), defaults_of(DebugConfig))
     run["profiler"] = fill(_section(run, "profiler"), defaults_of(ProfilerConfig))
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     return {key: run[key] for key in (*ORDER, *run) if key in run}
+
+
+def _complete_deadlines(section: Config) -> Config:
+    """Phases without a key of their own have that of a step, and reading a checkpoint that of writing one."""
+    filled = fill(section, defaults_of(DeadlinesConfig))
+    follow = {"logprobs_s": "step_s", "generate_s": "step_s", "refit_s": "step_s", "validate_s": "step_s", "load_s": "save_s"}
+    return fill(filled, {key: filled[other] for key, other in follow.items()})
 
 
 def complete_policy(policy: Mapping[str, Any]) -> Config:

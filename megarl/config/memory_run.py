@@ -117,7 +117,7 @@ def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
 def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory]) -> int:
     """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it takes the place of; optimizer
     state and weights while an engine on the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where
-    ranks run on a CPU, everything."""
+    ranks run on a CPU, everything. A checkpoint that is written while training goes on is not among it."""
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
     colocated = generation is not None and is_engine(generation["backend"]) and generation["colocated"]["enabled"]

@@ -159,6 +159,27 @@ class CheckpointingConfig(TypedDict):
             bool, Key("go on from a checkpoint although data, seed, batch or model are no longer what it was trained with.", default=False)
         ]
     ]
+    async_save: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "training goes on when a checkpoint lies in shared memory (/dev/shm), from where a process of its own writes it; the last "
+                "one, and one that has no room there, is written as without. On one node.",
+                default=False,
+            ),
+        ]
+    ]
+    max_failed_saves: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "a checkpoint that cannot be written, for want of space or for an error of the storage, is removed with a warning, and the "
+                "run goes on; so many in a row end it, and so does the last one of the run.",
+                AT_LEAST_1,
+                default=3,
+            ),
+        ]
+    ]
     export_hf: NotRequired[Annotated[bool, Key("write the final weights as a Hugging Face model too.", default=False)]]
 
 
@@ -252,11 +273,49 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """Deadlines config: how long a phase may take, in seconds; a phase that takes longer ends the run with an error."""
+    """Deadlines config: how long a phase may take, in seconds; a phase that takes longer ends the run with exit code 4, and with the stacks
+    of the workers. A phase has ``multiple`` times the slowest of its last ten, at least ``least_s`` and at most its own key; the first
+    time, of which nothing is measured, it has its own key."""
 
-    init_s: NotRequired[Annotated[float, Key("building all workers.", ABOVE_0, default=1800.0)]]
-    step_s: NotRequired[Annotated[float, Key("one phase of a step.", ABOVE_0, default=3600.0)]]
-    save_s: NotRequired[Annotated[float, Key("one checkpoint.", ABOVE_0, default=1800.0)]]
+    init_s: NotRequired[
+        Annotated[
+            float, Key("starting Ray and building all workers; reading a checkpoint has ``load_s`` besides.", ABOVE_0, default=1800.0)
+        ]
+    ]
+    step_s: NotRequired[Annotated[float, Key("training on the batch of a step, and whatever is no other phase.", ABOVE_0, default=3600.0)]]
+    logprobs_s: NotRequired[Annotated[float, Key("log-probabilities of the batch of a step; ``step_s`` when absent.", ABOVE_0)]]
+    generate_s: NotRequired[Annotated[float, Key("sampling the responses of a step; ``step_s`` when absent.", ABOVE_0)]]
+    save_s: NotRequired[Annotated[float, Key("one checkpoint, or the export.", ABOVE_0, default=1800.0)]]
+    load_s: NotRequired[Annotated[float, Key("reading a checkpoint; ``save_s`` when absent.", ABOVE_0)]]
+    refit_s: NotRequired[Annotated[float, Key("one part of handing the weights to the engines; ``step_s`` when absent.", ABOVE_0)]]
+    validate_s: NotRequired[Annotated[float, Key("one batch of a validation; ``step_s`` when absent.", ABOVE_0)]]
+    least_s: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "what a phase has at least once it was measured, unless its own key is less; and after so long without an answer somebody "
+                "looks whether a worker's process is stopped, which ends the run at once.",
+                ABOVE_0,
+                default=300.0,
+            ),
+        ]
+    ]
+    multiple: NotRequired[Annotated[float, Key("of the slowest of the last ten of a phase.", AT_LEAST_1, default=3.0)]]
+
+
+class DebugConfig(TypedDict):
+    """Means to find a fault of the program."""
+
+    collectives: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "compare operation, shape, dtype and number of every collective over the ranks of its group before it begins, and name the "
+                "ranks that differ; slow.",
+                default=False,
+            ),
+        ]
+    ]
 
 
 class ProfilerConfig(TypedDict):
@@ -308,6 +367,7 @@ class RunConfig(TypedDict):
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
     logger: NotRequired[Annotated[LoggerConfig, Key("where metrics go.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiles of some steps.")]]
+    debug: NotRequired[Annotated[DebugConfig, Key("means to find a fault of the program.")]]
     cluster: Annotated[ClusterConfig, Key("the machines.")]
 
 

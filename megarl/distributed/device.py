@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -129,6 +130,14 @@ class DeviceRuntime:
             return int(nvml.get_free_memory_bytes(self.device.index))
         except RuntimeError:
             return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def memory_limit(self) -> int:
+        """Memory that this process may have at most, bytes: all of a CUDA device, on a CPU the memory of the machine or less."""
+        if self.is_cuda:
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
     def has_room(self, size: int, left: float) -> bool:
         """Whether a CUDA device has ``size`` bytes, and beside them the share ``left`` of its memory, free for this process; on a CPU

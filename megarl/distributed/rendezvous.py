@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl import env
 from megarl.errors import ClusterError, DeadlineError, StateError
@@ -192,3 +192,34 @@ def _keep_gloo_on_loopback(address: str) -> None:
             if interface in {"lo", "lo0"}:
                 env.set_variables({"GLOO_SOCKET_IFNAME": interface})
                 return
+
+
+def compare_collectives() -> None:
+    """Have every group that is made from now on compare each collective over its ranks before it begins: operation, shape, dtype and how
+    many there were before. Where they differ, all ranks raise a RuntimeError that has what each of them calls. Call it on all ranks.
+
+    It is the debugging level DETAIL of ``torch.distributed``. Of sends and receives between two ranks it says nothing.
+    """
+    import torch.distributed as dist
+
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """Let all groups that this process belongs to wait so long for the other ranks in a collective.
+
+    Whoever makes a group without a thought of it gets 10 minutes with NCCL and 30 with gloo, as Megatron-Core and meshes of devices do.
+    """
+    from torch.distributed import distributed_c10d
+
+    timeout = datetime.timedelta(seconds=seconds)
+    for group in list(distributed_c10d._world.pg_map):
+        backends = {id(backend): backend for device in group._device_types if (backend := _innermost(group._get_backend(device)))}
+        for backend in backends.values():
+            backend._set_default_timeout(timeout)
+
+
+def _innermost(backend: Any) -> Any | None:
+    """The backend itself, also where ``compare_collectives`` has put something around it; None where it has no timeout."""
+    inner = getattr(backend, "wrapped_pg", backend)
+    return inner if hasattr(inner, "_set_default_timeout") else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import ray
 from ray import ObjectRefGenerator
 
+from megarl.distributed.deadlines import Call, PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.ray_runtime import forwarded_environment
 from megarl.distributed.rendezvous import Endpoint
@@ -35,7 +37,7 @@ from megarl.distributed.worker_group_utils import (
 )
 from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBuilder, WorkerSpec, kill_actor, start_workers
 from megarl.distributed.worker_places import WorkerPlace, place_workers
-from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
+from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results, kill_processes
 from megarl.distributed.worker_shell import WorkerHandle
 from megarl.errors import BatchError, ConfigError, MegarlError, StateError
 
@@ -89,6 +91,7 @@ class RayWorkerGroup:
         env_vars: environment of the workers; overrides what is forwarded from the driver, is overridden by ``configure_worker``.
         init_timeout_s: seconds until all constructors must have returned.
         call_timeout_s: default bound of ``get_all_worker_results``, in seconds.
+        deadlines: bounds by phase, in place of that one.
 
     Raises:
         ConfigError: (a ValueError) the places do not fit the cluster or the axes.
@@ -107,13 +110,14 @@ class RayWorkerGroup:
         *,
         init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S,
         call_timeout_s: float | None = DEFAULT_CALL_TIMEOUT_S,
+        deadlines: PhaseDeadlines | None = None,
     ) -> None:
         self._workers: list[WorkerHandle] = []
         self._endpoint: Endpoint | None = None
         self.cluster = cluster
         self.name_prefix = name_prefix
         self.sharding_annotations = sharding_annotations
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s, self._deadlines = call_timeout_s, deadlines
         self._before: list[str] = []
         self._calls = 0
         self._registry = WorkerRegistry()
@@ -124,7 +128,7 @@ class RayWorkerGroup:
         self._dp_leaders = _dp_leaders(places, sharding_annotations)
         specs = self._specs(places, dict(env_vars or {}))
         pending = start_workers(remote_worker_builder, specs, self._registry)
-        self._workers = pending.wait(init_timeout_s)
+        self._workers = pending.wait(init_timeout_s, None if deadlines is None else deadlines.look_s)
         self._endpoint = pending.endpoint
 
     def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
@@ -298,23 +302,35 @@ class RayWorkerGroup:
         generators themselves are returned at once instead.
 
         Args:
-            timeout_s: bound in seconds; None takes the group's ``call_timeout_s``.
+            timeout_s: bound in seconds; None takes the group's: that of the phase, from the beginning of the call on, or
+                ``call_timeout_s``.
 
         Raises:
             MegarlError, WorkerError, DeadlineError: see ``await_results``.
         """
         bundle = future_bundle if isinstance(future_bundle, MultiWorkerFuture) else MultiWorkerFuture(list(future_bundle))
-        deadline = Deadline(self._call_timeout_s if timeout_s is None else timeout_s)
-        what = f"call of {self.name_prefix or 'workers'}"
         has_generator = any(isinstance(future, ObjectRefGenerator) for future in bundle.futures)
+        call = next(filter(None, map(self._registry.call_of, [] if has_generator else bundle.futures)), None)
+        name = self.name_prefix or "workers"
+        what, deadline = f"call of {name}" if call is None else f"{call}, of {name}", self._deadline(call, timeout_s)
         if not has_generator:
-            return bundle.selected(await_results(bundle.futures, self._registry, what, deadline))
+            values = await_results(bundle.futures, self._registry, what, deadline)
+            self._registry.forget(bundle.futures)
+            if call is not None and self._deadlines is not None:
+                self._deadlines.took(call, time.monotonic() - call.begun)
+            return bundle.selected(values)
         if return_generators_as_proxies:
             return bundle.selected(bundle.futures)
         ends = [future.completed() if isinstance(future, ObjectRefGenerator) else future for future in bundle.futures]
         await_results(ends, self._registry, what, deadline)
         items = [list(future) if isinstance(future, ObjectRefGenerator) else [future] for future in bundle.selected(bundle.futures)]
         return await_results([item for worker_items in items for item in worker_items], self._registry, what, deadline)
+
+    def _deadline(self, call: Call | None, timeout_s: float | None) -> Deadline:
+        if timeout_s is None and self._deadlines is not None:
+            call = call or Call("", "")
+            return Deadline(self._deadlines.bound_s(call), begun=call.begun, look_s=self._deadlines.look_s)
+        return Deadline(self._call_timeout_s if timeout_s is None else timeout_s)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
         """End all workers. May be called more than once.
@@ -340,6 +356,8 @@ class RayWorkerGroup:
         _, alive = ray.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
         if alive:
             logger.warning("%d of %d workers of %r have not ended after %g s", len(alive), len(workers), self.name_prefix, _DEATH_WAIT_S)
+            # one that is stopped hears nothing of Ray
+            kill_processes([worker.process for worker, obituary in zip(workers, obituaries, strict=True) if obituary in alive])
         return clean
 
     def _clean_up(self, workers: Sequence[WorkerHandle], method: str, timeout: float) -> bool:
@@ -373,12 +391,14 @@ class RayWorkerGroup:
         return self._start(method, calls, before)
 
     def _start(self, method: str, calls: Sequence[WorkerCall], before: Sequence[str]) -> list[Any]:
-        shared = _share(calls)
-        started = []
+        shared, under_way = _share(calls), Call.of(method)
+        started: list[Any] = []
         for call in calls:
             kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
             remote = getattr(self._workers[call.worker], method)
             started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
+            if isinstance(started[-1], ray.ObjectRef):
+                self._registry.begin(under_way, started[-1])
         return started
 
 

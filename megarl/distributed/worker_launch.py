@@ -120,14 +120,18 @@ class PendingWorkers:
         self.endpoint: Endpoint | None = None
         self._options = [_ray_options(spec, ClassRequirements()) for spec in specs]
 
-    def wait(self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S) -> list[WorkerHandle]:
+    def wait(self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S, look_s: float | None = None) -> list[WorkerHandle]:
         """Handles of the constructed workers, by rank.
+
+        Args:
+            timeout_s: for all of it.
+            look_s: see ``Deadline``.
 
         Raises:
             MegarlError, WorkerError: a worker could not be made; see ``await_results``.
             DeadlineError: they were not ready after ``timeout_s`` seconds.
         """
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(timeout_s, look_s=look_s)
         try:
             processes, requirements = self._inspect(deadline)
             self.endpoint = endpoint = self._meet(deadline)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -15,10 +15,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.distributed.deadlines import Call
 from megarl.distributed.ray_nodes import lost_node_name
 from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
-from megarl.distributed.worker_stacks import read_stack
+from megarl.distributed.worker_stacks import STOPPED, ProcessLook, kill_worker, look_at
 from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError, WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ _ECHO_WAIT_S = 1.0
 _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
 _STACKS_WAIT_S = 20.0
+_SURE_AFTER_S = 1.0
+"""A debugger or a shell may stop a process for a moment."""
+_MOST_CALLS = 65_536
+_FETCH_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -40,22 +45,38 @@ _CONNECTION_WORDS = (
 
 
 class Deadline:
-    """A bound in seconds that several waits share; ``None`` is no bound."""
+    """A bound in seconds that several waits share; ``None`` is no bound.
 
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self._end = None if seconds is None else time.monotonic() + seconds
+    Attributes:
+        seconds: the bound.
+        look_s: after so many seconds without any answer somebody looks whether the processes still run; None never looks.
+    """
+
+    def __init__(self, seconds: float | None, *, begun: float | None = None, look_s: float | None = None) -> None:
+        """Args:
+        begun: monotonic seconds from which on it counts, where that leaves a moment to fetch what is done; None for now.
+        """
+        self.seconds, self.look_s = seconds, look_s
+        now = time.monotonic()
+        since = now if begun is None else begun
+        self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:
         """Seconds that are left, never negative."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
+    def until_look(self) -> float | None:
+        """Seconds until the end or the next look, whichever is first."""
+        left = self.left()
+        return left if self.look_s is None else self.look_s if left is None else min(left, self.look_s)
+
 
 class WorkerRegistry:
-    """Worker registry: who is behind an actor: rank, coordinates and process of every worker of one group, and the calls that never came
-    back."""
+    """Worker registry: who is behind an actor: rank, coordinates and process of every worker of one group, the calls that are under way,
+    and those that never came back."""
 
     def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
         self._ranks: dict[str, tuple[int, Mapping[str, int] | None]] = {}
         self._processes: dict[str, WorkerProcess] = {}
         self._unfinished: list[ray.ObjectRef[Any]] = []
@@ -80,6 +101,21 @@ class WorkerRegistry:
     def process(self, reference: ray.ObjectRef[Any]) -> WorkerProcess | None:
         """Process of the worker that makes ``reference``; None before it is up."""
         return self._processes.get(_actor_of(reference))
+
+    def begin(self, call: Call, reference: ray.ObjectRef[Any]) -> None:
+        """Note what a result is the result of. The oldest calls that nobody waits for are forgotten."""
+        self._calls[reference.hex()] = call
+        if len(self._calls) > _MOST_CALLS:
+            del self._calls[next(iter(self._calls))]
+
+    def call_of(self, reference: ray.ObjectRef[Any]) -> Call | None:
+        """The call that ``reference`` is the result of; None where that is not known."""
+        return self._calls.get(reference.hex())
+
+    def forget(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
+        """Forget calls whose results are there."""
+        for reference in references:
+            self._calls.pop(reference.hex(), None)
 
     def set_unfinished(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
         """Remember the calls that were still running when a wait was given up."""
@@ -115,12 +151,14 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
         MegarlError: a worker raised one; the same class again, its message preceded by the worker's coordinates.
         WorkerError: a worker raised another exception (its ``__cause__``).
         WorkerLostError: a worker's process or node is gone.
-        DeadlineError: not all answered in time; the message has the stacks of those that did not.
+        DeadlineError: not all answered in time, or the process of one is stopped; the message has the stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
     pending = list(dict.fromkeys(references))
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.left())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.until_look())
+        if not ready and deadline.left() != 0 and not _any_is_stopped(pending, registry):
+            continue
         if not ready:
             registry.set_unfinished(pending)
             raise _deadline_error(pending, len(set(references)), registry, what, deadline)
@@ -212,41 +250,86 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     return WorkerError(f"{label} {what}: {type(cause).__name__}: {cause}{also}{trace}")
 
 
+def _any_is_stopped(pending: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry) -> bool:
+    """Whether the process of a worker that is waited for is stopped, now and a moment later: it will never answer."""
+    for _ in range(2):
+        looks = _looks_at([registry.process(reference) for reference in pending], with_stack=False)
+        if not any(look is not None and look.state == STOPPED for look in looks):
+            return False
+        time.sleep(_SURE_AFTER_S)
+    return True
+
+
 def _deadline_error(
     pending: Sequence[ray.ObjectRef[Any]], total: int, registry: WorkerRegistry, what: str, deadline: Deadline
 ) -> DeadlineError:
     labels = [registry.label(reference) for reference in pending]
     processes = [registry.process(reference) for reference in pending]
-    stacks = _stacks_of(processes)
-    details = "".join(f"\n--- {label} ---\n{stack}" for label, stack in zip(labels, stacks, strict=True) if stack)
+    looks = _looks_at(processes)
+    details = "".join(_described(label, look) for label, look in zip(labels, looks, strict=True))
+    late = deadline.left() == 0
     never_started = any(process is None for process in processes)
     advice = (
         "check that the cluster has free places for all workers" if never_started else "see below where they hang, or raise the timeout"
     )
+    if not late:
+        advice = "see who stopped it; a new start goes on from the last checkpoint"
+    bound = f"did not answer within {deadline.seconds:g} s" if late and deadline.seconds is not None else "do not answer"
     return DeadlineError(
-        f"{what}: {len(pending)} of {total} workers did not answer within {deadline.seconds:g} s: {', '.join(labels)}. "
-        f"Fix: {advice}{details}"
+        f"{what}: {len(pending)} of {total} workers {bound}: {', '.join(labels)}.{blame(labels, looks)} Fix: {advice}{details}"
     )
 
 
-def _stacks_of(processes: Sequence[WorkerProcess | None]) -> list[str]:
-    """Stacks of workers, each taken on its own node; ``""`` for every one that cannot be had in time. Never raises."""
-    task = ray.remote(read_stack)
+def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
+    """A sentence on who keeps the others waiting, of workers that all do not answer; "" where nobody stands out.
+
+    One whose process does not run does, and one that is not in a collective while others are.
+    """
+    seen = [(label, look) for label, look in zip(labels, looks, strict=True) if look is not None]
+    still = [f"the process of {label} {look.state}" for label, look in seen if look.state]
+    if still:
+        return f" Silent: {'; '.join(still)}."
+    apart = [label for label, look in seen if look.waits_for_others is False]
+    waiting = [label for label, look in seen if look.waits_for_others]
+    return f" In no collective, while {len(waiting)} others wait in one: {', '.join(apart)}." if apart and waiting else ""
+
+
+def _described(label: str, look: ProcessLook | None) -> str:
+    if look is None or not (look.state or look.stack):
+        return ""
+    state = f"its process {look.state}\n" if look.state else ""
+    return f"\n--- {label} ---\n{state}{look.stack}"
+
+
+def _looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
+    """What is seen of workers, each on its own node; None for every one that cannot be had in time. Never raises."""
+    return _beside(processes, look_at, with_stack)
+
+
+def kill_processes(processes: Sequence[WorkerProcess]) -> None:
+    """End workers that Ray does not reach, each on its own node. Never raises."""
+    _beside(processes, kill_worker)
+
+
+def _beside(processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function finds that is called on the node of each process, with its number; None where that is not had in time."""
+    task = ray.remote(function)
     references = {}
     for index, process in enumerate(processes):
         if process is not None:
             where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
-            references[task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(process.process_id)] = index
-    stacks = [""] * len(processes)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
+            references[task.options(**options).remote(process.process_id, *arguments)] = index
+    found: list[Any] = [None] * len(processes)
     if not references:
-        return stacks
+        return found
     done, _ = ray.wait(list(references), num_returns=len(references), timeout=_STACKS_WAIT_S)
     for reference in done:
         try:
-            stacks[references[reference]] = ray.get(reference)
+            found[references[reference]] = ray.get(reference)
         except RayError as error:
-            logger.warning("no stack of worker %d: %s", references[reference], error)
-    return stacks
+            logger.warning("nothing is known of worker %d: %s", references[reference], error)
+    return found
 
 
 def _actor_of(reference: ray.ObjectRef[Any]) -> str:

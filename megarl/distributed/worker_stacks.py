@@ -1,4 +1,4 @@
-"""Python stacks of processes that hang, taken from outside: what the operator needs when a call passed its deadline.
+"""Python stacks and states of processes that hang, taken from outside: what the operator needs when a call passed its deadline.
 
 A process that registers opens an unnamed file and lets ``faulthandler`` write all its threads' stacks there on SIGUSR2, which works also
 while it waits in C++ code or for the interpreter's lock. Another process of the same user finds the file in ``/proc``, sends the signal and
@@ -13,11 +13,36 @@ import functools
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 _READ_WAIT_S = 2.0
 _LONGEST_STACK = 6000
 _FILE_NAME = "megarl-stacks"
+STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
+_STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
+# what a thread's stack has that waits for other ranks, and what the one has that runs the worker's method
+_COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/", "megatron/core/pipeline_parallel/p2p_communication.py")
+_METHOD = 'worker_shell.py", line'
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLook:
+    """What is seen of a process from outside.
+
+    Attributes:
+        state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be seen.
+        stack: its threads' stacks, at most 6000 characters; "" where there is none.
+    """
+
+    state: str
+    stack: str = ""
+
+    @property
+    def waits_for_others(self) -> bool | None:
+        """Whether the worker's method is in a collective; None where no stack says so."""
+        blocks = [block for block in self.stack.split("\n\n") if _METHOD in block] or ([self.stack] if self.stack else [])
+        return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 
 
 @functools.cache
@@ -26,6 +51,31 @@ def register_stacks() -> None:
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
         # a bare descriptor, open as long as the process lives: a file object would buffer what the signal handler writes
         faulthandler.register(signal.SIGUSR2, file=os.memfd_create(_FILE_NAME), all_threads=True)
+
+
+def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
+    """State and, where it may still answer, the stacks of one process of this host."""
+    state = read_state(process_id)
+    return ProcessLook(state, read_stack(process_id) if with_stack and state not in (STOPPED, GONE) else "")
+
+
+def kill_worker(process_id: int) -> None:
+    """End a process of this host, which may be stopped; one that has not registered is another, that has its number now."""
+    with contextlib.suppress(OSError):
+        if _stack_file(process_id) is not None:
+            os.kill(process_id, signal.SIGKILL)
+
+
+def read_state(process_id: int) -> str:
+    """What keeps a process of this host from going on, as in ``ProcessLook``."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return GONE if Path("/proc/self").exists() else RUNS
+    except OSError:
+        return RUNS
+    # the name before it may have brackets and spaces of its own
+    return _STATES.get(stat.rpartition(")")[2].split()[0], RUNS)
 
 
 def read_stack(process_id: int) -> str:

@@ -13,7 +13,7 @@ from statistics import fmean
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import verify
-from megarl.errors import DataError
+from megarl.errors import DataError, StorageError
 from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
 from megarl.observe.launches import FINISHED, Launch, read_launches
 from megarl.observe.metrics_file import FILE_NAME, stream_metrics
@@ -262,5 +262,8 @@ def _checkpoint_state(step: int, path: Path, hashes: bool, now: float) -> Checkp
         age_s = max(now - path.stat().st_mtime, 0.0)
     except FileNotFoundError:
         return None
-    problems = tuple(verify(path, hashes))
+    try:
+        problems = tuple(verify(path, hashes))
+    except StorageError as error:
+        problems = (str(error),)
     return CheckpointState(step, str(path), size, age_s, problems, hashes) if path.is_dir() else None

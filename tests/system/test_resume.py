@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from megarl.algorithms.stopping import STOPPED
+from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manifest import verify
 from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, make_material, read_rows, write_config
 from tests.tiers import slow
@@ -182,6 +183,18 @@ def test_kills_where_each_step_is_saved(whole: Path, material: Material, launche
     assert first <= 1 and second <= 1 and third == 2
     check_leftovers(tmp_path / "run", 1)
     check_same(tmp_path / "run", whole)
+
+
+@slow
+def test_kills_while_checkpoints_are_written_beside_the_steps(material: Material, launches: Launches, tmp_path: Path) -> None:
+    undisturbed = finished(on_one_rank(write_config(tmp_path / "whole.yaml", "grpo", material)), tmp_path / "whole", launches)
+    beside = {"save_period": 1, "keep_top_k": None, "async_save": True}
+    config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, checkpointing=beside))
+    kills: list[Moment] = [lambda launch: launch.writing(1), inside(2, undisturbed, seed=7), lambda launch: launch.logged(3)]
+    run_with_kills(config, tmp_path / "run", kills, launches)
+    check_leftovers(tmp_path / "run", 1)
+    check_same(tmp_path / "run", undisturbed)
+    assert not memory_of(tmp_path / "run" / "checkpoints").exists()
 
 
 @slow

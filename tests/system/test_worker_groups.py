@@ -19,7 +19,9 @@ import pytest
 import ray
 import torch
 
+from megarl.distributed import worker_groups
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.deadlines import PHASES, PhaseDeadlines, at_step
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -286,8 +288,9 @@ def test_a_failing_worker_is_seen_while_its_peers_hang(local_ray: int, way: str,
     with group_of([3], keywords={"directory": str(tmp_path)}) as group:
         process_ids = ray.get(group.run_all_workers_single_data("process_id"))
         started = time.monotonic()
-        with pytest.raises(WorkerError, match=rf"^\[rank1 .*{words}"):
+        with at_step(7), pytest.raises(WorkerError, match=rf"^\[rank1 .*{words}") as caught:
             group.get_all_worker_results(group.run_all_workers_single_data("fail_on", rank=1, way=way))
+        assert "fail_on, step 7, of sample" in str(caught.value)
         assert time.monotonic() - started < PATIENCE_S / 2
         with pytest.raises(StateError, match=r"still hang in it: \[rank0 .*\[rank2 .*shut the group down"):
             group.run_all_workers_single_data("echo")
@@ -304,6 +307,24 @@ def test_a_deadline_names_who_hangs_and_where(local_ray: int) -> None:
             group.get_all_worker_results(group.run_all_workers_single_data("hang_on_purpose", rank=1), timeout_s=1.5)
         assert "in hang_on_purpose" in str(caught.value)
         assert "--- [rank0" not in str(caught.value)
+
+
+def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the look at the processes, in a phase of which nothing is measured yet and whose limit is far away."""
+    deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), 1.0, 3.0)
+    with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
+        process_ids = group.get_all_worker_results(group.run_all_workers_single_data("process_id"))
+        os.kill(process_ids[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        silent = r"^sum, step 12, of sample: 2 of 2 .* Silent: the process of \[rank1 .* is stopped"
+        with at_step(12), pytest.raises(DeadlineError, match=silent) as caught:
+            group.get_all_worker_results(group.run_all_workers_multiple_data("sum", value=[1.0, 2.0]))
+        assert time.monotonic() - begun < PATIENCE_S / 2
+        assert "in all_reduce" in str(caught.value), "the stack of the rank that lives"
+        # Ray does not end it, and nobody has to wait long for that here
+        monkeypatch.setattr(worker_groups, "_DEATH_WAIT_S", 1.0)
+        group.shutdown()
+        wait_until(lambda: all_gone(process_ids), "a stopped worker is left behind")
 
 
 def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path) -> None:

@@ -76,3 +76,15 @@ def test_nothing_is_kept_of_a_healthy_step_and_not_more_than_twenty(tmp_path: Pa
         run(keeper, {"skipped": [found(SEEN)]}, step)
     assert len(list((tmp_path / "skipped").glob("*.json"))) == MOST_KEPT
     run(SkippedBatches(), {"skipped": [found(SEEN)]})
+
+
+@pytest.mark.parametrize("file", ["step_12.json", "step_12.safetensors"])
+def test_rows_that_have_no_room_cost_the_rows_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
+    if file.endswith(".json"):
+        (tmp_path / file).symlink_to("/dev/full")
+    else:
+        # what writes it would put a new file in the place of a link
+        (tmp_path / file).mkdir()
+    answer = {"loss": 1.0, "skipped": [found()]}
+    assert run(SkippedBatches(tmp_path), answer) is answer
+    assert "cannot be kept" in caplog.text

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.errors import BatchError, NonFiniteError
+from megarl.errors import LOGPROB, TRAINING, BatchError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import HeadOutput, LogprobHead, LossHead
 from megarl.models.engine.microbatches import HOST_LENGTHS, WANTED, fit_sequences
-from megarl.models.engine.model_input import ModelInput, lay_out_all
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
+from megarl.models.engine.out_of_memory import MicroBatchMemory
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 
@@ -56,10 +56,6 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
         backend.set_training(training)
 
 
-def _lay_out(backend: Backend, chunk: Chunk) -> list[ModelInput]:
-    return lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
-
-
 def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
     """Refuse, before any pass, what would leave replicas waiting for each other for ever."""
     group = backend.replicas_in_step
@@ -78,7 +74,13 @@ MODEL_KEYS = ("input_ids", "input_lengths", HOST_LENGTHS, WANTED)
 
 
 def logprobs_of_batch(
-    backend: Backend, data: Mapping[str, Any], batching: Batching, *, sampling: SamplingSettings, chunk_size: int | None = None
+    backend: Backend,
+    data: Mapping[str, Any],
+    batching: Batching,
+    *,
+    sampling: SamplingSettings,
+    chunk_size: int | None = None,
+    memory: MicroBatchMemory | None = None,
 ) -> torch.Tensor:
     """Log-probabilities of the tokens of a batch under the present weights.
 
@@ -88,6 +90,7 @@ def logprobs_of_batch(
         batching: how rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
+        memory: what follows where a micro-batch has no room; None raises.
 
     Returns:
         [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0. So is what is not wanted,
@@ -103,11 +106,11 @@ def logprobs_of_batch(
     _require_equal_passes(backend, even)
     if rows == 0:
         return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
-    head = LogprobHead(backend.vocabulary, sampling, chunk_size)
+    head, memory = LogprobHead(backend.vocabulary, sampling, chunk_size), memory or MicroBatchMemory()
     parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
-            outputs = backend.forward_backward(_lay_out(backend, cut), head, backward=False)
+            outputs, _, _ = memory.run(backend, cut, head, LOGPROB)
             rectangles = [fit_sequences({"logprobs": output.tensors["logprobs"]}, length)["logprobs"] for output in outputs]
             parts.extend([torch.cat(rectangles)[: chunk.rows]] if rectangles else [])
     if backend.groups.is_last_stage:
@@ -126,6 +129,7 @@ def train_on_batch(
     sampling: SamplingSettings,
     limit: SkipLimit | None,
     chunk_size: int | None = None,
+    memory: MicroBatchMemory | None = None,
 ) -> TrainResult:
     """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a ``limit``.
 
@@ -138,6 +142,7 @@ def train_on_batch(
         batching: this rank's part of each global batch, and how its rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
+        memory: what follows where a micro-batch has no room; None raises.
         limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many may be skipped.
 
     Raises:
@@ -154,7 +159,7 @@ def train_on_batch(
     head = LogprobHead(backend.vocabulary, sampling, chunk_size, getattr(loss_fn, "needs_entropies", False))
     with mode:
         for number, chunk in enumerate(chunks):
-            done = _global_batch(backend, chunk, loss_fn, head, update)
+            done = _global_batch(backend, chunk, loss_fn, head, update, memory or MicroBatchMemory())
             losses.append(done.loss)
             positions += done.positions
             extra = done.metrics
@@ -167,7 +172,7 @@ def train_on_batch(
                     limit.stepped()
                 elif not is_finite:
                     first_row = sum(earlier.rows for earlier in chunks[:number])
-                    seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
+                    seen = find(done.outputs, done.chunk.micro_batches(backend.shapes), first_row, backend.groups)
                     skipped.append(SkippedBatch(number, done.loss, outcome.grad_norm, seen))
                     try:
                         limit.skipped(skipped[-1])
@@ -195,9 +200,10 @@ def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutc
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """Global batch: what came of one: its loss, this rank's results a micro-batch, metrics a micro-batch, of the batch as a whole, and the
-    positions of this rank's micro-batches."""
+    """Global batch: what came of one: how it was cut, its loss, this rank's results a micro-batch, metrics a micro-batch, of the batch as a
+    whole, and the positions of this rank's micro-batches."""
 
+    chunk: Chunk
     loss: float
     outputs: Sequence[HeadOutput]
     measured: Sequence[Mapping[str, float]]
@@ -211,14 +217,15 @@ def _global_batch(
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
     logprobs: LogprobHead,
     update: bool,
+    memory: MicroBatchMemory,
 ) -> _GlobalBatch:
     """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
     normalizers = global_normalizers(chunk.data, backend.groups)
     head = LossHead(loss_fn, logprobs, normalizers)
     if update:
         backend.zero_grad()
-    inputs = _lay_out(backend, chunk)
-    outputs = backend.forward_backward(inputs, head, backward=update)
+    together = getattr(loss_fn, "rows_together", 1)
+    outputs, chunk, positions = memory.run(backend, chunk, head, TRAINING, backward=update, together=together)
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
@@ -227,7 +234,7 @@ def _global_batch(
     loss_value, sequences, tokens = (next(values) for _ in figures)
     measured = backend.groups.object_from_last_stage([{name: next(values) for name in output.metrics} for output in outputs])
     batch_metrics = {"global_valid_seqs": sequences, "global_valid_toks": tokens, **backend.schedule_values()}
-    return _GlobalBatch(loss_value, outputs, measured, batch_metrics, sum(each.micro_batch.positions for each in inputs))
+    return _GlobalBatch(chunk, loss_value, outputs, measured, batch_metrics, positions)
 
 
 def as_floats(values: Sequence[Any]) -> list[float]:

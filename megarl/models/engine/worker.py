@@ -23,7 +23,7 @@ from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.named_sharding import NamedSharding
-from megarl.distributed.rendezvous import init_process_group
+from megarl.distributed.rendezvous import compare_collectives, init_process_group, set_group_timeouts
 from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
@@ -31,6 +31,7 @@ from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
+from megarl.models.engine.out_of_memory import MicroBatchMemory
 from megarl.models.engine.step import logprobs_of_batch, train_on_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
@@ -74,16 +75,19 @@ logger = logging.getLogger(__name__)
 NOISE = 0.01
 
 
-def begin(seed: int, *, deterministic: bool = False) -> DeviceRuntime:
+def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = False) -> DeviceRuntime:
     """The device of this process, active, with the default process group joined and all random-number generators seeded.
 
     Args:
         seed: of Python, numpy and torch.
         deterministic: see ``DeviceRuntime.set_arithmetic``.
+        check_collectives: see ``compare_collectives``.
     """
     here = runtime()
     here.activate()
     here.set_arithmetic(deterministic=deterministic)
+    if check_collectives:
+        compare_collectives()
     if not dist.is_initialized():
         init_process_group(here.backend, device=here.device)
     seed_everything(seed)
@@ -103,6 +107,8 @@ class EngineWorker(ABC):
         worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, the groups are the backend's own.
         pre_init_communication_queue: accepted for it and not needed: every rank reads its own part of the weights.
         seed: for random-number generators.
+        collective_timeout_s: bound of every collective of this process, seconds; None leaves each group its own.
+        check_collectives: compare every collective over its ranks before it begins; slow.
 
     Raises:
         ConversionError, ModelError: the model cannot be carried over, or its config and weights do not fit together.
@@ -124,11 +130,15 @@ class EngineWorker(ABC):
         worker_sharding_annotations: NamedSharding | None = None,
         pre_init_communication_queue: Any = None,
         seed: int = 0,
+        collective_timeout_s: float | None = None,
+        check_collectives: bool = False,
         **unused: Any,
     ) -> None:
         config = complete_policy(config)
-        runtime = begin(seed, deterministic=config["deterministic"])
+        runtime = begin(seed, deterministic=config["deterministic"], check_collectives=check_collectives)
         backend = self.make_backend(config, runtime, seed, init_optimizer)
+        if collective_timeout_s is not None:
+            set_group_timeouts(collective_timeout_s)
         self.cfg = config
         self.tokenizer = tokenizer
         self.backend = backend
@@ -137,6 +147,7 @@ class EngineWorker(ABC):
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
+        self._memory = MicroBatchMemory(config["on_oom"] == "split", backend.passes_alone)
         self._weights_version = 0
         self._unfinished_load: str | None = None
         self._with_checksum = config["refit_checksum"]
@@ -211,6 +222,7 @@ class EngineWorker(ABC):
             sampling=self.sampling,
             limit=None if eval_mode else self._skips,
             chunk_size=self.cfg["logprob_chunk_size"],
+            memory=self._memory,
         )
         return {
             "global_loss": result.losses,
@@ -271,7 +283,9 @@ class EngineWorker(ABC):
         wanted = under_mask(data) if skip_masked else None
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
         batching: Batching = self._plan_of(data) or FixedRows(rows)
-        logprobs = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=self.cfg["logprob_chunk_size"]).cpu()
+        chunk_size = self.cfg["logprob_chunk_size"]
+        found = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size, memory=self._memory)
+        logprobs = found.cpu()
         return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
 
     @contextlib.contextmanager
@@ -562,7 +576,10 @@ class EngineWorker(ABC):
         self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
         with on_first_rank() as first:
             if first and tokenizer_path:
-                self.tokenizer.save_pretrained(tokenizer_path)
+                try:
+                    self.tokenizer.save_pretrained(tokenizer_path)
+                except OSError as error:
+                    raise CheckpointError(f"the tokenizer cannot be written to {tokenizer_path}: {error}") from error
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Read what ``save_checkpoint`` wrote, also on a live worker and from any other layout.

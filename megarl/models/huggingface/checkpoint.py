@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
+from megarl.checkpoint.storage import read_again
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, StorageError
 from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
 
 PLAIN_FILE = "optimizer.pt"
@@ -107,7 +108,7 @@ def load_optimizer(
         _restore_schedule(scheduler, plain["schedule"], directory)
         rng = directory / random_state_file(dist.get_rank())
         if rng.exists():
-            runtime.set_rng_state(load_file(rng))
+            runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
     return {"state": state, "param_groups": plain["param_groups"]}
 
 
@@ -211,7 +212,8 @@ def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None
         with warnings.catch_warnings(action="ignore"):
             dcp.load(dict(state), storage_reader=RestrictedReader(str(directory)))
     except CheckpointException as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
+        refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None)
+        raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
 
 
 def _fits(stored: Any, here: torch.Tensor) -> bool:

@@ -14,15 +14,16 @@ import itertools
 import json
 import pickle
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -35,6 +36,7 @@ from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import read_plain_index, restricted_loading
+from megarl.checkpoint.storage import read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
@@ -171,10 +173,10 @@ def load_optimizer(
         schedule = directory / SCHEDULE_FILE
         if scheduler is not None and schedule.exists():
             scheduler.num_steps = 0  # loading advances the schedule from where it stands
-            scheduler.load_state_dict(json.loads(schedule.read_text()))
+            scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
         rng = directory / random_state_file(dist.get_rank())
         if rng.exists():
-            runtime.set_rng_state(load_file(rng))
+            runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
 
 
 def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
@@ -203,10 +205,44 @@ def _save(state: dict[str, Any], directory: Path, stream: StateStream | None = N
     # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
+    first = _FirstRank()
+    strategy = StreamedSave(stream, first.writes)
     try:
-        dist_checkpointing.save(state, str(directory), StreamedSave(stream))
+        with patched(*first.replacements()):
+            dist_checkpointing.save(state, str(directory), strategy)
     except CheckpointException as error:  # raised on all ranks; not even an Exception
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
+    with failing_together(f"writing what all ranks share to {directory}"):
+        first.require_written()
+
+
+class _FirstRank:
+    """Keeps an error of what the first rank writes alone: what all ranks share, the index, the kind of checkpoint. Raised there, it would
+    leave the others waiting in the next collective of Megatron-Core's save; so the save goes on, and fails on all ranks at its end."""
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+
+    def writes(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """``function``, whose error is kept."""
+
+        def kept(*arguments: Any, **options: Any) -> None:
+            try:
+                function(*arguments, **options)
+            except Exception as error:
+                self._failure = self._failure or error
+
+        return kept
+
+    def replacements(self) -> list[tuple[Any, str, Any]]:
+        """Those of Megatron-Core's functions that write so, for ``patched``."""
+        found = [(common.TorchCommonSaveStrategy, "save_common"), (serialization, "save_config")]
+        return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]
+
+    def require_written(self) -> None:
+        """Raise the first error."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
 from converters.torch_dist.reader import TorchDistCheckpoint
+from megarl.checkpoint.storage import read_again
 from megarl.distributed.device import runtime
 from megarl.errors import CheckpointError
 
@@ -287,7 +288,8 @@ def _read(outline: ShardedTensor, begin: int, checkpoint: TorchDistCheckpoint, f
             target.zero_()
         if there is not None:
             inside = relative(there, [start for start, _ in wanted])
-            part(target.view(shape_of(wanted)), inside).copy_(checkpoint.read(key, there))
+            stored_part = read_again(functools.partial(checkpoint.read, key, there), f"{key} of {checkpoint.directory}")
+            part(target.view(shape_of(wanted)), inside).copy_(stored_part)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -345,14 +347,18 @@ class StreamedSave(TorchDistSaveShardedStrategy):
 
     Args:
         stream: gives outlines their values; None where there are none.
+        finishing: is given what writes the index on the first rank, and returns what is called in its place.
     """
 
-    def __init__(self, stream: StateStream | None = None) -> None:
+    def __init__(
+        self, stream: StateStream | None = None, finishing: Callable[[Callable[..., Any]], Callable[..., None]] = lambda function: function
+    ) -> None:
         # one file a rank: more would only make more files
         super().__init__("torch_dist", 1, thread_count=1)
-        self._stream = stream or StateStream()
+        self._stream, self._finishing = stream or StateStream(), finishing
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
+        writer.finish = self._finishing(writer.finish)
         request = super()._get_save_and_finalize_callbacks(writer, *arguments)
         return request._replace(async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None)
 

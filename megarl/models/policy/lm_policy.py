@@ -22,6 +22,7 @@ from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend
 from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
+from megarl.distributed.deadlines import PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -54,6 +55,8 @@ WORKERS = {
 }
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 REPLICATED = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
+DRIVER_FIRST_S = 60.0
+"""Seconds by which a collective outlasts the longest call: the driver, which sees all ranks, is the first to say who is late."""
 GENERATION_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
 
@@ -72,6 +75,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         init_reference_model: keep the weights of ``model_name`` as the reference policy.
         seed: for the workers' random-number generators and, where a batch brings none, sampling seeds.
         init_timeout_s, call_timeout_s: bounds for starting the workers and for each call, in seconds.
+        deadlines: bounds of the calls by phase, in place of ``call_timeout_s``. No collective of the workers gives up before them.
+        check_collectives: compare every collective of a group of ranks before it begins, and name the ranks that differ; slow.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the cluster.
@@ -97,6 +102,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         seed: int = 0,
         init_timeout_s: float = 600.0,
         call_timeout_s: float = 3600.0,
+        deadlines: PhaseDeadlines | None = None,
+        check_collectives: bool = False,
     ) -> None:
         config = cast(PolicyConfig, validate_policy_config(config, cluster.world_size()))
         if config["generation"] is not None and tokenizer is not None:
@@ -121,6 +128,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             worker_sharding_annotations=self.sharding_annotations,
             pre_init_communication_queue=None,
             seed=seed,
+            collective_timeout_s=(call_timeout_s if deadlines is None else deadlines.longest_s) + DRIVER_FIRST_S,
+            check_collectives=check_collectives,
         )
         self.worker_group = RayWorkerGroup(
             cluster,
@@ -134,6 +143,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             },
             init_timeout_s=init_timeout_s,
             call_timeout_s=call_timeout_s,
+            deadlines=deadlines,
         )
 
     @property

@@ -15,6 +15,7 @@ from converters.checkpoint.source import open_source
 from megarl import env
 from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.deadlines import PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -50,6 +51,7 @@ class VllmGeneration(RolloutEngine):
         tokenizer: directory or hub id, for stop strings; the model's by default.
         seed: where a batch brings no sampling seeds.
         init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
+        deadlines: bounds of the calls by phase, in place of ``call_timeout_s``.
 
     Attributes:
         expected_version: of the weights that were sent last, and that an engine must have to answer; None before the first refit.
@@ -73,6 +75,7 @@ class VllmGeneration(RolloutEngine):
         seed: int = 0,
         init_timeout_s: float = 900.0,
         call_timeout_s: float = 3600.0,
+        deadlines: PhaseDeadlines | None = None,
     ) -> None:
         config = completed(config, model, longest, dtype)
         settings = config["vllm_cfg"]
@@ -113,6 +116,7 @@ class VllmGeneration(RolloutEngine):
             },
             init_timeout_s=init_timeout_s,
             call_timeout_s=call_timeout_s,
+            deadlines=deadlines,
         )
         self.worker_group = self._start()
 
@@ -359,7 +363,7 @@ class VllmGeneration(RolloutEngine):
         except WorkerError as error:
             # one that died, or failed otherwise than on purpose: what it has now is not known
             self._forget()
-            raise WorkerError(f"{error}\nFix: start new engines with VllmGeneration.restart(policy), and refit them") from error
+            raise type(error)(f"{error}\nFix: start new engines with VllmGeneration.restart(policy), and refit them") from error
 
 
 def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, list[int]]]:

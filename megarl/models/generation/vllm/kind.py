@@ -19,6 +19,7 @@ def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGenerati
     Raises:
         ConfigError: vLLM cannot run the model on these devices.
     """
+    from megarl.distributed.deadlines import PhaseDeadlines
     from megarl.models.generation.vllm.generation import VllmGeneration
 
     return VllmGeneration(
@@ -27,7 +28,7 @@ def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGenerati
         tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
-        call_timeout_s=config["deadlines"]["step_s"],
+        deadlines=PhaseDeadlines.of(config["deadlines"]),
     )
 
 

@@ -1,0 +1,217 @@
+"""Checkpoints that are written while training goes on: the same files, one at a time, nothing lost at an end, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+
+from megarl.algorithms import resume
+from megarl.algorithms.run import run
+from megarl.checkpoint import background
+from megarl.checkpoint.background import BackgroundWrite, free_memory, memory_of, take_memory
+from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.manager import CheckpointManager
+from megarl.checkpoint.manifest import MANIFEST_NAME, verify
+from megarl.errors import CheckpointError
+from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, make_config
+
+STEPS_OF_RUN = ["step_1", "step_2", "step_3", "step_4"]
+
+
+def config_of(run_dir: Path, model: str, data: str, asynchronous: bool = True) -> dict[str, Any]:
+    config = make_config("sft", run_dir, model, data)
+    config["checkpointing"] |= {"save_period": 1, "async_save": asynchronous}
+    return config
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name != "run.lock")
+
+
+@contextmanager
+def watched_writes(at_start: Callable[[int, BackgroundWrite], None] = lambda number, write: None) -> Iterator[list[BackgroundWrite]]:
+    """The writes of a run; of each something is done when it has started, and no other one is alive then."""
+    seen: list[BackgroundWrite] = []
+
+    class Watched(BackgroundWrite):
+        def __init__(self, *arguments: Any) -> None:
+            assert all(write.has_ended() for write in seen), "at most one is in flight"
+            super().__init__(*arguments)
+            seen.append(self)
+            at_start(len(seen), self)
+
+    with mock.patch.object(resume, "BackgroundWrite", Watched):
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> Path:
+    run_dir = tmp_path_factory.mktemp("synchronous")
+    with watched_writes() as writes:
+        assert run(config_of(run_dir, model, data, asynchronous=False), PolicyMaker()) == 0
+    assert writes == []
+    return run_dir
+
+
+def files_of(checkpoint: Path) -> dict[str, bytes]:
+    """All files but those that say how it was written."""
+    own = {MANIFEST_NAME, "config.yaml"}
+    paths = (path for path in checkpoint.rglob("*") if path.is_file() and path.name not in own)
+    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_the_files_are_the_same_to_the_last_byte(tmp_path: Path, model: str, data: str, synchronous: Path) -> None:
+    with watched_writes() as writes:
+        assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
+    assert len(writes) == STEPS - 1, "the last one is waited for anyway"
+    assert checkpoints(tmp_path) == checkpoints(synchronous) == STEPS_OF_RUN
+    for name in STEPS_OF_RUN:
+        there, here = (files_of(root / "checkpoints" / name) for root in (synchronous, tmp_path))
+        assert len(here) > 4 and here == there
+        assert verify(tmp_path / "checkpoints" / name) == []
+    assert comparable(tmp_path) == comparable(synchronous)
+    assert not memory_of(tmp_path / "checkpoints").exists()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, model: str, data: str) -> None:
+    there: list[list[str]] = []
+
+    def stop_first(number: int, write: BackgroundWrite) -> None:
+        if number == 1:
+            os.kill(write.process_id, signal.SIGSTOP)
+
+    def look(call: int) -> None:
+        there.append(checkpoints(tmp_path))
+        if call == 2:
+            os.kill(writes[0].process_id, signal.SIGCONT)
+
+    with watched_writes(stop_first) as writes:
+        assert run(config_of(tmp_path, model, data), PolicyMaker(at_call=look)) == 0
+    assert there[1] == ["tmp_step_1"], "the second step began while the first checkpoint had no name yet"
+    assert checkpoints(tmp_path) == STEPS_OF_RUN
+
+
+def test_a_writer_that_dies_is_a_save_that_failed(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    def kill_second(number: int, write: BackgroundWrite) -> None:
+        if number == 2:
+            os.kill(write.process_id, signal.SIGSTOP)
+            os.kill(write.process_id, signal.SIGKILL)
+
+    with watched_writes(kill_second):
+        assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
+    assert checkpoints(tmp_path) == ["step_1", "step_3", "step_4"]
+    [said] = [record.message for record in caplog.records if "could not be written" in record.message]
+    assert "checkpoint of step 2" in said and "its process ended with -9" in said and "step_1 is the newest one" in said
+    assert not memory_of(tmp_path / "checkpoints").exists()
+
+
+def test_a_run_that_fails_waits_for_the_checkpoint_that_it_has(tmp_path: Path, model: str, data: str, synchronous: Path) -> None:
+    with pytest.raises(Crash):
+        run(config_of(tmp_path, model, data), PolicyMaker(2))
+    assert checkpoints(tmp_path) == ["step_1", "step_2"]
+    assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
+    assert comparable(tmp_path) == comparable(synchronous)
+
+
+def test_a_run_that_is_to_end_at_once_leaves_nothing_half_done(tmp_path: Path, model: str, data: str) -> None:
+    def end_at_once(call: int) -> None:
+        if call == 2:
+            raise SystemExit(143)
+
+    with watched_writes(lambda number, write: os.kill(write.process_id, signal.SIGSTOP)) as writes, pytest.raises(SystemExit):
+        run(config_of(tmp_path, model, data), PolicyMaker(at_call=end_at_once))
+    assert checkpoints(tmp_path) == [] and not memory_of(tmp_path / "checkpoints").exists()
+    assert writes[0].has_ended()
+
+
+def test_without_room_in_memory_it_is_written_as_without(tmp_path: Path, model: str, data: str) -> None:
+    full = mock.patch.object(background.shutil, "disk_usage", return_value=shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    with full, watched_writes() as writes:
+        assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
+    assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
+
+
+def test_memory_of_a_killed_launch_goes_at_the_start_and_that_of_another_user_is_left(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    memory = take_memory(directory, 100)
+    assert memory is not None and memory.stat().st_mode & 0o777 == 0o700
+    (memory / "left").write_bytes(b"x")
+    with RunLock(directory) as lock:
+        CheckpointManager({"checkpoint_dir": directory}, lock=lock)
+    assert not memory.exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    memory.symlink_to(elsewhere)
+    try:
+        assert take_memory(directory, 100) is None
+    finally:
+        memory.unlink()
+    assert elsewhere.is_dir()
+
+
+def prepared(tmp_path: Path) -> tuple[Path, Path]:
+    source, target = tmp_path / "memory", tmp_path / "tmp_step_1"
+    (source / "policy" / "weights").mkdir(parents=True)
+    target.mkdir()
+    for name in ("a", "b"):
+        (source / "policy" / "weights" / name).write_bytes(name.encode() * 1000)
+    return source, target
+
+
+def test_a_full_disk_is_told_by_the_writer(tmp_path: Path) -> None:
+    source, target = prepared(tmp_path)
+    (target / "policy" / "weights").mkdir(parents=True)
+    (target / "policy" / "weights" / "b").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        BackgroundWrite(source, target).wait(60.0)
+    assert not source.exists()
+
+
+def test_a_writer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    source, target = prepared(tmp_path)
+    write = BackgroundWrite(source, target)
+    os.kill(write.process_id, signal.SIGSTOP)
+    with pytest.raises(CheckpointError, match=r"not written within 0\.1 s"):
+        write.wait(0.1)
+    assert write.has_ended() and not source.exists()
+
+
+DRIVER = """
+import sys
+sys.path[:] = {path!r}
+import os, signal
+from pathlib import Path
+from megarl.checkpoint.background import BackgroundWrite
+write = BackgroundWrite(Path(sys.argv[1]), Path(sys.argv[2]))
+os.kill(write.process_id, signal.SIGSTOP)
+print(write.process_id, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_writer_ends_with_its_driver_and_takes_the_memory_along(tmp_path: Path) -> None:
+    source, target = prepared(tmp_path)
+    command = [sys.executable, "-c", DRIVER.format(path=sys.path), str(source), str(target)]
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    writer = psutil.Process(int(driver.stdout.readline()))
+    driver.kill()
+    driver.communicate()
+    writer.send_signal(signal.SIGCONT)
+    psutil.wait_procs([writer], timeout=60)
+    assert not writer.is_running()
+    # stopped before it had begun: either it saw the end of its driver, or it was through before it looked
+    assert not source.exists() or not any(path.is_file() for path in source.rglob("*"))
+    free_memory(tmp_path)

@@ -1,0 +1,157 @@
+"""Deadlines that follow from measured durations, and what is seen of processes that do not answer."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.defaults import complete_run
+from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step, validating
+from megarl.distributed.worker_results import Deadline, blame
+from megarl.distributed.worker_stacks import GONE, RUNS, STOPPED, ProcessLook, look_at, read_state, register_stacks
+from megarl.errors import DeadlineError
+
+SECONDS = st.floats(0.0, 1e5)
+DEFAULTS = complete_run({})["deadlines"]
+
+
+@given(st.lists(SECONDS, max_size=25), SECONDS, st.floats(1.0, 10.0), SECONDS)
+def test_a_bound_is_a_multiple_of_the_slowest_of_the_last_ten(took: list[float], least: float, multiple: float, limit: float) -> None:
+    deadlines = PhaseDeadlines({phase: limit if phase == "save" else 1e9 for phase in PHASES}, least, multiple)
+    for seconds in took:
+        deadlines.took(Call.of("save_checkpoint"), seconds)
+        deadlines.took(Call.of("train"), 1e8)
+    expected = limit
+    if took:
+        expected = multiple * sorted(took[-10:])[-1]
+        expected = least if expected < least else expected
+        expected = limit if expected > limit else expected
+    assert deadlines.bound_s(Call.of("save_checkpoint")) == expected
+
+
+def test_by_default_a_rank_that_stands_still_is_found_within_five_minutes() -> None:
+    """Written out: a test that reads the defaults from their fields would not see that they changed."""
+    deadlines = PhaseDeadlines.of(DEFAULTS)
+    assert deadlines.look_s == 300
+    for method in ("train", "get_logprobs", "generate", "save_checkpoint", "load_checkpoint", "hand_over_weights", "get_gpu_info"):
+        deadlines.took(Call.of(method), 99.0)
+        assert deadlines.bound_s(Call.of(method)) == 300, method
+        deadlines.took(Call.of(method), 200.0)
+        assert deadlines.bound_s(Call.of(method)) == 600, method
+    assert deadlines.longest_s == 3600
+    assert DeadlineError.exit_code == 4, "Slurm requeues"
+
+
+def test_phases_without_a_key_of_their_own_follow_the_step_and_the_save() -> None:
+    filled = complete_run({"deadlines": {"step_s": 7000.0, "save_s": 5.0, "refit_s": 9.0}})["deadlines"]
+    limits = {phase: filled[f"{phase}_s"] for phase in PHASES}
+    assert limits == {
+        "step": 7000.0, "logprobs": 7000.0, "generate": 7000.0, "save": 5.0, "load": 5.0, "refit": 9.0, "validate": 7000.0,
+    }  # fmt: skip
+
+
+def test_a_validation_has_durations_of_its_own() -> None:
+    deadlines = PhaseDeadlines.of(DEFAULTS)
+    deadlines.took(Call.of("generate"), 10.0)
+    with validating():
+        assert deadlines.bound_s(Call.of("generate")) == DEFAULTS["validate_s"]
+        assert Call.of("save_checkpoint").phase == "save"
+        deadlines.took(Call.of("generate"), 500.0)
+    assert deadlines.bound_s(Call.of("generate")) == 300
+
+
+def test_a_call_that_is_waited_for_in_parts_counts_once() -> None:
+    deadlines = PhaseDeadlines.of(DEFAULTS)
+    deadlines.took(Call.of("train"), 200.0)
+    parts = Call.of("train")
+    for seconds in range(20):
+        deadlines.took(parts, float(seconds))
+    assert deadlines.bound_s(Call.of("train")) == 600
+
+
+def test_a_call_says_where_the_run_is() -> None:
+    assert str(Call.of("train")) == "train"
+    with at_step(12):
+        assert [str(Call.of(method)) for method in ("train", "get_logprobs", "save_checkpoint", "init_collective", "get_gpu_info")] == [
+            "train, step 12",
+            "logprobs, step 12",
+            "save, step 12",
+            "refit, step 12",
+            "get_gpu_info, step 12",
+        ]
+        with validating():
+            assert str(Call.of("generate")) == "generate (validation), step 12"
+    assert str(Call.of("generate")) == "generate"
+
+
+def test_a_deadline_counts_from_the_call_and_leaves_a_moment_to_fetch() -> None:
+    now = time.monotonic()
+    assert 90 < (Deadline(100.0, begun=now - 5.0).left() or 0) <= 95
+    assert 0 < (Deadline(100.0, begun=now - 500.0).left() or 0) <= 10
+    assert Deadline(None).left() is Deadline(None).until_look() is None
+    assert Deadline(None, look_s=7.0).until_look() == Deadline(100.0, look_s=7.0).until_look() == 7.0
+    assert 0 < (Deadline(3.0, look_s=7.0).until_look() or 0) <= 3.0
+
+
+WAITING = """
+import sys
+sys.path[:] = {path!r}
+from megarl.distributed.worker_stacks import register_stacks
+register_stacks()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_is_looked_at_from_outside() -> None:
+    register_stacks()
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING.format(path=sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        look = look_at(child.pid)
+        assert look.state == RUNS and "in <module>" in look.stack
+        child.send_signal(signal.SIGSTOP)
+        while read_state(child.pid) != STOPPED:
+            assert child.poll() is None
+        begun = time.monotonic()
+        assert look_at(child.pid) == ProcessLook(STOPPED)
+        assert time.monotonic() - begun < 1.5, "nobody waits for the stacks of a process that is stopped"
+    finally:
+        child.kill()
+    while read_state(child.pid) != GONE:
+        assert child.returncode is None
+    child.communicate()
+    assert look_at(child.pid) == ProcessLook(GONE)
+
+
+METHOD = '  File "/x/megarl/distributed/worker_shell.py", line 130 in call\n'
+IN_COLLECTIVE = ProcessLook(
+    RUNS, f'Thread 0x1:\n  File "threading.py", line 1\n\nThread 0x2:\n  File "/x/torch/distributed/distributed_c10d.py", line 3\n{METHOD}'
+)
+ELSEWHERE = ProcessLook(
+    RUNS, f'Thread 0x1:\n  File "/x/torch/distributed/store.py", line 1\n\nThread 0x2:\n  File "loss.py", line 7\n{METHOD}'
+)
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        ([IN_COLLECTIVE, ProcessLook(STOPPED), IN_COLLECTIVE], " Silent: the process of [b] is stopped by a signal (SIGSTOP or SIGTSTP)."),
+        ([ProcessLook(GONE), None, ELSEWHERE], " Silent: the process of [a] is gone."),
+        ([IN_COLLECTIVE, IN_COLLECTIVE, ELSEWHERE], " In no collective, while 2 others wait in one: [c]."),
+        ([IN_COLLECTIVE, IN_COLLECTIVE, IN_COLLECTIVE], ""),
+        ([ELSEWHERE, ELSEWHERE, ProcessLook(RUNS)], ""),
+        ([None, None, None], ""),
+    ],
+)
+def test_who_keeps_the_others_waiting(looks: list[ProcessLook | None], said: str) -> None:
+    assert blame(["[a]", "[b]", "[c]"], looks) == said

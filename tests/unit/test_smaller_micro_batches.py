@@ -1,0 +1,79 @@
+"""A launch without room for its micro-batches, where ranks share the model: the next one goes on with smaller ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.resume import SMALLER_FILE, _smaller, with_smaller_micro_batches
+from megarl.algorithms.run import run
+from megarl.errors import ConfigError, MicroBatchMemoryError
+from tests.unit.driver_runs import PolicyMaker, comparable, make_config
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_half_as_many_rows_divide_what_the_rows_divided(rows: int, times: int) -> None:
+    half = _smaller(rows)
+    assert (rows * times) % half == 0 and (half <= rows / 2 or half == rows == 1)
+    assert not [size for size in range(half + 1, rows // 2 + 1) if rows % size == 0], "the largest of them"
+
+
+def no_room(at: int, may_go_on_smaller: bool = True, kind: str = "training") -> PolicyMaker:
+    def fail(call: int) -> None:
+        if call == at:
+            error = MicroBatchMemoryError("out of memory", kind)
+            error.may_go_on_smaller = may_go_on_smaller
+            raise error
+
+    return PolicyMaker(at_call=fail)
+
+
+def test_the_next_launch_goes_on_with_half(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config("sft", tmp_path / "run", model, data)
+    with pytest.raises(MicroBatchMemoryError) as caught:
+        run(config, no_room(3))
+    assert caught.value.exit_code == 4, "Slurm requeues"
+    assert (tmp_path / "run" / SMALLER_FILE).is_file()
+    maker = PolicyMaker()
+    assert run(config, maker) == 0
+    assert config["policy"]["train_micro_batch_size"] == 2 and maker.policies[0].cfg["train_micro_batch_size"] == 1
+    assert maker.policies[0].cfg["logprob_batch_size"] == 2, "only of the passes that had no room"
+    assert "halved 1 times" in caplog.text
+    assert run(make_config("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
+    assert comparable(tmp_path / "run") == comparable(tmp_path / "whole"), "the plain policy has no micro-batches"
+
+
+def test_micro_batches_that_cannot_be_smaller_end_the_run(tmp_path: Path, model: str, data: str) -> None:
+    with pytest.raises(MicroBatchMemoryError) as caught:
+        run(make_config("sft", tmp_path, model, data), no_room(1, may_go_on_smaller=False))
+    assert caught.value.exit_code == 1 and not (tmp_path / SMALLER_FILE).exists()
+
+
+def test_budgets_of_tokens_are_halved_down_to_the_longest_sequence(tmp_path: Path) -> None:
+    policy: dict[str, Any] = {
+        "train_micro_batch_size": 6,
+        "logprob_batch_size": 5,
+        "max_total_sequence_length": 100,
+        "dynamic_batching": {"enabled": True, "train_mb_tokens": 1000, "logprob_mb_tokens": 150},
+        "sequence_packing": {"enabled": False},
+    }
+    assert with_smaller_micro_batches({"policy": policy, "seed": 1}, tmp_path) == {"policy": policy, "seed": 1}
+    (tmp_path / SMALLER_FILE).write_text('{"training": 2, "log-probability": 1}')
+    assert with_smaller_micro_batches({"policy": policy, "seed": 1}, tmp_path)["policy"] == {
+        "train_micro_batch_size": 1,
+        "logprob_batch_size": 1,
+        "max_total_sequence_length": 100,
+        "dynamic_batching": {"enabled": True, "train_mb_tokens": 250, "logprob_mb_tokens": 100},
+        "sequence_packing": {"enabled": False},
+    }
+
+
+@pytest.mark.parametrize("text", ["[]", '{"training": 0}', '{"other": 1}', '{"training": "1"}', "{"])
+def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / SMALLER_FILE).write_text(text)
+    with pytest.raises(ConfigError, match="Fix: remove it"):
+        with_smaller_micro_batches({"policy": {}}, tmp_path)
