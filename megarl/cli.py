@@ -222,9 +222,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = ()) -> Config:
     """The configuration of a run: read, overridden, checked and filled in."""
     from megarl.config.load import load_config, with_environment
+    from megarl.config.places import require_answers
     from megarl.config.recipes import find
     from megarl.config.validate import validate_config
 
+    require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
     return validate_config(with_environment(load_config(find(path), overrides, [find(layer) for layer in layers])), name=Path(path).stem)
 
 
@@ -301,6 +303,14 @@ def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return run_on_nodes(config, arguments.json)
 
 
+def require_runs(arguments: argparse.Namespace) -> None:
+    """Refuse directories of runs that do not answer."""
+    from megarl.config.places import require_answers
+
+    runs = getattr(arguments, "runs", None) or [run for run in [getattr(arguments, "run", None)] if run]
+    require_answers({f"RUN {run}": run for run in runs})
+
+
 def samples(arguments: argparse.Namespace) -> int:
     """Show samples of a run."""
     from megarl.observe.sample_files import TRAIN, VALIDATION
@@ -367,6 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from converters.command import run as convert
 
             return convert(arguments, _megatron_logprobs)
+        require_runs(arguments)
         if arguments.command == "status":
             from megarl.watch.status import run as status
 

@@ -34,6 +34,16 @@ def special_kind(path: Path) -> str | None:
         return None
 
 
+def first_special(directory: Path) -> tuple[Path, str] | None:
+    """A path in a directory, in its order, that leads to neither a file nor a directory, and to what; None where there is none.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found = ((path, special_kind(path)) for path in sorted(directory.iterdir()))
+    return next(((path, kind) for path, kind in found if kind is not None), None)
+
+
 def require_regular(path: Path) -> Path:
     """The path, where opening it opens a file, or fails as usual.
 

@@ -188,7 +188,7 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
         found = json.loads(path.read_bytes())
         same_weights = all(found[key] == value for key, value in of_this.items() if key != "sets")
         sets = {name: {key: figures[key] for key in of_this["sets"][name]} for name, figures in found["sets"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
     return bool(same_weights and sets == of_this["sets"])
 

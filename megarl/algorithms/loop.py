@@ -58,6 +58,8 @@ class Reporting:
         timer: told the phases of a step.
         memory: the memory figures of the workers, in GiB.
         throughput: turns seconds and sequences into rates; None for tokens a second of the step alone.
+        restarts: how often engines and workers were started anew, by name; empty where they were not.
+        look_around: called after each step, before anything is written; raises where the directory that all of it goes to is gone.
     """
 
     sinks: MetricSinks
@@ -65,10 +67,12 @@ class Reporting:
     timer: PhaseTimer
     memory: Callable[[], Mapping[str, float]] = dict
     throughput: StepThroughput | None = None
+    restarts: Callable[[], Mapping[str, float]] = dict
+    look_around: Callable[[], None] = lambda: None
 
     def report(self, step: int, train: Mapping[str, float], validation: Mapping[str, float]) -> None:
         """One row in the log and the lines on the console; what the timer has collected goes with them."""
-        memory = self.memory() if train else {}
+        memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {**_prefixed("train", train), **_prefixed("validation", validation), **_prefixed("timing", seconds)}
         if train and STEP_TOKENS not in train:
@@ -116,6 +120,7 @@ def run_loop(
                 profiler.end(step)
             validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
         done = time.monotonic()
+        reporting.look_around()
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
         # a step that was skipped has not all of them
         if checkpoints is not None and not train.get("skipped_steps"):

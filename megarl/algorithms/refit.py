@@ -114,12 +114,18 @@ class Refit:
         generation: the engines.
         colocated: the engines are on the policy's devices.
         stale: the policy was trained since the last refit, or there was none.
+        max_restarts: how often lost engines are started anew.
+        restarts: how often they were.
+        on_restart: told why, each time.
     """
 
     policy: Policy
     generation: RolloutEngine
     colocated: bool
     stale: bool = True
+    max_restarts: int = 0
+    restarts: int = 0
+    on_restart: Callable[[MegarlError], None] = lambda error: None
     _informed: bool = field(default=False, init=False)
 
     def bring_up_to_date(self) -> None:
@@ -132,3 +138,27 @@ class Refit:
         if self.stale or self.generation.version is None:
             refit_policy_generation(self.policy, self.generation, self.colocated)
             self.stale = False
+
+    def replace_lost_engines(self, error: MegarlError) -> None:
+        """Start new engines in place of ones that were killed or hang. The policy keeps its weights; the next refit brings them.
+
+        Args:
+            error: of the refit or the call that failed.
+
+        Raises:
+            MegarlError: ``error`` itself where all engines live, or were started anew ``max_restarts`` times; else that of the last start.
+        """
+        if self.generation.is_alive():
+            raise error
+        while self.restarts < self.max_restarts:
+            self.restarts += 1
+            logger.warning("engines were lost, start %d of at most %d of new ones: %s", self.restarts, self.max_restarts, error)
+            self.on_restart(error)
+            try:
+                self.generation.restart(self.policy)
+            except MegarlError as failure:
+                error = failure
+                continue
+            self.stale = True
+            return
+        raise error

@@ -119,7 +119,7 @@ def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
         return
     try:
         before = yaml.safe_load((start.checkpoint / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnusableCheckpointError(f"{start.checkpoint / CONFIG_NAME} cannot be read: {error}. Fix: resume from another one") from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
     for key, (old, new) in check_changes(before, redacted(config), name, config["checkpointing"]["accept_changes"]).items():

@@ -7,17 +7,19 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from converters.checkpoint.files import first_special
 from megarl.algorithms.algorithm import ACTOR, Parts, Role
-from megarl.algorithms.inputs import read_inputs, require_a_step_of_records
+from megarl.algorithms.inputs import Inputs, read_inputs, require_a_step_of_records
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
+from megarl.algorithms.restarts import Restarts, await_places, most_restarts, patience_for_places
 from megarl.algorithms.resume import (
     CheckpointWriter,
     ResumePoint,
@@ -27,7 +29,7 @@ from megarl.algorithms.resume import (
     with_smaller_micro_batches,
 )
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
-from megarl.algorithms.start import check_engine, start_engines, start_policy, start_ray
+from megarl.algorithms.start import check_engine, check_places, decided_device, start_engines, start_policy, start_ray, watched_memory
 from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
@@ -40,7 +42,8 @@ from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset
 from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
-from megarl.errors import ConfigError, MicroBatchMemoryError, Violation
+from megarl.distributed.shared_memory import SharedMemoryWatch
+from megarl.errors import ConfigError, MegarlError, MicroBatchMemoryError, Violation
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
@@ -76,7 +79,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
     ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see
-    ``megarl.algorithms.stopping``), it ends after the step it is in, with a checkpoint.
+    ``megarl.algorithms.stopping``), it ends after the step it is in, with a checkpoint. After a loss of workers it goes on with new ones
+    from the newest checkpoint, ``cluster.max_restarts`` times.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
@@ -101,32 +105,90 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
         if make_policy is None:
             start_ray(stack)
         inputs = read_inputs(config, stack)
-        tokenizer, train_data = inputs.tokenizer, inputs.train
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
         _write_config(run_dir, config)
-        schedule = _schedule(config, len(train_data))
-        sampler = _sampler(config, train_data, start)
+        schedule = _schedule(config, len(inputs.train))
+        sampler = _sampler(config, inputs.train, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
-        reporting = _open_reporting(config, run_dir, schedule, start, stack)
+        restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
+        placed = _with_decided_device(config) if make_policy is None and restarts.most else config
+        memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
+        launch = _Launch(config, placed, run_dir, lock, memory, inputs, schedule, attempt, restarts, make_policy or start_policy)
+        while True:
+            try:
+                return _train(launch, start, sampler, manager)
+            except MegarlError as error:
+                restarts.require(error)
+                lock.require_place()
+                await_places(lambda: check_places(placed), patience_for_places(config["deadlines"]["init_s"]), error)
+                # what the lost workers left unfinished goes
+                manager = None if manager is None else CheckpointManager(config["checkpointing"], lock=lock)
+                start = _point_of_restart(manager, config["checkpointing"]["resume"])
+                restarts.workers_lost(error, start.step)
+            sampler = _sampler(config, inputs.train, start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What stays when workers are built anew.
+
+    Attributes:
+        config: of the run.
+        placed: the same with the device decided.
+        run_dir, lock, memory, inputs, schedule, attempt, restarts: of this launch.
+        make_policy: makes the models.
+    """
+
+    config: Config
+    placed: Config
+    run_dir: Path
+    lock: RunLock
+    memory: SharedMemoryWatch
+    inputs: Inputs
+    schedule: Schedule
+    attempt: Attempt
+    restarts: Restarts
+    make_policy: PolicyFactory
+
+    def look_around(self) -> None:
+        """After each step, before anything is written: whether the directory is still there, and room for what processes share."""
+        self.memory.look()
+        self.lock.require_place()
+
+
+def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: CheckpointManager | None) -> int:
+    """Build all workers and train from a point on; returns the exit code. However it ends, the workers are gone afterwards."""
+    config, run_dir, inputs, schedule, restarts = launch.config, launch.run_dir, launch.inputs, launch.schedule, launch.restarts
+    with ExitStack() as stack:
+        reporting = _open_reporting(config, run_dir, schedule, start, stack, anew=restarts.workers == 0)
         tell_worker_groups(config["profiler"])
-        sized, make = with_smaller_micro_batches(config, run_dir), make_policy or start_policy
-        models = {role: make(sized, tokenizer, start, stack, role) for role in roles(config) if role.has_workers}
+        made_of = with_smaller_micro_batches(launch.placed, run_dir), inputs.tokenizer, start, stack
+        models = {role: launch.make_policy(*made_of, role) for role in roles(config) if role.has_workers}
         policy = models[ACTOR]
         refit = start_engines(config, policy, stack)
-        reporting = replace(reporting, memory=policy.memory_figures, throughput=_throughput(config, policy))
-        skipped = SkippedBatches(run_dir / DIRECTORY)
-        samples = _open_samples(config, run_dir, start, reporting.sinks, tokenizer, stack)
-        parts = Parts(
-            config, models, refit, tokenizer, inputs.environment, train_data, inputs.validation, sampler, reporting.timer, skipped, samples
+        if refit is not None:
+            refit.restarts, refit.on_restart = restarts.engines, restarts.engines_lost
+        reporting = replace(
+            reporting,
+            memory=policy.memory_figures,
+            throughput=_throughput(config, policy),
+            restarts=restarts.figures,
+            look_around=launch.look_around,
         )
+        skipped = SkippedBatches(run_dir / DIRECTORY)
+        samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
+        read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
+        parts = Parts(config, models, refit, *read, sampler, reporting.timer, skipped, samples)
         algorithm = algorithm_class(config["algorithm"])(parts)
-        writer = _writer(manager, models, config, attempt, samples)
+        writer = _writer(manager, models, config, launch.attempt, samples)
         if writer is not None:
             stack.push(writer.leave)
 
         reporting.console.start(start.step)
+        restarts.built = True
+        stop = restarts.stop
         with stop.deferred():
             profiler = StepProfiler(policy, config["profiler"], run_dir / PROFILES)
             try:
@@ -142,8 +204,19 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
             path = run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}"
             _export(policy, path, reporting.console, has_trained=reached > start.step)
         reporting.console.finish()
-        outcome.text = FINISHED
+        restarts.outcome.text = FINISHED
     return 0
+
+
+def _with_decided_device(config: Config) -> Config:
+    return {**config, "cluster": {**config["cluster"], "device": decided_device(config)}}
+
+
+def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
+    """Where new workers go on: as the next launch would. A launch that was to start over finds none but its own checkpoints."""
+    if manager is None or (resume == "never" and manager.get_latest_checkpoint_path() is None):
+        return ResumePoint()
+    return find_resume_point(manager, "auto")
 
 
 def _open_checkpoints(section: Config, lock: RunLock, run_dir: Path, stack: ExitStack) -> CheckpointManager | None:
@@ -160,10 +233,14 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
     """The right to write into a directory, which is made when it is missing.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot be made or written, or has a named pipe or the like in place of a file, which would be waited for.
     """
     try:
-        return stack.enter_context(RunLock(directory))
+        lock = stack.enter_context(RunLock(directory))
+        found = first_special(directory)
+        if found is not None:
+            raise ConfigError([Violation(key, str(directory), f"{found[0].name} in it is {found[1]}, not a file", "remove it")])
+        return lock
     except OSError as error:
         bound = f"it cannot be made or written: {os.strerror(error.errno) if error.errno else error}"
         raise ConfigError([Violation(key, str(directory), bound, "give a directory that you may write to")]) from error
@@ -228,9 +305,14 @@ def _sampler(config: Config, train: Dataset, start: ResumePoint) -> Sampler:
     return sampler
 
 
-def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: ResumePoint, stack: ExitStack) -> Reporting:
-    """Sinks, with what an interrupted launch logged after the checkpoint taken back, console and timer."""
-    if config["checkpointing"]["resume"] == "never":
+def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: ResumePoint, stack: ExitStack, *, anew: bool) -> Reporting:
+    """Sinks, with what was logged after the checkpoint taken back, console and timer.
+
+    Args:
+        config, run_dir, schedule, start, stack: of the run.
+        anew: the launch begins; what it logs itself is not set aside when its workers are built anew.
+    """
+    if anew and config["checkpointing"]["resume"] == "never":
         _set_aside(run_dir / METRICS_FILE)
         _set_aside(run_dir / SAMPLES)
     sinks = stack.enter_context(open_sinks(config["logger"], run_dir, config))

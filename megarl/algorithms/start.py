@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.algorithms.refit import Refit
+    from megarl.distributed.shared_memory import SharedMemoryWatch
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.generation.interfaces import RolloutEngine
     from megarl.models.policy.lm_policy import Policy
 
@@ -139,21 +141,11 @@ def start_policy(
     import ray
 
     from megarl.distributed.deadlines import PhaseDeadlines
-    from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.policy.lm_policy import Policy
 
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
-    section = config["cluster"]
-    nodes, ranks = training_shape(View(config))
-    shares_devices = engine_of(config) is not None and generation_shape(View(config)) is None
-    cluster = RayVirtualCluster(
-        [ranks] * nodes,
-        use_gpus=uses_gpus(section["device"], ray.cluster_resources().get("GPU", 0)),
-        max_colocated_worker_groups=2 if shares_devices else 1,
-        num_gpus_per_node=section["gpus_per_node"],
-        name=algorithm_class(config["algorithm"]).section(),
-    )
+    cluster = _training_cluster(config)
     stack.callback(cluster.shutdown)
     policy = Policy(
         cluster,
@@ -176,6 +168,65 @@ def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
     """What building the workers may take; a resumed run reads a checkpoint besides."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
     return max(deadlines["init_s"] - _ray_start["seconds"], 1.0) + reading
+
+
+def _training_cluster(config: Mapping[str, Any]) -> RayVirtualCluster:
+    """The bundles of a run's policy, which nothing has reserved yet."""
+    import ray
+
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+
+    section = config["cluster"]
+    nodes, ranks = training_shape(View(config))
+    shares_devices = engine_of(config) is not None and generation_shape(View(config)) is None
+    return RayVirtualCluster(
+        [ranks] * nodes,
+        use_gpus=uses_gpus(section["device"], ray.cluster_resources().get("GPU", 0)),
+        max_colocated_worker_groups=2 if shares_devices else 1,
+        num_gpus_per_node=section["gpus_per_node"],
+        name=algorithm_class(config["algorithm"]).section(),
+    )
+
+
+def watched_memory() -> SharedMemoryWatch:
+    """A watch over the object store of the Ray that runs, if it does. One that is larger than the room went elsewhere, as Ray says."""
+    import ray
+
+    from megarl.distributed.shared_memory import SharedMemoryWatch, free_bytes
+
+    if not ray.is_initialized():
+        return SharedMemoryWatch(0)
+    nodes = max(sum(node["Alive"] for node in ray.nodes()), 1)
+    store = int(ray.cluster_resources().get("object_store_memory", 0)) // nodes
+    return SharedMemoryWatch(store if store <= (free_bytes() or 0) else 0)
+
+
+def decided_device(config: Mapping[str, Any]) -> str:
+    """``cluster.device``, and instead of ``auto`` what that means with the nodes that live now: once some are lost, it could mean another.
+
+    ``auto`` where no Ray runs, so that somebody else makes the workers.
+
+    Raises:
+        ConfigError: as ``uses_gpus``.
+    """
+    import ray
+
+    device = str(config["cluster"]["device"])
+    if not ray.is_initialized():
+        return device
+    return "cuda" if uses_gpus(device, ray.cluster_resources().get("GPU", 0)) else "cpu"
+
+
+def check_places(config: Mapping[str, Any]) -> None:
+    """Look whether the living nodes have places for a run's policy, after some were lost; all is well where no Ray runs.
+
+    Raises:
+        ResourceInsufficientError: they have not.
+    """
+    import ray
+
+    if ray.is_initialized():
+        _training_cluster(config).check_places()
 
 
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
@@ -208,7 +259,8 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
         stack.callback(generation.shutdown)
         return generation
 
-    return Refit(policy, started_on_empty_devices(policy if colocated else None, start), colocated)
+    engines = started_on_empty_devices(policy if colocated else None, start)
+    return Refit(policy, engines, colocated, max_restarts=config["cluster"]["max_engine_restarts"])
 
 
 def _text(path: Path | None) -> str | None:

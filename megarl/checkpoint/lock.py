@@ -118,6 +118,21 @@ class RunLock:
         self._descriptor = descriptor
         return self
 
+    def require_place(self) -> None:
+        """Make sure that the directory still is where the lock was taken, before more is written: what is written after it was removed is
+        lost without a word, and another run may begin there.
+
+        Raises:
+            StateError: the directory or the lock's file was removed or renamed, or another one has its name.
+        """
+        if not self.held or _file_at(self.path) == _identity(os.fstat(self._descriptor)):
+            return
+        there = "its file run.lock is not the one" if self.directory.is_dir() else "it is not there any more"
+        raise StateError(
+            f"run directory {self.directory} was removed, renamed or replaced while the run wrote into it: {there}. The run ends before it "
+            "writes more. Fix: see who did that; bring the directory back from where it was moved to, and start the run again"
+        )
+
     def release(self) -> None:
         """Give the lock back; a second call does nothing. The empty file stays: removing it could hand the lock to two runs."""
         if not self.held:
@@ -141,6 +156,18 @@ class RunLock:
             f"run directory {self.directory} is in use by {owner or 'another process'}; one run a directory. "
             f"Fix: wait for it, stop it, choose another run_dir, or remove {self.path} when that process is certainly dead"
         )
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file that is; None where there is none."""
+    try:
+        return _identity(path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _try_kernel_lock(descriptor: int) -> bool:
@@ -208,7 +235,7 @@ def _read_owner(descriptor: int) -> Owner | None:
     try:
         fields = json.loads(os.pread(descriptor, 4096, 0))
         owner = Owner(**fields)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     return owner if isinstance(owner.pid, int) and isinstance(owner.job_restart, int) else None
 

@@ -71,7 +71,7 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / INFO_NAME
     try:
         info = json.loads(read_again(path.read_bytes, str(path)))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Fix: resume from another checkpoint") from error
     if not isinstance(info, dict):
         raise CheckpointError(f"{path} holds a {type(info).__name__}, not an object. Fix: resume from another checkpoint")

@@ -83,7 +83,7 @@ def _read(root: Path) -> Mapping[str, Any]:
         manifest = json.loads(_open_regular(path).decode())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("version") != _VERSION or manifest.get("algorithm") != _ALGORITHM:
         raise CheckpointError(f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {_ALGORITHM}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,10 +12,14 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from converters.checkpoint.files import DEEPEST, special_kind
 from megarl import env
 from megarl.config.recipes import inherited
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
+
+_EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TOO_DEEP = "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the brackets out"
 
 
 class OverridesError(ConfigError):
@@ -35,6 +40,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequenc
     """
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
+    try:
+        return _resolved(path, overrides, layers)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {_TOO_DEEP}") from error
+
+
+def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path]) -> Config:
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
         stacked = _merged(stacked, _load(Path(file), None, ()))
@@ -101,14 +113,19 @@ def _defaults_of(config: DictConfig, path: Path) -> list[str]:
 def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
     origin = f", named in the defaults of {chain[-1]}" if chain else ""
     if not path.is_file():
-        kind = "is a directory" if path.is_dir() else "does not exist"
+        special = special_kind(path)
+        kind = "is a directory" if path.is_dir() else f"is {special}, not a file" if special else "does not exist"
         raise ConfigError(f"configuration file {path} {kind}{origin}. Fix: give the path of a YAML file")
     try:
-        if not path.read_text(encoding="utf-8").strip():
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
             raise ConfigError(f"configuration file {path} is empty{origin}. Fix: write at least one key into it, or leave it out")
+        _refuse_depth(text)
         config = OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: mend that line") from error
+    except RecursionError as error:
+        raise ConfigError(f"configuration file {path}{origin}: {_TOO_DEEP}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}. Fix: make it a readable text file in UTF-8") from error
     if not isinstance(config, DictConfig) or len(config) == 0:
@@ -142,6 +159,9 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     for override in overrides:
         try:
             _apply(changed, override)
+        except RecursionError as error:
+            shown = f"{override[:60]!r}{'...' if len(override) > 60 else ''}"
+            raise OverridesError(f"override {shown} cannot be applied: {_TOO_DEEP}") from error
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             if isinstance(error, OverridesError):
                 raise
@@ -171,7 +191,26 @@ def _apply(config: DictConfig, override: str) -> None:
     OmegaConf.update(config, key, value, merge=merge, force_add=True)
 
 
+def _refuse_depth(text: str) -> None:
+    """Look at the nesting of YAML before it is read: its reader is written in C, and ends the process over what nests too deeply.
+
+    Raises:
+        RecursionError: it does.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_EVENTS):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise RecursionError(f"more than {DEEPEST} levels")
+    interpolations = 0
+    for mark in re.findall(r"\$\{|\}", text):
+        interpolations = interpolations + 1 if mark == "${" else max(interpolations - 1, 0)
+        if interpolations > DEEPEST:
+            raise RecursionError(f"more than {DEEPEST} interpolations in one another")
+
+
 def _value_of(text: str) -> Any:
+    _refuse_depth(text)
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 
 

@@ -270,6 +270,28 @@ class ClusterConfig(TypedDict):
             float, Key("memory of a GPU in GiB, which an engine's weights are held against before anything starts.", ABOVE_0, default=80.0)
         ]
     ]
+    max_restarts: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "times that a launch builds all workers anew from the newest whole checkpoint, after one or its node was lost or hangs, "
+                "before it ends with exit code 4; null for 3 in a job of Slurm, else 0.",
+                AT_LEAST_0,
+                default=None,
+            ),
+        ]
+    ]
+    max_engine_restarts: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "times that a launch starts rollout engines anew that were killed or hang, refits them, and samples the step's answers "
+                "again by the same seeds, before their loss ends it.",
+                AT_LEAST_0,
+                default=3,
+            ),
+        ]
+    ]
 
 
 class DeadlinesConfig(TypedDict):

@@ -11,6 +11,7 @@ from converters.family_file import load_family_file
 from megarl.config.algorithms import ORDER
 from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.model_facts import ModelFacts, read_model_facts
+from megarl.config.places import places_of, require_answers
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
 from megarl.config.sections import Config
@@ -30,6 +31,7 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
     # by null a file or a command line takes a section away that it inherits
     config = {key: value for key, value in config.items() if value is not None or key not in ORDER}
     completed = complete_run(config, name)
+    require_answers(dict(places_of(completed)))
     return _finish(completed, check_run(config), check_run(completed))
 
 

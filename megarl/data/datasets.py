@@ -20,9 +20,9 @@ import numpy as np
 from megarl import env
 from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
 from megarl.data.records import Fingerprint, Record, read_preferences, read_records, texts_of
-from megarl.data.rows import content_digest, source_name
+from megarl.data.rows import changed_while_read, content_digest, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
-from megarl.data.tokenization import PromptEncoder, encode_answers
+from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1024
+_CHUNK_CHARACTERS = 2**21
+"""Of the texts that are tokenized together, which takes hundreds of bytes for each."""
+_LONGEST_KEPT_ANSWER = 2**18
+"""Characters of an answer that is tokenized although it is no part of the model's input."""
 _PROGRESS_EVERY = 100_000
 _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
@@ -57,7 +61,8 @@ class Example:
         index: place of its record in the data set, counted from 0.
         prompt_ids: tokens up to where the answer starts.
         answer_ids: the reference answer's tokens with the end-of-sequence token; of a conversation in SFT all tokens from the first that
-            the assistant says, of a preference all tokens of its last turn and what follows.
+            the assistant says, of a preference all tokens of its last turn and what follows. The end-of-sequence token alone of an answer
+            of over 262,144 characters that is no part of the model's input.
         answer: the reference answer as text.
         targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
         env_name: the environment that its source names.
@@ -142,7 +147,8 @@ class Examples(Sequence[Example]):
         for name in ("prompt", "answer", "targets"):
             column = table.columns[name]
             digest.update(column.lengths[first:last].tobytes())
-            digest.update(column.values[column.starts[first] : column.starts[last]].tobytes())
+            starts = column.starts[first : last + 1]
+            digest.update(column.values[int(starts[0]) : int(starts[-1])].tobytes())
         return digest.hexdigest()
 
     def lengths(self, with_answers: bool) -> np.ndarray:
@@ -257,10 +263,11 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 
 def _load_source(source: DataSource, reading: Reading) -> Table:
     encoder = PromptEncoder.from_config(reading.tokenizer, reading.config, reading.template_kwargs)
-    directory = cache_directory(reading.config) / _cache_key(source, reading, encoder)
+    digest = content_digest(source)
+    directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
     if table is None:
-        table = _Tokenization(source, reading, encoder, directory).run()
+        table = _Tokenization(source, reading, encoder, directory, digest).run()
     elif reading.fault_of_answer is not None and not _marker(table, source, reading).exists():
         _refuse_useless_answers(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")))
     if table.directory is not None and reading.fault_of_answer is not None:
@@ -296,13 +303,13 @@ def bound_cache(config: DataConfig) -> None:
         logger.info("data.cache_gib = %g: removed %d tables that were not used for the longest", most, len(removed))
 
 
-def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder) -> str:
+def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
     """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the stored bytes of the source."""
     fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {"set": set_module(source)}
     if reading.pairs:
         fields |= {key: source.get(key) for key in PAIR_KEYS}
     limits = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
-    return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, content_digest(source)])
+    return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, digest])
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -335,10 +342,16 @@ class _Offenders:
 
 
 class _Tokenization:
-    """Makes the table of a source, chunk by chunk, and refuses what is empty, too long or of no use once all of it has been seen."""
+    """Makes the table of a source, chunk by chunk, and refuses what is empty, too long or of no use once all of it has been seen.
 
-    def __init__(self, source: DataSource, reading: Reading, encoder: PromptEncoder, directory: Path) -> None:
-        self._source, self._reading, self._encoder = source, reading, encoder
+    Args:
+        source, reading, encoder: what is read, and how.
+        directory: of the table.
+        digest: of the source's bytes; a source that has others in the end was written meanwhile, and is refused.
+    """
+
+    def __init__(self, source: DataSource, reading: Reading, encoder: PromptEncoder, directory: Path, digest: str) -> None:
+        self._source, self._reading, self._encoder, self._digest = source, reading, encoder, digest
         self._tokenizer = reading.tokenizer
         self._limit = reading.config["max_input_seq_length"]
         self._filters = bool(reading.config.get("filter_overlong_prompts"))
@@ -347,6 +360,7 @@ class _Tokenization:
         self._find = reading.judge_of(source.get("env_name"))
         self._control = _control_tokens(self._tokenizer)
         self._seen = self._kept = self._longest = 0
+        self._cut: set[int] = set()
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
@@ -356,11 +370,7 @@ class _Tokenization:
     def run(self) -> Table:
         """The table; on a refusal nothing of it is left."""
         try:
-            for chunk in _chunks(self._records(), _CHUNK):
-                self._add(chunk)
-                if self._seen % _PROGRESS_EVERY < _CHUNK and self._seen > _PROGRESS_EVERY:
-                    logger.info("tokenized %d records", self._seen)
-            self._refuse()
+            self._read()
             return self._writer.finish({"fingerprint": self._fingerprint.hexdigest(), "largest": self._largest, "notes": self._notes()})
         except OSError as error:
             raise DataError(
@@ -369,11 +379,33 @@ class _Tokenization:
         finally:
             self._writer.discard()
 
+    def _read(self) -> None:
+        """Tokenize all records.
+
+        Raises:
+            DataError: some are of no use, or somebody wrote into the source meanwhile.
+        """
+        try:
+            for chunk in _chunks(self._records(), self._reading.of_record):
+                self._add(chunk)
+                if self._seen % _PROGRESS_EVERY < len(chunk) and self._seen > _PROGRESS_EVERY:
+                    logger.info("tokenized %d records", self._seen)
+            self._refuse()
+        except DataError:
+            # half of a record that is just being written is no fault of the record
+            self._require_unchanged()
+            raise
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        path = self._source.get("path")
+        if path is not None and Path(path).is_file() and content_digest(self._source) != self._digest:
+            raise changed_while_read(path, "its content is another one than when it was begun")
+
     def _records(self) -> Iterator[Record]:
         """The records of the source; a pair is two, one with either answer."""
         if not self._reading.pairs:
             return read_records(self._source)
-        # a chunk has an even number of them, so that a pair is in one
         return itertools.chain.from_iterable(read_preferences(self._source))
 
     def _add(self, records: Sequence[Record]) -> None:
@@ -393,7 +425,7 @@ class _Tokenization:
             self._empty.add(f"{where}: 0 tokens")
         self._longest = max(self._longest, length)
         if length > self._limit:
-            self._long.add(f"{where}: {length} tokens")
+            self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
             return
         self._judge(record, where, text)
         if self._reading.pairs:
@@ -414,24 +446,55 @@ class _Tokenization:
         if self._reading.pairs:
             return self._encoded_last_turns(records)
         if self._reading.with_answers and records[0].last is not None:
-            return map(self._text_of_turns, records), map(self._conversation, records)
-        texts = [self._encoder.text(record) for record in records]
-        answers = encode_answers(self._tokenizer, [record.answer for record in records])
+            places = range(self._seen, self._seen + len(records))
+            return map(self._text_of_turns, records), map(self._conversation, records, places)
+        texts = [self._beginning(self._encoder.text(record), place) for place, record in enumerate(records, self._seen)]
+        answered = [self._answer(record.answer, place) for place, record in enumerate(records, self._seen)]
+        answers = encode_answers(self._tokenizer, answered)
         return texts, ((prompt, answer, []) for prompt, answer in zip(self._encoder.encode_texts(texts), answers, strict=True))
 
     def _encoded_last_turns(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """As ``_encoded``, of answers to be compared: of a conversation the last turn alone is learned."""
-        texts = [self._encoder.text(record) if record.last is None else self._text_of_turns(record) for record in records]
-        plain = [place for place, record in enumerate(records) if record.last is None]
-        prompts = self._encoder.encode_texts([texts[place] or "" for place in plain])
-        answers = encode_answers(self._tokenizer, [records[place].answer for place in plain])
-        made: dict[int, _Tokens] = {place: (prompt, answer, []) for place, prompt, answer in zip(plain, prompts, answers, strict=True)}
-        for place, record in enumerate(records):
-            if record.last is not None:
-                whole = self._encoder.encode_conversation(record)
-                start, end = whole.targets[-1]
-                made[place] = whole.ids[:start], whole.ids[start:], [start, end]
-        return texts, (made[place] for place in range(len(records)))
+        of_record = self._reading.of_record
+        places = [self._seen + row // of_record for row in range(len(records))]
+        plain = [row for row, record in enumerate(records) if record.last is None]
+        texts = [
+            self._beginning(self._encoder.text(record), place) if record.last is None else self._text_of_turns(record)
+            for record, place in zip(records, places, strict=True)
+        ]
+        prompts = self._encoder.encode_texts([texts[row] or "" for row in plain])
+        answers = encode_answers(self._tokenizer, [self._beginning(records[row].answer, places[row]) for row in plain])
+        made: dict[int, _Tokens] = {row: (prompt, answer, []) for row, prompt, answer in zip(plain, prompts, answers, strict=True)}
+        for row, record in enumerate(records):
+            if record.last is None:
+                continue
+            beginning = self._beginning_of_turns(record, places[row])
+            if beginning is not None:
+                made[row] = beginning, [], []
+                continue
+            whole = self._encoder.encode_conversation(record)
+            start, end = whole.targets[-1]
+            made[row] = whole.ids[:start], whole.ids[start:], [start, end]
+        return texts, (made[row] for row in range(len(records)))
+
+    def _beginning(self, text: str, place: int) -> str:
+        """The text of a record, or a beginning that is too long already."""
+        beginning = self._encoder.beginning(text, self._limit)
+        if len(beginning) < len(text):
+            self._cut.add(place)
+        return beginning
+
+    def _beginning_of_turns(self, record: Record, place: int) -> list[int] | None:
+        """Tokens of the beginning of a conversation that is too long already; None of another one."""
+        if _characters(record) <= long_text(self._limit):
+            return None
+        beginning = self._beginning(self._encoder.whole_text(record), place)
+        return self._encoder.encode_texts([beginning])[0] if place in self._cut else None
+
+    def _answer(self, answer: str, place: int) -> str:
+        if self._reading.with_answers:
+            return self._beginning(answer, place)
+        return answer if len(answer) <= _LONGEST_KEPT_ANSWER else ""
 
     def _text_of_turns(self, record: Record) -> str | None:
         if self._writes_prompts:
@@ -442,7 +505,10 @@ class _Tokenization:
                 self._writes_prompts = False
         return None
 
-    def _conversation(self, record: Record) -> tuple[list[int], list[int], list[int]]:
+    def _conversation(self, record: Record, place: int) -> _Tokens:
+        beginning = self._beginning_of_turns(record, place)
+        if beginning is not None:
+            return beginning, [], []
         whole = self._encoder.encode_conversation(record)
         first = whole.targets[0][0]
         return whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
@@ -488,13 +554,17 @@ class _Tokenization:
         if self._long.count and not self._filters:
             raise DataError(
                 f"{self._long.count} of {self._seen} {what} exceed data.max_input_seq_length = {self._limit}. Fix: raise it to "
-                f"{self._longest}, remove those records, or set data.filter_overlong_prompts=true. They are: {self._long}"
+                f"{self._longest_in_words()}, remove those records, or set data.filter_overlong_prompts=true. They are: {self._long}"
             )
         if not self._kept:
             raise DataError(
                 f"{source_name(self._source)}: all {self._seen} {what} exceed data.max_input_seq_length = {self._limit}, and "
-                f"data.filter_overlong_prompts leaves none. Fix: raise the limit; the longest has {self._longest} tokens"
+                f"data.filter_overlong_prompts leaves none. Fix: raise the limit; the longest has {self._longest_in_words()} tokens"
             )
+
+    def _longest_in_words(self) -> str:
+        """Tokens of the longest record, as far as it was looked at."""
+        return f"{'more than ' if self._cut else ''}{self._longest}"
 
     def _notes(self) -> list[str]:
         notes = []
@@ -502,7 +572,7 @@ class _Tokenization:
             share = 100 * self._long.count / self._seen
             notes.append(
                 f"{self._long.count} of {self._seen} records ({share:.2f} %) are left out: they exceed data.max_input_seq_length = "
-                f"{self._limit}; the longest has {self._longest} tokens"
+                f"{self._limit}; the longest has {self._longest_in_words()} tokens"
             )
         if self._unwritten.count:
             notes.append(
@@ -533,9 +603,23 @@ def _turns_of_assistant(record: Record) -> int:
     return 1 + sum(not isinstance(turn, str) and turn["role"] == "assistant" for turn in record.prompt)
 
 
-def _chunks(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
-    while chunk := list(itertools.islice(records, size)):
+def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:
+    """Records that are neither too many nor have too much text; each ``together`` of them, such as both of a pair, are in one chunk."""
+    chunk, characters = list[Record](), 0
+    for record in records:
+        chunk.append(record)
+        characters += _characters(record)
+        is_full = len(chunk) >= _CHUNK or characters >= _CHUNK_CHARACTERS
+        if is_full and len(chunk) % together == 0:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
         yield chunk
+
+
+def _characters(record: Record) -> int:
+    """Of the texts of a record."""
+    return sum(map(len, texts_of(record.prompt))) + len(record.answer)
 
 
 def _refuse_useless_answers(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | None] | None) -> None:

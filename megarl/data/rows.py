@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.checkpoint.files import DEEPEST, check_depth, first_special, special_kind
+from converters.errors import ConversionError
 from megarl.config.data_sources import set_module
 from megarl.errors import DataError
 
@@ -20,6 +23,9 @@ Row = tuple[str, Any]
 """Where a row stands, for messages (``train.jsonl line 7``), and what it is; a record only where it is an object."""
 
 _READ_TOGETHER = 1024
+LONGEST_LINE = 2**24
+"""Characters that a line of a data file may have: more than the four million tokens of any context are."""
+_AS_LINES = "; jq -c '.[]' makes lines of one list"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,10 @@ def _file_digest(file: Path) -> bytes:
 
 
 def _file(path: str) -> Path:
+    kind = special_kind(Path(path))
+    if kind is not None:
+        # a pipe would be waited for, and what it gave could not be read a second time
+        raise DataError(f"data file {path} is {kind}, not a file. Fix: write what it gives into a file, and give the path of that")
     if not Path(path).is_file():
         raise DataError(f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines or parquet file")
     return Path(path)
@@ -112,11 +122,24 @@ def _file(path: str) -> Path:
 
 def _json_lines(path: Path) -> Iterator[Row]:
     """(origin, JSON value) of every line that is not blank."""
+    number = 0
     try:
         with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
+            size = os.fstat(lines.fileno()).st_size
+            while line := lines.readline(LONGEST_LINE + 1):
+                number += 1
+                origin = f"{path} line {number}"
+                if len(line) > LONGEST_LINE:
+                    raise DataError(
+                        f"{origin} has more than {LONGEST_LINE:,} characters, which no record has; it starts {line[:60]!r}. Fix: write one "
+                        f"JSON object a line{_AS_LINES if line.lstrip().startswith('[') else ''}"
+                    )
+                if number % _READ_TOGETHER == 0:
+                    # one that somebody appends to faster than it is read would have no end
+                    _require_size(path, lines.fileno(), size)
                 if line.strip():
-                    yield f"{path} line {number}", _parse(line, f"{path} line {number}")
+                    yield origin, _parse(line, origin)
+            _require_size(path, lines.fileno(), size)
     except UnicodeDecodeError as error:
         fix = "convert it to UTF-8, or unpack it where it is compressed"
         raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: {fix}") from error
@@ -124,14 +147,32 @@ def _json_lines(path: Path) -> Iterator[Row]:
         raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
 
 
+def _require_size(path: Path, descriptor: int, size: int) -> None:
+    now = os.fstat(descriptor).st_size
+    if now != size:
+        raise changed_while_read(path, f"it had {size:,} bytes and has {now:,}")
+
+
+def changed_while_read(path: str | Path, how: str) -> DataError:
+    """What to raise for a file that somebody writes while it is read, so that its records are of no time."""
+    return DataError(f"data file {path} changed while it was read: {how}. Fix: let its writer finish, or give a copy of the file")
+
+
 def _parse(line: str, origin: str) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        # what is parsed may still be too deep to be written or shown
+        if line.count("[") + line.count("{") > DEEPEST:
+            check_depth(value, "it")
+        return value
     # json gives up with a RecursionError on what nests too deeply
-    except (ValueError, RecursionError) as error:
-        problem = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-        fix = "write one JSON object a line" + ("; jq -c '.[]' makes lines of one list" if line.lstrip().startswith("[") else "")
-        raise DataError(f"{origin} is not JSON: {problem}; it starts {line[:60]!r}. Fix: {fix}") from error
+    except (ValueError, RecursionError, ConversionError) as error:
+        too_deep = isinstance(error, RecursionError | ConversionError)
+        problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
+        fix = "write one JSON object a line" + (_AS_LINES if line.lstrip().startswith("[") else "")
+        raise DataError(
+            f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts {line[:60]!r}. Fix: {fix}"
+        ) from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -168,6 +209,9 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
 def _load(place: str, subset: str | None, split: str) -> Any:
     import datasets
 
+    found = first_special(Path(place)) if Path(place).is_dir() else None
+    if found is not None:
+        raise DataError(f"data set {place}: {found[0].name} in it is {found[1]}, not a file. Fix: take it out of the directory")
     try:
         if _was_saved_to_disk(Path(place)):
             loaded = datasets.load_from_disk(place)

@@ -1,4 +1,4 @@
-"""Tables of rows of different lengths, in memory or in memory-mapped files, written row by row and kept for the next start."""
+"""Tables of rows of different lengths, in memory or in files, written row by row and kept for the next start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,66 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megarl.errors import DataError
+
 _META = "meta.json"
 _BLOCK = 2**20
 _KEPT_NAME = re.compile(r"[0-9a-f]{32}")
 _PARTIAL_NAME = re.compile(r"\.[0-9a-f]{32}\.partial-\d+")
 _ABANDONED_S = 86400.0
 """Seconds without a write after which a table that is not finished belongs to a run that was killed."""
+
+
+class StoredValues:
+    """The numbers in a file, each read when it is asked for.
+
+    The file is not mapped into memory: one that somebody cuts off would end the process at the next look, without a word.
+
+    Args:
+        path: of the file.
+        dtype: numpy's name of the type of its numbers.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._path, self._dtype = path, np.dtype(dtype)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._count = os.fstat(self._descriptor).st_size // self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The numbers at places that follow one another.
+
+        Raises:
+            DataError: the file has become shorter, or cannot be read any more.
+        """
+        start, stop, step = places.indices(self._count)
+        assert step == 1
+        wanted = max(stop - start, 0) * self._dtype.itemsize
+        try:
+            content = _read_all(self._descriptor, wanted, start * self._dtype.itemsize)
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be read any more: {error}. {_FIX}") from error
+        if len(content) < wanted:
+            raise DataError(f"{self._path} was cut off while the run used it: {len(content)} of {wanted} bytes are there. {_FIX}")
+        return np.frombuffer(content, self._dtype)
+
+
+_FIX = "Fix: start the run again, which makes these tokens anew; see who writes into data.cache_dir"
+
+
+def _read_all(descriptor: int, count: int, place: int) -> bytes:
+    """Bytes of a file, fewer only where it ends; the kernel gives at most 2 GiB at once."""
+    parts, missing = list[bytes](), count
+    while missing and (part := os.pread(descriptor, missing, place + count - missing)):
+        parts.append(part)
+        missing -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +88,17 @@ class Column:
         starts: [rows + 1] int64; row r is ``values[starts[r]:starts[r + 1]]``.
     """
 
-    values: np.ndarray
-    starts: np.ndarray
+    values: np.ndarray | StoredValues
+    starts: np.ndarray | StoredValues
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.values[self.starts[row] : self.starts[row + 1]]
+        start, end = self.starts[row : row + 2].tolist()
+        return self.values[start:end]
 
     @property
     def lengths(self) -> np.ndarray:
         """[rows] int64."""
-        return np.diff(self.starts)
+        return np.diff(self.starts[:])
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -169,11 +224,11 @@ def read_table(directory: Path) -> Table | None:
         if any((directory / name).stat().st_size != size for name, size in content["sizes"].items()):
             raise ValueError
         columns = {
-            name: Column(_mapped(directory / f"{name}.values", dtype), _mapped(directory / f"{name}.starts", "int64"))
+            name: Column(StoredValues(directory / f"{name}.values", dtype), StoredValues(directory / f"{name}.starts", "int64"))
             for name, dtype in content["dtypes"].items()
         }
         table = Table(columns, content["meta"], directory)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         os.close(descriptor)
         return None
     weakref.finalize(table, os.close, descriptor)
@@ -270,11 +325,6 @@ def _remove_unused(table: Path) -> bool:
 
 def _values(row: Sequence[int] | bytes, dtype: str) -> np.ndarray:
     return np.frombuffer(row, dtype) if isinstance(row, bytes) else np.asarray(row, dtype)
-
-
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    # an empty file cannot be mapped
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 def _add_up(lengths: Path, starts: Path) -> None:

@@ -6,8 +6,10 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.checkpoint.files import first_special
 from megarl.data.records import ChatMessage, Record
 from megarl.errors import DataError, ModelError
 
@@ -23,6 +25,14 @@ Prompt = str | Sequence[ChatMessage]
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that joins the contents of the messages and adds nothing."""
+
+_CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
+"""Of the beginnings by which a long text is judged."""
+
+
+def long_text(limit: int) -> int:
+    """Characters above which the beginning of a text is looked at before the whole, where it may have ``limit`` tokens."""
+    return _CHARACTERS_A_TOKEN * limit + _FEW_CHARACTERS
 
 
 def get_tokenizer(tokenizer_config: Mapping[str, Any], trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -40,9 +50,10 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any], trust_remote_code: bool =
     from transformers import AutoTokenizer
 
     name = tokenizer_config["name"]
+    _refuse_special_files(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"
         raise ModelError(f"policy.tokenizer.name = {name!r}: its tokenizer cannot be loaded: {error}. Fix: {fix}") from error
     if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
@@ -64,6 +75,18 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any], trust_remote_code: bool =
         logger.info("tokenizer %s has no chat template; messages are joined as they are", name)
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     return tokenizer
+
+
+def _refuse_special_files(name: str) -> None:
+    """Refuse a directory with a named pipe or the like in place of a file, which transformers would wait for without end.
+
+    Raises:
+        ModelError: says which.
+    """
+    directory = Path(name).expanduser()
+    found = first_special(directory) if directory.is_dir() else None
+    if found is not None:
+        raise ModelError(f"policy.tokenizer.name = {name!r}: {found[0]} is {found[1]}, not a file. Fix: put the file itself there")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +169,28 @@ class PromptEncoder:
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """As ``encode_records``, for what ``text`` made of them."""
         return [self._leading_tokens + row for row in _tokens(self._tokenizer, texts)]
+
+    def beginning(self, text: str, limit: int) -> str:
+        """A text, or of one that certainly has more than ``limit`` tokens only a beginning that has more.
+
+        A tokenizer takes hundreds of bytes for each character. The beginning has twice as many tokens as the limit, so that it does not
+        matter what its end would be merged with.
+        """
+        size = long_text(limit)
+        while size < len(text):
+            if len(_tokens(self._tokenizer, [text[:size]])[0]) > 2 * limit + _FEW_TOKENS:
+                return text[:size]
+            size *= 2
+        return text
+
+    def whole_text(self, record: Record) -> str:
+        """What the chat template makes of a whole conversation.
+
+        Raises:
+            DataError: it cannot be applied; names the record.
+        """
+        assert record.last is not None and not isinstance(record.prompt, str)
+        return str(self._rendered(record, self._messages(record, (*record.prompt, record.last)), tokenize=False))
 
     def encode_conversation(self, record: Record) -> EncodedConversation:
         """Tokens of a whole conversation, and where the assistant speaks.

@@ -177,6 +177,15 @@ class RayVirtualCluster:
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
         return self._placement_groups
 
+    def check_places(self) -> None:
+        """Look once whether the living nodes have the places, free or taken.
+
+        Raises:
+            ResourceInsufficientError: they have not.
+        """
+        self._check_resources()
+        self._places(self._bundle)
+
     def _check_resources(self) -> None:
         total = ray.cluster_resources()
         needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
@@ -196,8 +205,7 @@ class RayVirtualCluster:
         return f"call init_ray(num_cpus={amount})" if kind == "CPU" else "pass use_gpus=False (cluster.device=cpu), or ask for fewer"
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
-        bundle = {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
-        counts = self._bundle_ct_per_node_list
+        bundle, counts = self._bundle, self._bundle_ct_per_node_list
         # Ray wants distinct names, and two clusters may well have the same.
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         if unified:
@@ -223,6 +231,11 @@ class RayVirtualCluster:
                     f"{self._ready_timeout_s:g} s; free now: {available}. Fix: shut down other users of this Ray cluster, or wait longer"
                 )
         return groups
+
+    @property
+    def _bundle(self) -> dict[str, int]:
+        """What a bundle takes."""
+        return {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
 
     def _places(self, bundle: dict[str, int]) -> list[tuple[int, str | None]]:
         """Bundles of each node, and the node; None where there is but one, which then stands for all, as on a laptop."""

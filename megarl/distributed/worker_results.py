@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.distributed.deadlines import Call
 from megarl.distributed.ray_nodes import lost_node_name
+from megarl.distributed.shared_memory import note_of_full_memory
 from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
 from megarl.distributed.worker_stacks import STOPPED, ProcessLook, kill_worker, look_at
@@ -233,7 +234,7 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     if isinstance(error, RayActorError):
         return WorkerLostError(
             f"{label} worker process died during {what}: {error}. Fix: look for its last output above, and for the kernel killing it "
-            f"when memory ran out; then shut the group down and rebuild it{also}"
+            f"when memory ran out; then shut the group down and rebuild it.{note_of_full_memory()}{also}"
         )
     if not isinstance(error, RayTaskError):
         return WorkerError(f"{label} {what}: Ray lost the result: {error}{also}")

@@ -1,5 +1,5 @@
-"""The file ``launches.jsonl``: when each launch of a run started, from which step, and how it ended. ``metrics.jsonl`` cannot say that: it
-is cut back on resume."""
+"""The file ``launches.jsonl``: when each launch of a run started, from which step, what it started anew, and how it ended.
+``metrics.jsonl`` cannot say that: it is cut back on resume."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -22,9 +22,29 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "launches.jsonl"
 FINISHED = "finished"
+ENGINES, WORKERS = "engines", "workers"
+"""What a launch starts anew: the rollout engines alone, or all workers."""
 _LONGEST_REASON = 300
+T = TypeVar("T")
 UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
 """Seconds that have a date."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What a launch started anew, within its process.
+
+    Attributes:
+        what: ``ENGINES`` or ``WORKERS``.
+        time: unix seconds.
+        reason: the first line of the error.
+        step: finished steps that all workers went on after; None for engines, which lose none.
+    """
+
+    what: str
+    time: UnixSeconds
+    reason: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +60,7 @@ class Launch:
         job_id: Slurm job, or empty.
         end: unix seconds; None for a launch that runs, or that was killed.
         outcome: ``"finished"`` or why it ended; None as ``end``.
+        restarts: within it, in their order.
     """
 
     start: UnixSeconds
@@ -50,16 +71,36 @@ class Launch:
     job_id: str = ""
     end: UnixSeconds | None = None
     outcome: str | None = None
+    restarts: tuple[Restart, ...] = ()
 
 
-_LAUNCH = TypeAdapter(Launch)
+_LAUNCH, _RESTART = TypeAdapter(Launch), TypeAdapter(Restart)
 
 
 @dataclass
 class LaunchOutcome:
-    """Launch outcome: how a launch will be said to have ended, unless an error ends it."""
+    """Launch outcome: how a launch will be said to have ended, unless an error ends it.
+
+    Attributes:
+        text: in words.
+        path: of the file; None where it cannot be written.
+    """
 
     text: str = "stopped before its last step"
+    path: Path | None = None
+    _identity: tuple[int, int] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._identity = None if self.path is None else _identity(self.path)
+
+    def restarted(self, what: str, error: BaseException, step: int | None = None) -> None:
+        """Write down that something is started anew now; see ``Restart``."""
+        self.write({"restart": {"what": what, "time": time.time(), "reason": _reason(error), "step": step}})
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Add a line, unless the launch's own was never written, or the file is another one by now: there it would be of another launch."""
+        if self.path is not None and _identity(self.path) == self._identity is not None:
+            _append(self.path, entry)
 
 
 @contextmanager
@@ -72,16 +113,14 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
     path = run_dir / FILE_NAME
     start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
     recorded = _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
-    outcome = LaunchOutcome()
+    outcome = LaunchOutcome(path=path if recorded else None)
     try:
         yield outcome
     except BaseException as error:
         outcome.text = _reason(error)
         raise
     finally:
-        # An end without a start would be taken for that of the launch before.
-        if recorded:
-            _append(path, {"end": time.time(), "outcome": outcome.text})
+        outcome.write({"end": time.time(), "outcome": outcome.text})
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
@@ -98,20 +137,29 @@ def read_launches(run_dir: Path) -> list[Launch]:
     for line in lines:
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and "start" in entry:
-            found.append(entry)
+            found.append({**entry, "restarts": []})
+        elif isinstance(entry, dict) and found and "restart" in entry:
+            # one that is damaged must not take its launch along
+            if _valid(_RESTART, entry["restart"]) is not None:
+                found[-1]["restarts"].append(entry["restart"])
         elif isinstance(entry, dict) and found:
             found[-1].update(entry)
-    return [launch for entry in found if (launch := _launch(entry)) is not None]
+    return [launch for entry in found if (launch := _valid(_LAUNCH, entry)) is not None]
 
 
-def _launch(entry: Mapping[str, Any]) -> Launch | None:
+def restarts_within(launches: Iterable[Launch], what: str) -> int:
+    """How often ``ENGINES`` or ``WORKERS`` were started anew within launches."""
+    return sum(restart.what == what for launch in launches for restart in launch.restarts)
+
+
+def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
     """None for an entry that lacks something or has it of another type, as a damaged file may."""
     try:
-        return _LAUNCH.validate_json(json.dumps(entry), strict=True)
-    except ValidationError:
+        return adapter.validate_json(json.dumps(entry), strict=True)
+    except (ValidationError, RecursionError):
         return None
 
 
@@ -122,6 +170,15 @@ def _reason(error: BaseException) -> str:
         return "interrupted"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST_REASON]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file that is; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> bool:

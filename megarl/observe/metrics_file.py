@@ -142,7 +142,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The row on a line, or None for one that is broken."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

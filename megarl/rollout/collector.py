@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import PART
 from megarl.distributed.token_batches import TokenRows
-from megarl.errors import BatchError
+from megarl.errors import BatchError, MegarlError
 from megarl.observe.timing import Sequences
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
 from megarl.rollout.samples import generate_samples
@@ -38,6 +38,10 @@ class RefittedEngine(Protocol):
 
     def bring_up_to_date(self) -> None:
         """Give the engines the policy's weights, where they have others."""
+        ...
+
+    def replace_lost_engines(self, error: MegarlError) -> None:
+        """Start new engines in place of lost ones, after ``error``; raises where none is lost or that is done no more."""
         ...
 
 
@@ -66,7 +70,7 @@ class Collector:
         policy: generates where there are no engines.
         tokenizer: decodes responses.
         environment: rewards them.
-        timer: told the phases ``refit``, ``generation`` and ``reward``.
+        timer: told the phases ``refit``, ``generation``, ``reward`` and, where engines were lost, ``engine_restart``.
         stop_token_ids: tokens that end a response; None for the end-of-sequence token.
         engine: engines beside the policy; None where the policy itself generates.
     """
@@ -126,19 +130,37 @@ class Collector:
         greedy: bool,
         sampling: Sampling | None,
     ) -> BatchedDataDict[Any]:
-        """The responses, see ``generate_samples``."""
-        engine = self.policy
-        if self.engine is not None:
-            engine = self.engine.generation
-            with self.timer.phase("refit"):
-                self.engine.bring_up_to_date()
-        with self.timer.phase("generation"):
-            if self.engine is None:
-                engine.prepare_for_generation()
-            samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids, sampling)
-            engine.finish_generation()
-            lengths = {name: samples[name].numpy() for name in ("input_lengths", "prompt_lengths")}
-            self.timer.passed(Sequences(lengths["input_lengths"], lengths["prompt_lengths"], np.array([len(prompt) for prompt in prompts])))
+        """The responses, see ``generate_samples``. Engines that are lost meanwhile are replaced, and asked again for all of them: what they
+        answer depends on weights, prompts and seeds alone."""
+        asked = prompts, generations, seeds, greedy, sampling
+        if self.engine is None:
+            with self.timer.phase("generation"):
+                self.policy.prepare_for_generation()
+                return self._answers(self.policy, *asked)
+        while True:
+            try:
+                with self.timer.phase("refit"):
+                    self.engine.bring_up_to_date()
+                with self.timer.phase("generation"):
+                    return self._answers(self.engine.generation, *asked)
+            except MegarlError as error:
+                with self.timer.phase("engine_restart"):
+                    self.engine.replace_lost_engines(error)
+
+    def _answers(
+        self,
+        engine: GenerationInterface,
+        prompts: Sequence[Sequence[int]],
+        generations: int,
+        seeds: Sequence[int] | None,
+        greedy: bool,
+        sampling: Sampling | None,
+    ) -> BatchedDataDict[Any]:
+        """What an engine that is ready answers; it gives its devices back afterwards."""
+        samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids, sampling)
+        engine.finish_generation()
+        lengths = {name: samples[name].numpy() for name in ("input_lengths", "prompt_lengths")}
+        self.timer.passed(Sequences(lengths["input_lengths"], lengths["prompt_lengths"], np.array([len(prompt) for prompt in prompts])))
         return samples
 
 

@@ -75,7 +75,7 @@ def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str |
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, yaml.YAMLError):
+    except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return config if isinstance(config, dict) else {}
 

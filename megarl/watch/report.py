@@ -13,6 +13,7 @@ from megarl import __version__
 from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.errors import DataError
 from megarl.observe.drawing import run_labels
+from megarl.observe.launches import Launch
 from megarl.observe.metrics_file import FILE_NAME
 from megarl.observe.panels import draw_all, run_colours
 from megarl.observe.plots import plot_run
@@ -21,7 +22,7 @@ from megarl.watch.configured import CONFIG_FILE
 from megarl.watch.run_state import RunState, read_run_state, require_run
 from megarl.watch.sample_page import STYLE as SAMPLES_STYLE
 from megarl.watch.sample_page import content_policy, samples_panel
-from megarl.watch.status import not_finite_text
+from megarl.watch.status import not_finite_text, restarts_text
 
 REPORT, COMPARISON = "report.html", "comparison.html"
 _STYLE = """
@@ -89,7 +90,7 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     """
     states = [read_run_state(run_dir) for run_dir in run_dirs]
     labels = run_labels([state.directory for state in states])
-    restarts = [launch.first_step for launch in states[0].launches[1:]] if len(states) == 1 else []
+    restarts = _steps_of_restarts(states[0].launches) if len(states) == 1 else []
     pictures = draw_all({labels[state.directory]: state.series for state in states}, restarts)
     if not pictures:
         raise DataError(f"{', '.join(state.directory for state in states)}: nothing to draw yet. Fix: let the run finish its first step")
@@ -103,6 +104,12 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return page
+
+
+def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
+    """After which steps a run went on with new workers, in a later launch or within one."""
+    steps = [[launch.first_step, *(each.step for each in launch.restarts if each.step is not None)] for launch in launches]
+    return [step for of_launch in steps for step in of_launch][1:]
 
 
 def _page(title: str, states: Sequence[RunState], labels: Sequence[str], pictures: dict[str, str]) -> Iterator[str]:
@@ -152,7 +159,7 @@ def _facts(state: RunState) -> Iterator[tuple[str, str]]:
     yield "state", f'<span class="{state.state.replace(" ", "-")}">{state.state}</span>: {html.escape(state.reason)}'
     yield "step", f"{state.step}" + (f" of {state.total_steps}" if state.total_steps else "")
     if state.launches:
-        yield "restarts", str(len(state.launches) - 1)
+        yield "restarts", html.escape(f"{len(state.launches) - 1}{restarts_text(state.launches)}")
     for name, metrics in (("reward", REWARD_NAMES), ("validation accuracy", ACCURACY_NAMES)):
         curve = next((state.series[metric] for metric in metrics if metric in state.series), None)
         if curve is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
+from converters.checkpoint.files import first_special
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import verify
@@ -168,6 +169,10 @@ def require_run(run_dir: Path) -> None:
         DataError: says what was looked for, and which runs lie below.
     """
     if any((run_dir / mark).is_file() for mark in MARKS) or any(run_dir.glob("metrics*.jsonl")):
+        found = first_special(run_dir)
+        if found is not None:
+            # opened, it would be waited for
+            raise DataError(f"run directory {run_dir}: {found[0].name} in it is {found[1]}, not a file. Fix: remove it")
         return
     if not run_dir.is_dir():
         raise DataError(f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: give the run_dir of a run")

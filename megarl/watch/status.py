@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.config.report import WIDTH, size_text
+from megarl.observe.launches import ENGINES, WORKERS, Launch, restarts_within
 from megarl.observe.series import Series
 from megarl.observe.step_line import (
     ACCURACY_NAMES,
@@ -81,6 +82,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
         for name, curve in wanted.items()
     }
     fields["restarts"] = max(len(state.launches) - 1, 0)
+    fields["worker_restarts"], fields["engine_restarts"] = (restarts_within(state.launches, what) for what in (WORKERS, ENGINES))
     return fields
 
 
@@ -112,7 +114,7 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         restarts, last = len(state.launches) - 1, state.launches[-1]
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
         start = f"the last from step {last.first_step}" if restarts else "started"
-        yield "restarts", Text(f"{restarts}; {start} at {since}")
+        yield "restarts", Text(f"{restarts}; {start} at {since}{restarts_text(state.launches)}")
     yield "checkpoint", _checkpoint(state)
     if state.tokens_per_s is not None and state.step_s is not None:
         padding, idle = state.rates.get("padding_efficiency"), state.rates.get("idle_s")
@@ -128,6 +130,16 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
     if state.not_finite:
         yield "not finite", Text(not_finite_text(state), style="bold red")
     yield "disk", Text(f"{size_text(state.free_bytes)} free")
+
+
+def restarts_text(launches: Sequence[Launch]) -> str:
+    """What launches started anew within themselves, and why at last; empty where they did not."""
+    counts = {what: restarts_within(launches, what) for what in (WORKERS, ENGINES)}
+    if not any(counts.values()):
+        return ""
+    last = [restart for launch in launches for restart in launch.restarts][-1]
+    said = " and ".join(f"{what} {count} time{'s' if count > 1 else ''}" for what, count in counts.items() if count)
+    return f"; within launches {said}, the last for {last.reason}"
 
 
 def _progress(state: RunState) -> Text:

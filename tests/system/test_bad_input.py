@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -57,6 +58,12 @@ def one_record(directory: Path, text: str) -> list[str]:
     """A data file with one line."""
     path = directory / "odd.jsonl"
     path.write_text(text)
+    return [f"data.train.path={path}"]
+
+
+def pipe(directory: Path) -> list[str]:
+    path = directory / "pipe.jsonl"
+    os.mkfifo(path)
     return [f"data.train.path={path}"]
 
 
@@ -329,6 +336,17 @@ FAULTS = [
         lambda model, directory: one_record(directory, '{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "2"}'),
         [r"odd\.jsonl line 1", r"\\ud800", "Fix"],
     ),
+    Case(
+        "a pipe as data",
+        lambda model, directory: pipe(directory),
+        [r"data file \S*pipe\.jsonl is a named pipe, not a file", "Fix"],
+    ),
+    Case(
+        "a line of ten megabytes",
+        lambda model, directory: one_record(directory, json.dumps({"prompt": "12+7=" * 2**21, "answer": "2"})),
+        [r"1 of 1 prompts exceed data\.max_input_seq_length", r"odd\.jsonl line 1\): more than \d+ tokens", "Fix"],
+    ),
+    Case("a nested override", fixed("seed=" + "[" * 100_000), [r"override 'seed=\[\[", "nests too deeply", "Fix"]),
     Case("no heads", lambda model, directory: changed_model(model, directory, num_attention_heads=0), ["num_attention_heads = 0", "Fix"]),
     Case(
         "no key-value heads",

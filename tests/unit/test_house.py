@@ -110,6 +110,16 @@ def trusts(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def wall_clocks(tree: ast.AST) -> Iterator[int]:
+    """Lines that ask what time it is: a clock that somebody may set back, so that nothing may be measured or waited for by it."""
+    clocks = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value).rpartition(".")[2], node.attr) in clocks:
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom) and any((node.module, alias.name) in clocks for alias in node.names):
+            yield node.lineno
+
+
 def long_functions(tree: ast.AST) -> Iterator[int]:
     """First lines of functions that do not fit two screens."""
     for node in ast.walk(tree):
@@ -126,6 +136,10 @@ RULES = {
     "library modules log, they do not print": (prints, SPEAKERS),
     "files that can run code are read in one module, restricted": (reads_of_code, {"converters/checkpoint/restricted.py"}),
     "remote code is trusted only where the configuration says so": (trusts, set()),
+    "time is measured by monotonic clocks; the wall clock is for people, and for files that others have written": (
+        wall_clocks,
+        {"megarl/data/table.py", "megarl/observe/launches.py", "megarl/observe/sinks.py", "megarl/watch/run_state.py"},
+    ),
     f"no function is longer than {LONGEST_FUNCTION} lines": (long_functions, set()),
 }
 
@@ -157,6 +171,7 @@ def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
         (trusts, "f(trust_remote_code=True)\nf(trust_remote_code=False)\nd = {'trust_remote_code': True}\n", [1, 3]),
         (trusts, "def f(a, trust_remote_code=True): ...\ndef g(*, trust_remote_code: bool = True): ...\n", [1, 2]),
         (trusts, "def f(trust_remote_code, other=True): ...\nself.trust_remote_code = True\ntrust_remote_code = False\n", [2]),
+        (wall_clocks, "time.monotonic()\nf(clock=time.time)\ndatetime.datetime.now()\nfrom time import time\n", [2, 3, 4]),
         (long_functions, "def f():\n" + "    a = 1\n" * 79 + "def g():\n" + "    a = 1\n" * 80, [81]),
     ],
 )

@@ -16,11 +16,11 @@ from rich.console import Console
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import main
 from megarl.env import snapshot
-from megarl.errors import DataError
-from megarl.observe.launches import FINISHED, Launch, read_launches, recorded_launch
+from megarl.errors import DataError, WorkerLostError
+from megarl.observe.launches import ENGINES, FINISHED, WORKERS, Launch, read_launches, recorded_launch
 from megarl.observe.sinks import open_sinks
 from megarl.watch.run_state import read_run_state
-from megarl.watch.status import render, sparkline
+from megarl.watch.status import as_plain, render, sparkline
 from tests.unit.runs import TOTAL, add_checkpoint, make_run
 
 # Holds the lock of a run until it is killed.
@@ -128,6 +128,26 @@ def test_launches_are_counted_and_say_how_they_ended(tmp_path: Path) -> None:
     make_run(tmp_path)
     state = read_run_state(tmp_path)
     assert state.state == "finished" and state.total_steps == 50 and "restarts    4; the last from step 30" in shown(tmp_path)
+
+
+def test_what_a_launch_starts_anew_is_counted(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with recorded_launch(tmp_path, 0, 50) as outcome:
+        outcome.restarted(ENGINES, WorkerLostError("an engine\ndied"))
+    with recorded_launch(tmp_path, 10, 50) as outcome:
+        outcome.restarted(WORKERS, WorkerLostError("a rank died"), 12)
+        with (tmp_path / "launches.jsonl").open("a") as stream:
+            # damaged ones, which take neither their launch nor its other restarts along
+            stream.write('{"restart": {"what": "engines", "time": "noon"}}\n{"restart": 5}\n{"restart": {"what')
+        outcome.restarted(ENGINES, WorkerLostError("again"))
+        outcome.text = FINISHED
+    one, two = read_launches(tmp_path)
+    assert [(restart.what, restart.reason, restart.step) for restart in one.restarts] == [(ENGINES, "WorkerLostError: an engine", None)]
+    assert [(restart.what, restart.step) for restart in two.restarts] == [(WORKERS, 12), (ENGINES, None)] and two.outcome == FINISHED
+    told = as_plain(read_run_state(tmp_path))
+    assert (told["restarts"], told["worker_restarts"], told["engine_restarts"]) == (1, 1, 2)
+    said = shown(tmp_path, 200)
+    assert "within launches workers 1 time and engines 2 times, the last for WorkerLostError: again" in said
 
 
 def test_a_run_that_cannot_write_its_record_goes_on(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.generation.engines import SharesDevices
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
@@ -421,6 +422,24 @@ class RolloutEngine(GenerationInterface):
             Futures, whose results go to ``loaded``.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false")
+
+    def is_alive(self) -> bool:
+        """Whether all engines still answer; asked after a call of theirs has failed. Where not, ``restart`` follows.
+
+        An engine that cannot be restarted need not say: its errors end the run.
+        """
+        return True
+
+    def restart(self, policy: SharesDevices | None = None) -> None:
+        """Start new engines in place of all present ones. They know what weights will arrive, and are refused until a whole refit.
+
+        Args:
+            policy: whose weights they get; where it is on the same devices, it leaves them meanwhile.
+
+        Raises:
+            MegarlError: an engine could not be made; none is left behind.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be restarted: write cluster.max_engine_restarts: 0")
 
     def shutdown(self) -> bool:
         """End the engines; whether all ended cleanly."""

@@ -19,7 +19,7 @@ from megarl.distributed.deadlines import PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ConfigError, RefitError, WorkerError
+from megarl.errors import BatchError, ConfigError, MegarlError, RefitError, WorkerError
 from megarl.models.generation.engines import SharesDevices, started_on_empty_devices
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
 from megarl.models.generation.stopping import stop_strings_of_rows
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 WORKER = "megarl.models.generation.vllm.worker.VllmGenerationWorker"
 INPUTS = ("input_ids", "input_lengths", "stop_strings", "sampling_seeds")
 LONGEST = "policy.generation.vllm_cfg.max_model_len"
+LIFE_SECONDS = 60.0
+"""That an engine may take to say that it lives, behind a call that it was in."""
 
 
 class VllmGeneration(RolloutEngine):
@@ -142,6 +144,14 @@ class VllmGeneration(RolloutEngine):
         self.disconnect()
         self.shutdown()
         started_on_empty_devices(policy if self._colocated else None, self._started_anew)
+
+    def is_alive(self) -> bool:
+        """Whether no process of an engine has ended, and none hangs in a call that was given up."""
+        try:
+            answers = self.worker_group.run_all_workers_single_data("is_alive")
+            return all(self.worker_group.get_all_worker_results(answers, timeout_s=LIFE_SECONDS))
+        except MegarlError:
+            return False
 
     def _started_anew(self) -> VllmGeneration:
         self.worker_group = self._start()
@@ -325,7 +335,6 @@ class VllmGeneration(RolloutEngine):
         if "sampling_seeds" not in needed:
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
-        self._calls += 1
         future = self.worker_group.run_all_workers_sharded_data(
             "generate",
             data=needed.deal(self._engines, allow_uneven_shards=True),
@@ -333,6 +342,8 @@ class VllmGeneration(RolloutEngine):
             common_kwargs={"greedy": greedy, "version": self.expected_version, "sampling": sampling},
         )
         results = self._results(future)
+        # a call that is made again, of engines that were started anew, draws what the one that failed would have
+        self._calls += 1
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:

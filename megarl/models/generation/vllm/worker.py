@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
+from megarl.distributed.shared_memory import note_of_full_memory
 from megarl.errors import ClusterError, ConfigError, RefitError
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.vllm import plugin
@@ -92,6 +93,11 @@ class Engine:
         """It can give its memory back and take it again."""
         return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
 
+    @property
+    def is_alive(self) -> bool:
+        """None of its processes has ended."""
+        return all(process.is_alive() for process in self._processes)
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of ``LLM``.
 
@@ -106,7 +112,7 @@ class Engine:
             dead = [process for process in self._processes if not process.is_alive()]
             if dead and not wait([answer], LAST_WORDS_SECONDS).done:
                 said = ", ".join(f"{process.name} (process {process.pid}, exit code {process.exitcode})" for process in dead)
-                raise RuntimeError(f"vLLM died in {method}(): {said}")
+                raise RuntimeError(f"vLLM died in {method}(): {said}.{note_of_full_memory()}")
         return answer.result()
 
     def _answer(self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,7 +128,7 @@ class Engine:
             ending.callback(self._llm.llm_engine.engine_core.shutdown)
             if not self._processes:
                 self.call("shutdown_weight_transfer_engine")
-            elif all(process.is_alive() for process in self._processes):
+            elif self.is_alive:
                 try:
                     self.call("shutdown_weight_transfer_engine")
                 except Exception:
@@ -342,8 +348,8 @@ class VllmGenerationWorker:
         return {name: value for name, value in env.snapshot().items() if name.startswith("VLLM_")}
 
     def is_alive(self) -> bool:
-        """True, from any worker that still answers."""
-        return True
+        """Whether vLLM's processes live too; False only from a worker that still answers."""
+        return self._engine.is_alive
 
     def shutdown(self) -> None:
         """End vLLM's processes."""

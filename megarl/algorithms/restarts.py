@@ -1,0 +1,117 @@
+"""Restarts within a launch: after workers were lost, all of them are built anew, and go on from the newest whole checkpoint.
+
+What one worker held, the others cannot make up for: their collectives are broken, and their step is half done. So all of them end, what
+they took is free again, and the run does in its process what its next launch would do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megarl import env
+from megarl.distributed.node_choice import ResourceInsufficientError
+from megarl.errors import DeadlineError, MegarlError, WorkerLostError
+from megarl.observe.launches import ENGINES, WORKERS
+
+if TYPE_CHECKING:
+    from megarl.algorithms.stopping import StopRequest
+    from megarl.observe.launches import LaunchOutcome
+
+logger = logging.getLogger(__name__)
+
+SLURM_RESTARTS = 3
+"""Restarts where ``cluster.max_restarts`` says nothing, in a job of Slurm: there nobody waits beside it."""
+
+_LOOK_S = 5.0
+_IN_A_JOB_S = 60.0
+"""That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued job has others."""
+
+
+def most_restarts(cluster: Mapping[str, Any]) -> int:
+    """``cluster.max_restarts``, or what its absence means here."""
+    said = cluster["max_restarts"]
+    return int(said) if said is not None else SLURM_RESTARTS if env.text("SLURM_JOB_ID") else 0
+
+
+def patience_for_places(init_s: float) -> float:
+    """Seconds that places are waited for, of those that building all workers may take."""
+    return min(init_s, _IN_A_JOB_S) if env.text("SLURM_JOB_ID") else init_s
+
+
+@dataclass
+class Restarts:
+    """Restarts of one launch: whether there may be another one, and how many there were.
+
+    Attributes:
+        most: restarts of all workers.
+        stop: whether somebody wants the run to stop, which then needs no new workers.
+        outcome: keeps a record of them.
+        workers: restarts of all workers so far.
+        engines: restarts of the engines alone so far.
+        built: the present workers were built, so that what does not answer in time hangs, and is not absent.
+    """
+
+    most: int
+    stop: StopRequest
+    outcome: LaunchOutcome
+    workers: int = field(default=0, init=False)
+    engines: int = field(default=0, init=False)
+    built: bool = field(default=False, init=False)
+
+    def require(self, error: MegarlError) -> None:
+        """Count a restart of all workers.
+
+        Args:
+            error: that ended the present ones, which are gone.
+
+        Raises:
+            MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop, or there were ``most``.
+        """
+        lost = isinstance(error, WorkerLostError) or (isinstance(error, DeadlineError) and self.built)
+        if not lost or self.stop.reason is not None or self.workers >= self.most:
+            raise error
+        self.workers, self.built = self.workers + 1, False
+        logger.warning("workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error)
+
+    def engines_lost(self, error: MegarlError) -> None:
+        """Count a restart of the engines alone."""
+        self.engines += 1
+        self.outcome.restarted(ENGINES, error)
+
+    def workers_lost(self, error: MegarlError, step: int) -> None:
+        """Write down a restart of all workers that goes on after ``step``."""
+        self.outcome.restarted(WORKERS, error, step)
+
+    def figures(self) -> dict[str, float]:
+        """Counts for the log; what did not happen is left out."""
+        counts = {"worker_restarts": self.workers, "engine_restarts": self.engines}
+        return {name: float(count) for name, count in counts.items() if count}
+
+
+def await_places(check: Callable[[], None], seconds: float, error: MegarlError, wait: Callable[[float], None] = time.sleep) -> None:
+    """Wait until the cluster has places for all workers again.
+
+    Args:
+        check: raises ``ResourceInsufficientError`` where it has not.
+        seconds: how long at most.
+        error: why the workers are built anew.
+        wait: for some seconds.
+
+    Raises:
+        MegarlError: ``error``, where the places did not come.
+    """
+    end, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            return check()
+        except ResourceInsufficientError as missing:
+            if time.monotonic() >= end:
+                raise error from missing
+            if not told:
+                logger.warning("waiting at most %g s for places: %s", seconds, missing)
+                told = True
+        wait(min(_LOOK_S, max(end - time.monotonic(), 0.0)))

@@ -1,0 +1,65 @@
+"""Room in ``/dev/shm``, where Ray's object store and the ranks of a vLLM engine share memory.
+
+A file there may be larger than the room for it: who writes a page that there is no room for is ended by the kernel (SIGBUS), without a
+word. So what is left is said before, and where a process has died. The buffers of a refit are no files, and have nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+LITTLE = 64 * 2**20
+"""Bytes of room below which the batches and results of a step may not find theirs."""
+_FIX = (
+    "Fix: ls -l /dev/shm and remove what ended processes have left, or mount it larger (mount -o remount,size=8G /dev/shm; "
+    "Docker: --shm-size=8g)"
+)
+
+
+def free_bytes() -> int | None:
+    """Room that is left; None where there is no such file system."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def note_of_full_memory() -> str:
+    """What to add to the message of a process that died on this host; empty where there is room."""
+    free = free_bytes()
+    if free is None or free >= LITTLE:
+        return ""
+    return f" {SHARED_MEMORY} has {free / 2**20:.1f} MiB free, which ends processes that share memory there (SIGBUS). {_FIX}"
+
+
+class SharedMemoryWatch:
+    """Warns when there is little room, once until there is more again.
+
+    Args:
+        needed: bytes that Ray's object store may take there; 0 where it is elsewhere.
+    """
+
+    def __init__(self, needed: int) -> None:
+        self._needed, self._told = needed, False
+
+    def look(self) -> None:
+        """Warn where there is little room."""
+        free = free_bytes() if self._needed else None
+        if free is None or free >= min(LITTLE, self._needed):
+            self._told = False
+        elif not self._told:
+            self._told = True
+            logger.warning(
+                "%s has %.1f MiB free, and Ray's object store may need up to %.0f MiB there: a process that finds no room for a page is "
+                "ended by the kernel (SIGBUS). %s",
+                SHARED_MEMORY,
+                free / 2**20,
+                self._needed / 2**20,
+                _FIX,
+            )
