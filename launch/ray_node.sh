@@ -47,9 +47,11 @@ start_ray() {
     # To Ray, CPUs are book-keeping: one a rank.
     ((cpus >= 64)) || cpus=64
     # What a killed attempt of this number has left would make Ray refuse to start.
-    rm -rf -- "$RAY_TEMP"
-    (umask 077 && mkdir -p -- "$RAY_TEMP")
-    ray start "$@" --block --disable-usage-stats --node-name="$NAME" --num-cpus="$cpus" --temp-dir="$RAY_TEMP" \
+    rm -rf -- "$RAY_TEMP" 2>/dev/null || true
+    # Others may go where Ray's own directory is, which it opens to everybody; nobody else may go into the one around it, or have made it.
+    mkdir -p -- "${RAY_TEMP%/*}"
+    mkdir -m 700 -- "$RAY_TEMP" || { say "$RAY_TEMP is somebody else's. Fix: set MEGARL_RAY_TEMP to a directory of your own, with a short path"; exit 2; }
+    ray start "$@" --block --disable-usage-stats --node-name="$NAME" --num-cpus="$cpus" --temp-dir="$RAY_TEMP/ray" \
         --node-manager-port=$((BASE + 1)) --object-manager-port=$((BASE + 2)) --runtime-env-agent-port=$((BASE + 3)) \
         --dashboard-agent-listen-port=$((BASE + 4)) --dashboard-agent-grpc-port=$((BASE + 5)) --metrics-export-port=$((BASE + 6)) \
         --min-worker-port=$((BASE + 20)) --max-worker-port=$((BASE + MEGARL_PORTS_PER_NODE - 1)) "${address[@]}" "${more[@]}" \

@@ -9,14 +9,17 @@ import io
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConversionError
-from megarl import __version__
+from megarl import __version__, env
 from megarl.errors import MegarlError
+from megarl.redaction import RedactingFormatter, learn, redacted_text
 
 if TYPE_CHECKING:
     from megarl.config.sections import Config
@@ -36,17 +39,25 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="run an algorithm",
-        usage="megarl train CONFIG [key=value ...] [--with FILE] [--dry-run [--data]]",
+        usage="megarl train CONFIG [key=value ...] [--with FILE] [--stop-at TIME] [--dry-run [--data]]",
         description="Run the algorithm of a configuration file. An unfinished run goes on from its newest checkpoint.",
         epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
-        "SIGTERM, SIGUSR1 or a file stop_requested in the run's directory stop it after the step it is in, with a checkpoint. "
-        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker or a node was lost, 75 stopped and saved (start "
-        "it again), 1 any other failure, 130 interrupted.",
+        "SIGTERM, SIGUSR1, Ctrl-C, a closed terminal or a file stop_requested in the run's directory stop it after the step it is in, with "
+        "a checkpoint; a second Ctrl-C or SIGTERM at once. "
+        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was lost, 75 stopped and saved "
+        "(start it again), 1 any other failure, 130 interrupted.",
     )
     train.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     add_layers(train)
     train.add_argument(
         "--dry-run", action="store_true", help="check configuration and model, show ranks, batches and memory, and start nothing"
+    )
+    train.add_argument(
+        "--stop-at",
+        type=_time,
+        metavar="TIME",
+        help="save and stop while there is time for it before then: 2026-11-26T18:30, or +3:45 for 3 h 45 min from now; "
+        "in a Slurm job the end of the job, where Slurm says it (SLURM_JOB_END_TIME)",
     )
     train.add_argument("--data", action="store_true", help="with --dry-run: check tokenizer, chat template and all records as well")
     add_eval(commands)
@@ -159,7 +170,7 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
-    """The option that lays files over a configuration."""
+    """The options of how a configuration is read."""
     parser.add_argument(
         "--with",
         dest="layers",
@@ -167,6 +178,11 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given several times",
+    )
+    parser.add_argument(
+        "--allow-env",
+        action="store_true",
+        help="let the configuration take values of environment variables, ${oc.env:NAME}; they are not written into the files of a run",
     )
 
 
@@ -219,7 +235,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return arguments, rest
 
 
-def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = ()) -> Config:
+def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = (), allow_env: bool = False) -> Config:
     """The configuration of a run: read, overridden, checked and filled in."""
     from megarl.config.load import load_config, with_environment
     from megarl.config.places import require_answers
@@ -227,7 +243,8 @@ def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = 
     from megarl.config.validate import validate_config
 
     require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
-    return validate_config(with_environment(load_config(find(path), overrides, [find(layer) for layer in layers])), name=Path(path).stem)
+    config = load_config(find(path), overrides, [find(layer) for layer in layers], allow_env=allow_env)
+    return validate_config(with_environment(config), name=Path(path).stem)
 
 
 def list_recipes(as_json: bool) -> int:
@@ -243,25 +260,35 @@ def list_recipes(as_json: bool) -> int:
     return 0
 
 
-def train(path: str, overrides: Sequence[str], layers: Sequence[str], dry_run: bool, data: bool = False) -> int:
-    """Run a configuration, or show what it would do; with ``data``, that includes what it reads."""
+def _time(text: str) -> float:
+    """Unix seconds of an option's time."""
+    from megarl.algorithms.time_left import read_time
+
+    try:
+        return read_time(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run a configuration, or show what it would do; with ``--data``, that includes what it reads."""
     from megarl.config.validate import unusual_values
 
-    config = load_and_check(path, overrides, layers)
+    config = load_and_check(arguments.config, overrides, arguments.layers, arguments.allow_env)
     for warning in unusual_values(config):
         print(f"megarl: warning: {warning}", file=sys.stderr)
-    if dry_run:
-        show(config, data)
+    if arguments.dry_run:
+        show(config, arguments.data)
         return 0
     from megarl.algorithms.run import run
 
-    return int(run(config) or 0)
+    return int(run(config, stop_at=arguments.stop_at) or 0)
 
 
 def evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate a model on the validation sets of a configuration."""
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
-    config = load_and_check(arguments.config, [*overrides, *chosen], arguments.layers)
+    config = load_and_check(arguments.config, [*overrides, *chosen], arguments.layers, arguments.allow_env)
     from megarl.algorithms.evaluate import run
 
     return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
@@ -299,7 +326,7 @@ def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return run(arguments.run_dir, arguments.json, arguments.transformer_engine)
     from megarl.doctor.command import run_on_nodes
 
-    config = load_and_check(arguments.config, overrides, arguments.layers) if arguments.config is not None else None
+    config = load_and_check(arguments.config, overrides, arguments.layers, arguments.allow_env) if arguments.config is not None else None
     return run_on_nodes(config, arguments.json)
 
 
@@ -353,8 +380,23 @@ def report(error: MegarlError | ConversionError) -> int:
     text = str(error)
     # The exit code counts also when nobody reads any more.
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"megarl: {text.partition(_WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
+        sys.stderr.write(redacted_text(f"megarl: {text.partition(_WORKER_TRACE)[0] if code == USER_FAULT else text}\n"))
     return code
+
+
+def hide_secrets() -> None:
+    """Set up the log; neither it nor the traceback of an error that nobody foresaw shows a secret of the environment or a configuration."""
+    learn(env.snapshot())
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    sys.excepthook = _show_error
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # the exit code counts also when nobody reads any more
+    with contextlib.suppress(OSError):
+        sys.stderr.write(redacted_text("".join(traceback.format_exception(kind, error, trace))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -363,10 +405,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Where the locale has no letter for something, a question mark is shown; no command ends over it.
         sys.stdout.reconfigure(errors="replace")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    hide_secrets()
     try:
         if arguments.command == "train":
-            return train(arguments.config, overrides, arguments.layers, arguments.dry_run, arguments.data)
+            return train(arguments, overrides)
         if arguments.command == "eval":
             return evaluate(arguments, overrides)
         if arguments.command == "recipes":

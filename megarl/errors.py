@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.redaction import HIDDEN, is_secret, shown
+
 
 class MegarlError(Exception):
     """Base of all deliberate errors. ``exit_code`` is what the command line returns for it."""
@@ -34,7 +36,10 @@ class Violation:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.bound}. Fix: {self.fix}"
+        rest = f"{self.bound}. Fix: {self.fix}"
+        if is_secret(self.key):
+            rest = rest.replace(str(self.value), HIDDEN)
+        return f"{self.key} = {shown(self.key, self.value)}: {rest}"
 
 
 class ConfigError(MegarlError, ValueError):

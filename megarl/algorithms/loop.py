@@ -121,6 +121,7 @@ def run_loop(
             validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
         done = time.monotonic()
         reporting.look_around()
+        stop.step_took(done - begun)
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
         # a step that was skipped has not all of them
         if checkpoints is not None and not train.get("skipped_steps"):
@@ -140,7 +141,7 @@ def run_loop(
             reporting.report(step, train, validation)
         if saves:
             assert checkpoints is not None
-            stop.check_notice(done - begun, max(time.monotonic() - done, checkpoints.seconds[0]))
+            stop.save_took(done - begun, max(time.monotonic() - done, checkpoints.seconds[0]))
             if stop.reason is not None:
                 checkpoints.settle(wait=True, is_last=lambda: True)
                 # asked right after a save that failed: one more step is saved

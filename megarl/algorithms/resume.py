@@ -29,7 +29,7 @@ from megarl.errors import (
     Violation,
     WorkerLostError,
 )
-from megarl.observe.redact import redacted
+from megarl.redaction import redacted
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Role

@@ -30,7 +30,8 @@ from megarl.algorithms.resume import (
 )
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import check_engine, check_places, decided_device, start_engines, start_policy, start_ray, watched_memory
-from megarl.algorithms.stopping import STOPPED, listening_for_stop, this_attempt
+from megarl.algorithms.stopping import listening_for_stop, this_attempt
+from megarl.algorithms.time_left import time_left
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
@@ -47,11 +48,11 @@ from megarl.errors import ConfigError, MegarlError, MicroBatchMemoryError, Viola
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
-from megarl.observe.redact import redacted
 from megarl.observe.sample_files import DIRECTORY as SAMPLES
 from megarl.observe.sample_files import SampleFiles
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
+from megarl.redaction import redacted
 from megarl.throughput.step import Devices, StepThroughput
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ EXPORT_DIRECTORY = "hf"
 NOT_SAVED = 1
 
 
-def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
+def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
     """Train as the configuration says, from the latest checkpoint of the run where there is one.
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
@@ -85,10 +86,11 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
     Args:
         config: plain containers; checked, and absent optional keys filled in.
         make_policy: makes the models; None for real policies on Ray.
+        stop_at: unix seconds at which this launch has to be over, saved; None for the end of its Slurm job, where it is one.
 
     Returns:
-        The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again, 1 for one that was stopped
-        and has no checkpoints.
+        The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again, 130 for such a one that
+        Ctrl-C stopped, 1 for one that was stopped and has no checkpoints.
 
     Raises:
         MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of configuration, data and model
@@ -100,7 +102,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None) -> int:
     with ExitStack() as stack:
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
-        stop = stack.enter_context(listening_for_stop(run_dir, attempt))
+        stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         check_engine(config)
         if make_policy is None:
             start_ray(stack)
@@ -198,6 +200,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
                 raise
             profiler.close(reached)
         if reached < schedule.total_steps:
+            restarts.outcome.text = f"stopped after step {reached}: {stop.reason}"
             return _stopped(reached, stop, reporting.console, writer is not None)
         stop.forget_files()
         if config["checkpointing"]["export_hf"]:
@@ -273,9 +276,10 @@ def _writer(
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
     """Say why a run ends before its last step; its exit code."""
     advice = "start it again to go on from there" if has_checkpoints else "checkpointing.enabled is false: nothing of it is saved"
+    code = stop.exit_code
     console.note(f"stopped after step {step} ({stop.reason}); {advice}")
     stop.forget_files()
-    return STOPPED if has_checkpoints else NOT_SAVED
+    return code if has_checkpoints else NOT_SAVED
 
 
 def _schedule(config: Config, num_records: int) -> Schedule:
@@ -373,5 +377,5 @@ def _write_config(run_dir: Path, config: Config) -> None:
         del written["checkpointing"]["checkpoint_dir"]
     path = run_dir / CONFIG_FILE
     temporary = path.with_name(f".{path.name}.tmp")
-    write_bytes_durably(temporary, yaml.safe_dump(written, sort_keys=False, allow_unicode=True).encode())
+    write_bytes_durably(temporary, yaml.safe_dump(written, sort_keys=False, allow_unicode=True).encode(), private=True)
     os.replace(temporary, path)

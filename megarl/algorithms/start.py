@@ -67,13 +67,15 @@ def start_ray(stack: ExitStack) -> None:
     """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
 
     Ray's start is waiting for processes, and importing is computing, so that both together take as long as the longer one.
+    From then on, this process ends with an exit code, and its launch with a reason, when Ray's control process is lost.
 
     Raises:
         ClusterError: Ray does not start.
     """
     import ray
 
-    from megarl.distributed.ray_runtime import init_ray
+    from megarl.distributed.ray_runtime import init_ray, shutdown_ray
+    from megarl.distributed.ray_watch import RayWatch
 
     begun = time.monotonic()
     # after Ray's own import: two threads that import take turns, and Ray's processes would start later
@@ -81,9 +83,11 @@ def start_ray(stack: ExitStack) -> None:
     importing.start()
     try:
         if not ray.is_initialized():
-            stack.callback(ray.shutdown)
+            stack.callback(shutdown_ray)
             init_ray()
             _ray_start["seconds"] = time.monotonic() - begun
+            if ray.is_initialized():
+                stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
     finally:
         importing.join()
 

@@ -1,8 +1,12 @@
-"""Requests to stop a run, by signal or by file: it finishes its step, saves, and leaves with an exit code that says "start me again".
+"""Requests to stop a run, by signal, by file or by the clock: it finishes its step, saves, and leaves with an exit code that says "start me
+again".
+
+Ctrl-C is such a request too, with the exit code that shells know; a terminal that closes is one like SIGTERM. Ray's processes do not get
+what is sent to the driver's group (``megarl.distributed.ray_processes``).
 
 A launcher that has more to say than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there stops the run too, and the run
-writes there the step of the last checkpoint it committed. A signal to a whole job would end Ray's processes; a file reaches the driver
-alone.
+writes there the step of the last checkpoint it committed. A signal to a whole Slurm job would end Ray's processes, whatever their group; a
+file reaches the driver alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl import env
+from megarl.algorithms.time_left import TimeLeft
 from megarl.checkpoint.atomic import write_bytes_durably
 
 logger = logging.getLogger(__name__)
@@ -25,9 +30,12 @@ logger = logging.getLogger(__name__)
 STOPPED = 75
 """Exit code of a run that can go on: EX_TEMPFAIL of sysexits.h."""
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, also where the run was saved: whoever pressed it wants no other start."""
+
 STOP_FILE = "stop_requested"
 LAST_CHECKPOINT_FILE = "last_checkpoint"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # What a step and a save may take of the notice that a launcher gives, before the run warns that it may be too short.
 _SAFE_SHARE = 0.8
 
@@ -65,22 +73,32 @@ def this_attempt() -> Attempt:
 class StopRequest:
     """Whether somebody wants the run to stop. The loop asks between steps; a signal outside of the loop ends the run at once."""
 
-    def __init__(self, files: Sequence[Path] = (), notice_s: int | None = None) -> None:
+    def __init__(self, files: Sequence[Path] = (), notice_s: int | None = None, time_left: TimeLeft | None = None) -> None:
         """Args:
         files: any of them is a request once it exists.
         notice_s: seconds that a launcher leaves between its request and the end.
+        time_left: of this launch; a request once another step does not fit into it.
         """
         self._files = tuple(files)
         self._notice_s = notice_s
+        self._time_left = time_left
         self._signal: signal.Signals | None = None
         self._looping = False
+        # asked now: after a terminal is closed, nothing tells that it was one
+        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     @property
     def reason(self) -> str | None:
         """Return who asked, for example ``"SIGUSR1"`` or the path of a file; None as long as nobody did."""
         if self._signal is not None:
             return self._signal.name
-        return next((str(path) for path in self._files if path.exists()), None)
+        file = next((str(path) for path in self._files if path.exists()), None)
+        return file or (None if self._time_left is None else self._time_left.reason)
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that stopped because of it and was saved."""
+        return INTERRUPTED if self._signal is signal.SIGINT else STOPPED
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -91,8 +109,15 @@ class StopRequest:
         finally:
             self._looping = False
 
-    def check_notice(self, step_s: float, save_s: float) -> None:
-        """Warn once when the last step and the last save, in seconds, hardly fit between a launcher's request and the end."""
+    def step_took(self, seconds: float) -> None:
+        """A step has taken so long, with all that belongs to it but its checkpoint."""
+        if self._time_left is not None:
+            self._time_left.took(step_s=seconds)
+
+    def save_took(self, step_s: float, save_s: float) -> None:
+        """A step and its save have taken so long. Warns once when both hardly fit between a launcher's request and the end."""
+        if self._time_left is not None:
+            self._time_left.took(save_s=save_s)
         if self._notice_s is None or step_s + save_s <= _SAFE_SHARE * self._notice_s:
             return
         logger.warning(
@@ -107,15 +132,29 @@ class StopRequest:
 
     def receive(self, number: int, frame: object) -> None:
         """Handler of the signals."""
+        if number == signal.SIGHUP:
+            self._leave_terminals()
+            if self._signal is not None:
+                # a closing terminal says so several times: the kernel and the shell do
+                return
         if not self._looping and self._signal is None:
             # Whatever the run had is in its checkpoints already, or was never there.
             _say(f"{signal.Signals(number).name}: stopping at once, outside of the training loop")
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             raise SystemExit(STOPPED)
         if self._signal is not None:
             _say(f"{signal.Signals(number).name} after {self._signal.name}: stopping at once, what came after the last checkpoint is lost")
             raise SystemExit(128 + number)
         self._signal = signal.Signals(number)
         _say(f"{self._signal.name}: stopping after this step; a second signal stops at once")
+
+    def _leave_terminals(self) -> None:
+        """Write to nowhere what went to a terminal: it is gone, and every write to it would be an error."""
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
     def forget_files(self) -> None:
         """Remove the files: the request was heard, and must not stop the next start."""
@@ -124,19 +163,21 @@ class StopRequest:
 
 
 @contextmanager
-def listening_for_stop(run_dir: Path, attempt: Attempt) -> Iterator[StopRequest]:
-    """A request that SIGTERM, SIGUSR1 and the file ``stop_requested`` in the run's or the attempt's directory turn on.
+def listening_for_stop(run_dir: Path, attempt: Attempt, time_left: TimeLeft | None = None) -> Iterator[StopRequest]:
+    """A request that SIGTERM, SIGUSR1, SIGINT, SIGHUP, the file ``stop_requested`` in the run's or the attempt's directory, or the end of
+    the launch's time turns on.
 
     A file in ``run_dir`` that is older than this start counts for nothing. Hold the run's lock. In another thread than the main one,
-    signals are not heard.
+    signals are not heard; and not those that this process was started to ignore, as by ``nohup``.
     """
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     directories = [run_dir] if attempt.directory is None else [run_dir, attempt.directory]
-    request = StopRequest([directory / STOP_FILE for directory in directories], attempt.notice_s)
+    request = StopRequest([directory / STOP_FILE for directory in directories], attempt.notice_s, time_left)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {each: signal.signal(each, request.receive) for each in _SIGNALS}
+    heard = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, request.receive) for each in heard}
     try:
         yield request
     finally:

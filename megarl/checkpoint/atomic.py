@@ -55,10 +55,20 @@ def commit_directory(temporary: Path, final: Path) -> None:
     fsync_directory(final.parent)
 
 
-def write_bytes_durably(path: Path, content: bytes) -> None:
-    """Write a new file, or replace the content of one, and wait until it is on disk. Not atomic; for files in a temporary directory."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a new file, or replace the content of one, and wait until it is on disk. Not atomic; for files in a temporary directory.
+
+    Args:
+        path: of the file.
+        content: of it.
+        private: nobody but this user may read it.
+    """
+    mode = 0o600 if private else 0o644
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
+        if private:
+            # one that was there keeps its mode
+            os.fchmod(descriptor, mode)
         remaining = memoryview(content)
         while remaining:
             remaining = remaining[os.write(descriptor, remaining) :]

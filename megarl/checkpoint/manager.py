@@ -32,7 +32,7 @@ from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.storage import read_again, tree_bytes
 from megarl.errors import CheckpointError, StorageError
-from megarl.observe.redact import redacted
+from megarl.redaction import redacted
 
 INFO_NAME = "training_info.json"
 
@@ -199,7 +199,7 @@ class CheckpointManager:
             write_bytes_durably(temporary / INFO_NAME, info)
             if run_config is not None:
                 text = yaml.safe_dump(redacted(run_config), sort_keys=False, allow_unicode=True)
-                write_bytes_durably(temporary / CONFIG_NAME, text.encode())
+                write_bytes_durably(temporary / CONFIG_NAME, text.encode(), private=True)
         except OSError as error:
             raise self._failed(temporary, error) from error
         return temporary

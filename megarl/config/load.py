@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from converters.checkpoint.files import DEEPEST, special_kind
 from megarl import env
 from megarl.config.recipes import inherited
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
+from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted_text, shown
+
+_RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
+_ENVIRONMENT = "oc.env"
+_PURE = ("mul",)
+"""Resolvers that look at nothing but their arguments."""
+_ANOTHER = "another value than any variable has"
 
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the brackets out"
@@ -26,33 +34,39 @@ class OverridesError(ConfigError):
     """An override of the command line cannot be read or applied."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = (), *, allow_env: bool = False) -> Config:
     """The configuration of ``path`` with everything it inherits, overridden and interpolated, as plain containers. Not checked yet.
 
     Args:
         path: the YAML file.
         overrides: ``key=value`` words of a command line, applied last.
         layers: YAML files laid over ``path`` in turn, each with everything it inherits; a backend, for example.
+        allow_env: ``${oc.env:NAME}`` may take values from the environment. They are ``FromEnvironment``, and never written elsewhere.
 
     Raises:
-        ConfigError: a file is missing, empty or broken, inherits from itself, or holds an interpolation that leads nowhere.
+        ConfigError: a file is missing, empty or broken, inherits from itself, holds an interpolation that leads nowhere or that is not
+            allowed, or a value that was hidden when the file was written.
         OverridesError: an override cannot be read or applied.
     """
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
     try:
-        return _resolved(path, overrides, layers)
+        return _resolved(path, overrides, layers, allow_env)
     except RecursionError as error:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
 
 
-def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path]) -> Config:
+def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path], allow_env: bool) -> Config:
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
         stacked = _merged(stacked, _load(Path(file), None, ()))
     merged = parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
+    written = OmegaConf.to_container(merged, resolve=False)
+    _refuse_resolvers(written, str(path), allow_env)
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        if allow_env:
+            resolved = _marked(resolved, _with_another_environment(merged), written)
     except InterpolationResolutionError as error:
         raise ConfigError(
             f"{path}: {error.full_key} cannot be interpolated: {_first_line(error)}. "
@@ -60,7 +74,76 @@ def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str |
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}. Fix: give the key a value") from error
+    _refuse_hidden(resolved)
+    learn(cast(Config, resolved))
     return cast(Config, resolved)
+
+
+def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
+    """A configuration may come from somebody else; what it computes must not look at this machine.
+
+    Raises:
+        ConfigError: it names a resolver that is not allowed.
+    """
+    for key, value in _texts(written):
+        for name in _RESOLVER.findall(value):
+            if name == _ENVIRONMENT and not allow_env:
+                raise ConfigError(
+                    f"{path}: {key} takes a value from the environment, which has secrets that a configuration could send elsewhere. "
+                    "Fix: write the value itself, or start with --allow-env if you trust the file; the value is then not written anywhere"
+                )
+            if name not in (*_PURE, _ENVIRONMENT):
+                raise ConfigError(
+                    f"{path}: {key} calls the resolver {name!r}: {', '.join(_PURE)} are allowed, and {_ENVIRONMENT} with --allow-env. "
+                    "Fix: write the value itself"
+                )
+
+
+def _refuse_hidden(resolved: Any) -> None:
+    """Raises ConfigError where a file of a run is read that was written without its secrets."""
+    found = [
+        Violation(key, value, "it was hidden when this file was written", f"give the value itself, for example with {key}=...")
+        for key, value in _texts(resolved)
+        if value == HIDDEN or f"://{HIDDEN}@" in value
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in plain containers, with their dotted keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(entry, f"{key}.{name}" if key else str(name))
+
+
+def _with_another_environment(merged: DictConfig) -> Any:
+    """The configuration as it would be if every variable had another value."""
+    OmegaConf.register_resolver(_ENVIRONMENT, lambda *arguments: _ANOTHER, replace=True)
+    try:
+        return OmegaConf.to_container(merged, resolve=True)
+    finally:
+        OmegaConf.register_resolver(_ENVIRONMENT, oc.env, replace=True)
+
+
+def _marked(value: Any, other: Any, written: Any) -> Any:
+    """``value``, with the texts in it that the environment had a part in marked: in ``other`` they are different ones.
+
+    Args:
+        value, other: resolved.
+        written: the same as it stands in the files, as far as it is of the same form.
+    """
+    if isinstance(value, dict) and isinstance(other, dict):
+        parts = written if isinstance(written, dict) else {}
+        return {key: _marked(entry, other.get(key), parts.get(key)) for key, entry in value.items()}
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        items = written if isinstance(written, list) and len(written) == len(value) else [None] * len(value)
+        return [_marked(*entries) for entries in zip(value, other, items, strict=True)]
+    if isinstance(value, str) and value != other:
+        return FromEnvironment(value, written if isinstance(written, str) else HIDDEN)
+    return value
 
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
@@ -160,15 +243,20 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
         try:
             _apply(changed, override)
         except RecursionError as error:
-            shown = f"{override[:60]!r}{'...' if len(override) > 60 else ''}"
-            raise OverridesError(f"override {shown} cannot be applied: {_TOO_DEEP}") from error
+            beginning = f"{override[:60]!r}{'...' if len(override) > 60 else ''}"
+            raise OverridesError(f"override {beginning} cannot be applied: {_TOO_DEEP}") from error
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            if isinstance(error, OverridesError):
-                raise
-            raise OverridesError(
-                f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write key.of.section=value"
-            ) from error
+            said = str(error) if isinstance(error, OverridesError) else None
+            text = said or f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write key.of.section=value"
+            hidden = _without_secret(text, override)
+            raise OverridesError(hidden) from (None if said or hidden != text else error)
     return changed
+
+
+def _without_secret(text: str, override: str) -> str:
+    """A message about an override, without its value where its key is that of a secret."""
+    key, _, value = override.partition("=")
+    return redacted_text(text.replace(value, HIDDEN) if value and is_secret(key) else text)
 
 
 def _apply(config: DictConfig, override: str) -> None:
@@ -235,7 +323,9 @@ def _refuse_path_through_value(config: DictConfig, override: str, key: str) -> N
         above = ".".join(parts[:end])
         node = OmegaConf.select(config, above)
         if node is not None and not OmegaConf.is_config(node):
-            raise OverridesError(f"override {override!r}: {above} is the value {node!r}, not a section. Fix: override {above} itself")
+            raise OverridesError(
+                f"override {override!r}: {above} is the value {shown(above, node)}, not a section. Fix: override {above} itself"
+            )
 
 
 def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_value: bool) -> None:
@@ -244,7 +334,7 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
     parent, name = _parent_and_name(config, key)
     present = _plain(parent)[name]
     if only_that_value and present != value:
-        raise OverridesError(f"override {override!r}: the value of {key} is {present!r}. Fix: write ~{key}")
+        raise OverridesError(f"override {override!r}: the value of {key} is {shown(key, present)}. Fix: write ~{key}")
     del parent[name]
 
 

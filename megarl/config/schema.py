@@ -26,7 +26,8 @@ INSTEAD: Mapping[str, str] = {
     "grpo.seed": "write seed at the top level",
     "dpo.seed": "write seed at the top level",
     "grpo.async_grpo": f"asynchronous training is {_LATER}",
-    "checkpointing.checkpoint_must_save_by": "remove it: a job that nears its time limit saves by itself (launch/README.md)",
+    "checkpointing.checkpoint_must_save_by": "remove it, and start with --stop-at +HH:MM:SS; a Slurm job that says its end "
+    "needs nothing (launch/README.md)",
     "checkpointing.model_save_format": "remove it: export_hf writes safetensors when a run ends",
     "checkpointing.save_consolidated": "remove it: export_hf writes the whole model when a run ends",
     "policy.dtensor_cfg._v2": "remove it: there is one DTensor worker",

@@ -2,10 +2,12 @@
 
 A local Ray listens on the loopback interface only, without dashboard and without usage reports, and every connection needs a random
 token. The interface can be chosen only through a constant of Ray that otherwise depends on the operating system, see ``_loopback_only``.
+Its processes are out of reach of signals to the driver's group, and its directory of other users (``ray_processes``).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import ipaddress
@@ -24,6 +26,7 @@ import psutil
 import ray
 
 from megarl import env
+from megarl.distributed.ray_processes import LocalRay
 from megarl.errors import ClusterError, DeadlineError
 from megarl.time_limit import OutOfTimeError, time_limit
 
@@ -36,9 +39,6 @@ INIT_SECONDS = 120.0
 """How long each of the two tries of ``ray.init`` may take; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
 TOLD_AFTER_SECONDS = 20.0
 """After which a start that is not done is told of, again and again."""
-
-# Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
-_LONGEST_LOG_DIR = 40
 
 _FORWARDED_PREFIXES = (
     "CUBLAS_",
@@ -80,7 +80,8 @@ def init_ray(
     Attaches to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this process.
 
     Args:
-        log_dir: directory of a local Ray's own files and logs; a path that is too long for Unix sockets is not used, with a warning.
+        log_dir: where a local Ray gets a private directory for its own files and logs, which goes with it; a path that is too long for
+            Unix sockets is not used, with a warning.
         num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the number of cores, whichever is more.
         log_to_driver: show what workers print in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
@@ -98,6 +99,31 @@ def init_ray(
             _attach(address, runtime_env, log_to_driver)
         else:
             _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env)
+
+
+class _Local:
+    """What the local Ray of this process has on this machine, if it has one."""
+
+    present: LocalRay | None = None
+
+
+def shutdown_ray() -> None:
+    """End Ray in this process; of a local one nothing is left."""
+    ray.shutdown()
+    _end_local()
+
+
+def _end_local() -> None:
+    local, _Local.present = _Local.present, None
+    if local is not None:
+        local.end()
+
+
+@atexit.register
+def _shutdown_at_exit() -> None:
+    """Before Ray does the same: its directory has to be left by all when it is removed."""
+    if _Local.present is not None:
+        shutdown_ray()
 
 
 @contextlib.contextmanager
@@ -123,8 +149,9 @@ def _init_with_one_retry(options: Mapping[str, Any]) -> None:
 def _init_in_time(options: Mapping[str, Any]) -> None:
     """``ray.init`` under a deadline. Of a try that failed no process of Ray is left."""
     others = {child.pid for child in psutil.Process().children(recursive=True)}
+    logs = options.get("_temp_dir", "its temporary directory on the head node")
     try:
-        with _told_of_waiting(), time_limit(INIT_SECONDS):
+        with _told_of_waiting(logs), time_limit(INIT_SECONDS):
             ray.init(**options)
     except BaseException as error:
         ray.shutdown()
@@ -135,17 +162,18 @@ def _init_in_time(options: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_waiting() -> Iterator[None]:
-    """Log from time to time that a start is still waited for."""
+def _told_of_waiting(logs: str) -> Iterator[None]:
+    """Log from time to time that a start is still waited for, and where Ray's logs are."""
     done, begun = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not done.wait(TOLD_AFTER_SECONDS):
             logger.warning(
                 "Ray has not started after %.0f s; waiting at most %g s for its processes (gcs_server, raylet and the raylet's agents). "
-                "Their logs: the newest session below /tmp/ray",
+                "Their logs: the newest session in %s",
                 time.monotonic() - begun,
                 INIT_SECONDS,
+                logs,
             )
 
     teller = threading.Thread(target=tell, name="waiting for Ray", daemon=True)
@@ -196,6 +224,8 @@ def _start_local(
     if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
         env.set_variables({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
+    _end_local()
+    _Local.present = local = LocalRay(log_dir)
     # Ray warns that token authentication is on, which is what is wanted here
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     options = {
@@ -206,16 +236,19 @@ def _start_local(
         "logging_level": logging.WARNING,
         "object_store_memory": object_store_bytes,
         "runtime_env": runtime_env,
-        "_temp_dir": _usable_log_dir(log_dir),
+        "_temp_dir": str(local.directory),
         # idle processes, one a core, that workers with an environment of their own never take
         "_system_config": {"prestart_worker_first_driver": False},
     }
     try:
-        with _loopback_only():
+        with _loopback_only(), local.own_sessions():
             _init_with_one_retry(options)
     except Exception as error:
+        local.keep_files()
         # Ray raises plain Exceptions where a process of its own does not come up
-        raise ClusterError(f"a local Ray with {slots} slots did not start ({error}). Fix: see the newest session below /tmp/ray") from error
+        raise ClusterError(
+            f"a local Ray with {slots} slots did not start ({error}). Fix: see its logs in {local.directory}, which you may remove"
+        ) from error
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning("the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told otherwise", address)
@@ -238,16 +271,6 @@ def _loopback_only() -> Iterator[None]:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = before
-
-
-def _usable_log_dir(log_dir: str | None) -> str | None:
-    if log_dir is None:
-        return None
-    path = str(Path(log_dir).absolute())
-    if len(path.encode()) > _LONGEST_LOG_DIR:
-        logger.warning("Ray's own logs stay in its default directory: %s is longer than the %d bytes Ray can use", path, _LONGEST_LOG_DIR)
-        return None
-    return path
 
 
 def is_single_host() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hmac
 import ipaddress
 import logging
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl import env
+from megarl.distributed.run_secret import proof
 from megarl.errors import ClusterError, DeadlineError, StateError
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Endpoint: where a group meets. ``run_id`` is a random word of the group: a process of another group that comes by is told so."""
+    """Endpoint: where a group meets. ``run_id`` is a random word that its ranks alone know: by it they prove that they belong to the group,
+    and it is never sent."""
 
     address: str
     port: int
@@ -111,6 +114,8 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     _rendezvous.generation += 1
     store = dist.PrefixStore(prefix, _rendezvous.store)
     check_membership(store, endpoint, rank, world_size)
+    if rank == 0:
+        _check_proofs(store, endpoint, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
 
 
@@ -155,20 +160,49 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
     where = f"at {endpoint.address}:{endpoint.port}"
     if not 0 <= rank < world_size:
         raise ClusterError(f"RANK = {rank} {where}: it must lie in [0, {world_size}). Fix: check RANK and WORLD_SIZE of the workers")
-    run_id = _agreed_value(store, "run_id", endpoint.run_id, rank, where)
-    if run_id != endpoint.run_id:
+    if _agreed_value(store, "run_id", _proof(endpoint, "run"), rank, where) != _proof(endpoint, "run"):
         raise ClusterError(
-            f"rank {rank} came with run id {endpoint.run_id!r}, the group {where} has {run_id!r}: another group meets there. "
+            f"rank {rank} came with another run id than the group {where} has: another group meets there. "
             "Fix: give every group its own rank 0"
         )
-    agreed = _agreed_value(store, "world_size", str(world_size), rank, where)
+    agreed, _, proven = _agreed_value(store, "world_size", f"{world_size} {_proof(endpoint, 'size', world_size)}", rank, where).partition(
+        " "
+    )
     if agreed != str(world_size):
         raise ClusterError(
             f"rank {rank} came with WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = {agreed}: they must be equal. "
             "Fix: start every rank with the same world size"
         )
+    if proven != _proof(endpoint, "size", world_size):
+        raise ClusterError(f"the world size of the group {where} was not said by its rank 0. Fix: see who else reaches that port")
     if store.add(f"rank_{rank}", 1) > 1:
         raise ClusterError(f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process its own rank")
+    store.set(f"proof_{rank}", _proof(endpoint, "rank", rank))
+
+
+def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
+    """Rank 0: whether all others belong to the group. The group is made as soon as all have come, so they are waited for anyway.
+
+    Raises:
+        ClusterError: one does not prove it.
+        DeadlineError: one did not come.
+    """
+    import torch.distributed as dist
+
+    where = f"at {endpoint.address}:{endpoint.port}"
+    for rank in range(1, world_size):
+        try:
+            given = store.get(f"proof_{rank}").decode(errors="replace")
+        except dist.DistError as error:
+            raise DeadlineError(f"rendezvous {where} failed: rank {rank} did not come ({error}). Fix: see why it stopped") from error
+        if not hmac.compare_digest(given.encode(), _proof(endpoint, "rank", rank).encode()):
+            raise ClusterError(
+                f"who came as rank {rank} {where} does not prove that it belongs to this group. Fix: see who reaches that port"
+            )
+
+
+def _proof(endpoint: Endpoint, purpose: str, number: int = 0) -> str:
+    return proof(purpose, str(number), secret=endpoint.run_id)
 
 
 def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> str:

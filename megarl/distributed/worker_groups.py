@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray import ObjectRefGenerator
 
+from megarl.distributed import run_secret
 from megarl.distributed.deadlines import Call, PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.ray_runtime import forwarded_environment
@@ -147,7 +148,7 @@ class RayWorkerGroup:
                 bundle_index=place.bundle,
                 num_gpus=1 / self.cluster.max_colocated_worker_groups if self.cluster.use_gpus else 0,
                 bundle_indices=place.bundle_indices,
-                environment=place.environment(),
+                environment={**place.environment(), run_secret.VARIABLE: run_secret.drawn_secret()},
                 options=options,
                 coordinates=sharding.get_worker_coords(place.rank) if sharding is not None else None,
             )

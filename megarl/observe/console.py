@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
@@ -191,7 +192,9 @@ class TrainingConsole:
 
     def _stop_bar(self) -> None:
         if self._progress is not None:
-            self._progress.stop()
+            # the terminal may be gone
+            with contextlib.suppress(OSError):
+                self._progress.stop()
             self._progress = None
 
 

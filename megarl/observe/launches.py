@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megarl import env
+from megarl.redaction import redacted_text
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,10 @@ class LaunchOutcome:
             _append(self.path, entry)
 
 
+_open_launches: dict[Path, LaunchOutcome] = {}
+"""Launches of this process that have not ended, by their file."""
+
+
 @contextmanager
 def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[LaunchOutcome]:
     """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the record, not the run.
@@ -114,13 +119,23 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
     start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
     recorded = _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
     outcome = LaunchOutcome(path=path if recorded else None)
+    if recorded:
+        _open_launches[path] = outcome
     try:
         yield outcome
     except BaseException as error:
         outcome.text = _reason(error)
         raise
     finally:
-        outcome.write({"end": time.time(), "outcome": outcome.text})
+        # one that has been ended already has its end
+        if _open_launches.pop(path, None) is outcome:
+            outcome.write(_end(outcome.text))
+
+
+def end_open_launches(outcome: str) -> None:
+    """Write down how the launches of this process end, where it is going to leave without an error that would say so."""
+    while _open_launches:
+        _open_launches.popitem()[1].write(_end(outcome))
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
@@ -169,7 +184,11 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST_REASON]
+    return redacted_text(f"{type(error).__name__}: {lines[0] if lines else ''}")
+
+
+def _end(outcome: str) -> dict[str, Any]:
+    return {"end": time.time(), "outcome": outcome[:_LONGEST_REASON]}
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.errors import ConfigError, Violation
-from megarl.observe.redact import redacted
+from megarl.redaction import redacted
 
 _WANDB_ID_FILE = "wandb_run_id"
 

@@ -37,7 +37,7 @@ class Configured:
 
 
 def read_configured(run_dir: Path) -> Configured:
-    """Return what ``config.yaml`` in the directory says; little or nothing where it is missing or damaged.
+    """Return what ``config.yaml`` in the directory says; little or nothing where it is missing, damaged, or another user's.
 
     Raises:
         OSError: the file is there and cannot be read.
@@ -75,7 +75,7 @@ def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str |
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError):
+    except (FileNotFoundError, PermissionError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return config if isinstance(config, dict) else {}
 

@@ -15,8 +15,10 @@ import socket
 import time
 from typing import Any
 
+from megarl.distributed.run_secret import proof, proves
+
 _HELLO_SECONDS = 5.0
-_NUMBER_BYTES = 4
+_PROOF_BYTES, _NUMBER_BYTES = 64, 4
 # a host that vanished without a word is missed after about half a minute; so often a connection shows a firewall that it is used
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
@@ -50,19 +52,20 @@ class Liveness:
             OSError: they were not.
         """
         ends = time.monotonic() + left.total_seconds()
-        secret = secrets.token_bytes(16)
+        word = secrets.token_hex(16)
         family, own = _own_address(ip, port)
         lines: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as unfinished, socket.create_server((own, 0), family=family, backlog=count) as server:
-            store.set(name, json.dumps([own, server.getsockname()[1], secret.hex()]))
+            store.set(name, json.dumps([own, server.getsockname()[1], word]))
             while len(lines) < count:
                 server.settimeout(max(0.01, ends - time.monotonic()))
                 line, _ = server.accept()
                 unfinished.enter_context(line)
                 line.settimeout(_HELLO_SECONDS)
-                said = _received(line, len(secret) + _NUMBER_BYTES)
-                if secrets.compare_digest(said[: len(secret)], secret):
-                    lines[int.from_bytes(said[len(secret) :], "big")] = line
+                said = _received(line, _PROOF_BYTES + _NUMBER_BYTES)
+                number = int.from_bytes(said[_PROOF_BYTES:], "big")
+                if proves(said[:_PROOF_BYTES].decode(errors="replace"), "lifeline", word, name, str(number)):
+                    lines[number] = line
                 else:
                     # another program
                     line.close()
@@ -86,10 +89,10 @@ class Liveness:
         lines: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as unfinished:
             for sender, name in names.items():
-                ip, port, secret = json.loads(store.get(name))
+                ip, port, word = json.loads(store.get(name))
                 line = socket.create_connection((ip, port), timeout=left.total_seconds())
                 lines[sender] = unfinished.enter_context(line)
-                line.sendall(bytes.fromhex(secret) + number.to_bytes(_NUMBER_BYTES, "big"))
+                line.sendall(proof("lifeline", word, name, str(number)).encode() + number.to_bytes(_NUMBER_BYTES, "big"))
             unfinished.pop_all()
         return cls(lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import secrets
 import socket
 import threading
 import time
@@ -18,11 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.distributed.run_secret import proof, proves
 from megarl.errors import RefitError
 
 HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
-_PROTOCOL = 4
+_OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
+_PROTOCOL = 5
 # ranks that come at once wait there
 _BACKLOG = 4096
 
@@ -100,13 +103,34 @@ class Rendezvous:
     def __init__(self, ip: str, port: int, *, keeps: bool, seconds: float = HANDSHAKE_SECONDS) -> None:
         self.address = f"{ip}:{port}"
         self._seconds = seconds
+        # a word of this meeting alone: what was proven at another one is of no use here
+        self._nonce = secrets.token_hex(16)
         self._ends = time.monotonic() + seconds
         try:
             self.store: Any = _store(ip, port, seconds, _listener(ip, port)) if keeps else _answering_store(ip, port, seconds)
+            if keeps:
+                self.store.set("nonce", self._nonce)
         except (dist.DistError, RuntimeError, OSError) as error:
             what = "the port cannot be taken" if keeps else "the policy does not answer"
             message = f"no group for weights at {self.address}: {what} ({error}); choose another port, or look at the policy"
             raise RefitError(message) from error
+
+    def _said(self, key: str) -> str:
+        """What somebody has written, which is waited for."""
+        self.store.wait([key], self.left())
+        return str(self.store.get(key).decode(errors="replace"))
+
+    def _proven(self, key: str) -> tuple[dict[str, Any] | None, str]:
+        """A hello, None where it is not of this run; and what its verdict has to be proven by."""
+        try:
+            came = json.loads(self._said(key))
+            hello, challenge = str(came["hello"]), str(came["challenge"])
+            if not proves(came["proof"], "hello", self._nonce, challenge, hello):
+                return None, ""
+            said: dict[str, Any] = json.loads(hello)
+        except (ValueError, KeyError, TypeError):
+            return None, ""
+        return said, challenge
 
     def leave(self) -> None:
         """Let go of the store; with the first rank's it ends for all."""
@@ -128,20 +152,27 @@ class Rendezvous:
         Raises:
             RefitError: there is none in time, or it is a refusal.
         """
-        hello = {"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
+        challenge = secrets.token_hex(16)
+        hello = json.dumps({"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes})
         try:
+            nonce = self._said("nonce")
             number = self.store.add("came", 1)
-            self.store.set(f"hello/{number}", json.dumps(hello))
+            proven = proof("hello", nonce, challenge, hello)
+            self.store.set(f"hello/{number}", json.dumps({"hello": hello, "challenge": challenge, "proof": proven}))
             self.store.wait(["verdict"], self.left())
-            verdict: dict[str, Any] = json.loads(self.store.get("verdict"))
+            text = self.store.get("verdict").decode()
+            verdict: dict[str, Any] = json.loads(text)
             for key in [f"heard/{number}", *([f"heard/stage/{stage}"] if stage else [])]:
                 self.store.set(key, "")
-        except (dist.DistError, RuntimeError) as error:
+            members = Members(verdict["world_size"], verdict.get("stages", 1))
+            # a refusal is believed without a proof: who can write it can keep this rank out anyway
+            if not verdict["error"] and number >= members.count:
+                what = f"all {members.world_size} ranks of the policy's group were there"
+                verdict["error"] = f"rank {rank} came when {what}: make a new one"
+            if not verdict["error"] and not proves(self._said(f"proof/{number}"), "verdict", nonce, challenge, text):
+                verdict["error"] = f"the policy does not prove that it belongs to this run; {_OTHER_RUN}"
+        except (dist.DistError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise RefitError(f"no group for weights at {self.address}: the policy gave no verdict within {self._seconds:g} s") from error
-        members = Members(verdict["world_size"], verdict.get("stages", 1))
-        if not verdict["error"] and number >= members.count:
-            what = f"all {members.world_size} ranks of the policy's group were there"
-            verdict["error"] = f"rank {rank} came when {what}: make a new one"
         return self._accepted(verdict)
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +187,7 @@ class Rendezvous:
             RefitError: somebody is missing, came twice, or expects something else.
         """
         here: set[int] = set()
+        challenges: list[str] = []
         on_their_way = range(1, members.stages)
         error = ""
         terms = dict(terms)
@@ -167,13 +199,20 @@ class Rendezvous:
                 error = f"{members.absent(here)} did not come within {self._seconds:g} s; start world_size - 1 engine ranks"
                 on_their_way = range(0)
             else:
-                said = json.loads(self.store.get(key))
+                said, challenge = self._proven(key)
+                if said is None:
+                    error = f"somebody came who does not prove to belong to this run; {_OTHER_RUN}"
+                    break
+                challenges.append(challenge)
                 error = members.objection(said, {"protocol": _PROTOCOL, **own}, here)
                 here.add(members.number(said["rank"], said.get("stage", 0)))
                 if said.get("stage"):
                     terms["buffer_bytes"] = min(terms["buffer_bytes"], said["buffer_bytes"])
         verdict = {"error": error, "world_size": members.world_size, "stages": members.stages, **terms}
-        self.store.set("verdict", json.dumps(verdict))
+        text = json.dumps(verdict)
+        for number, challenge in enumerate(challenges, 1):
+            self.store.set(f"proof/{number}", proof("verdict", self._nonce, challenge, text))
+        self.store.set("verdict", text)
         if error:
             # the store ends with this rank: who came has to hear why, and so have the policy's own ranks, which are on their way
             with contextlib.suppress(dist.DistError, RuntimeError):

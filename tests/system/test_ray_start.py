@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,14 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
         patch.setattr(ray_runtime, "TOLD_AFTER_SECONDS", 3.0)
         with pytest.raises(ClusterError, match=r"a local Ray with 2 slots did not start .* Fix: "):
             ray_runtime.init_ray(num_cpus=2)
+    local = ray_runtime._Local.present
+    assert local is not None and list(local.directory.glob("session_*/logs")), "the logs that the message names"
     assert "waiting at most 12 s for its processes (gcs_server, raylet" in caplog.text
     assert "trying once more, with new processes" in caplog.text
     assert [words for words in marked(mark) if "ray" in words] == []
     ray_runtime.init_ray(num_cpus=2)
     assert ray.cluster_resources()["CPU"] == 2
+    shutil.rmtree(local.private)
 
 
 def test_nothing_runs_after_data_are_refused(tmp_path: Path) -> None:

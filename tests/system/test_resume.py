@@ -294,9 +294,3 @@ def test_killed_at_chosen_moments(where: str, whole: Path, material: Material, l
     assert resumed in {"start": {0}, "first checkpoint": {0, 1}, "committed": {2, 3}, "export": {STEPS}}[where]
     check_leftovers(run_dir, 1)
     check_same(run_dir, whole)
-
-
-@slow
-def test_ray_leaves_in_the_end(launches: Launches) -> None:
-    for launch in launches.all:
-        launch.check_nothing_runs(agents_too=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,10 @@ CONFIGS = ROOT / "configs" / "quickstart"
 STEPS = 4
 # Far above what a loaded machine needs; a test that reaches it has hung.
 LONGEST_WAIT_S = 600.0
-LONGEST_FAREWELL_S = 60.0
+LONGEST_FAREWELL_S = 30.0
+"""That workers, Ray and its agents may outlive their driver."""
 _POLL_S = 0.02
-# Ray's own two agents look only every half minute whether their node still lives.
-_SLOW_TO_LEAVE = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+_FIND_S = 0.5
 _CLOCKS = ("time", "timing/", "performance/")
 
 
@@ -112,12 +114,13 @@ def write_config(path: Path, algorithm: str, material: Material, save_period: in
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of ``megarl train``, in a session of its own, by whose number all its processes are found."""
+    """One start of ``megarl train``. All its processes are found by the numbers of its session and of those that its Ray has."""
 
     process: subprocess.Popen[bytes]
     run_dir: Path
     output_file: Path
     started: float
+    sessions: set[int] = field(default_factory=set)
 
     def output(self) -> str:
         """What it has written to its console so far."""
@@ -125,7 +128,12 @@ class Launch:
 
     def finish(self) -> int:
         """Wait until it ends by itself; its exit code."""
-        code = self.process.wait(LONGEST_WAIT_S)
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end:\n{self.output()[-3000:]}"
+            self.find_sessions()
+            self.stay(_FIND_S)
+        code = self.process.returncode
         self.check_nothing_runs()
         return code
 
@@ -140,6 +148,7 @@ class Launch:
     def kill_when(self, happened: Callable[[], bool]) -> None:
         """Wait for a moment and kill the driver there, as a machine would: it has no say and its workers are not told."""
         self.await_moment(happened)
+        self.find_sessions()
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(LONGEST_FAREWELL_S)
         self.check_nothing_runs()
@@ -166,19 +175,30 @@ class Launch:
         """The moment when worker processes run."""
         return any("WorkerShell" in name for name in self.processes().values())
 
+    def find_sessions(self) -> None:
+        """Note the sessions of what the driver has started, while it lives to be asked."""
+        self.sessions.add(self.process.pid)
+        if self.process.poll() is not None:
+            return
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(ProcessLookupError):
+                    self.sessions.add(os.getsid(child.pid))
+
     def processes(self) -> dict[int, str]:
         """Process id and command line of everything this launch started and that still runs."""
+        self.find_sessions()
         found = {}
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getsid(each.pid) == self.process.pid and each.status() != psutil.STATUS_ZOMBIE:
+                if os.getsid(each.pid) in self.sessions and each.status() != psutil.STATUS_ZOMBIE:
                     found[each.pid] = " ".join(each.cmdline())
         return found
 
-    def check_nothing_runs(self, agents_too: bool = False) -> None:
-        """Fail when a process of this launch outlives it for long; Ray's two slow agents only count with ``agents_too``."""
-        deadline = time.monotonic() + LONGEST_FAREWELL_S * (2 if agents_too else 1)
-        while left := {pid: name for pid, name in self.processes().items() if agents_too or not name.startswith(_SLOW_TO_LEAVE)}:
+    def check_nothing_runs(self) -> None:
+        """Fail when a process of this launch outlives it for long."""
+        deadline = time.monotonic() + LONGEST_FAREWELL_S
+        while left := self.processes():
             assert time.monotonic() < deadline, f"still running after the end of the driver: {left}"
             with contextlib.suppress(psutil.Error):
                 psutil.Process(min(left)).wait(_POLL_S)
@@ -190,21 +210,38 @@ class Launches:
     def __init__(self) -> None:
         self.all: list[Launch] = []
 
-    def start(self, config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Launch:
-        """``megarl train CONFIG run_dir=... OVERRIDES`` in a process of its own."""
+    def start(
+        self,
+        config: Path,
+        run_dir: Path,
+        arguments: Sequence[str] = (),
+        changed: Mapping[str, str] | None = None,
+        terminal: int | None = None,
+    ) -> Launch:
+        """``megarl train CONFIG run_dir=... ARGUMENTS`` in a process of its own.
+
+        Args:
+            config: file of the configuration.
+            run_dir: directory of the run.
+            arguments: further overrides and options.
+            changed: environment variables.
+            terminal: descriptor of one that it gets as its own; None writes to ``output_file``.
+        """
         number = len(self.all)
         output_file = run_dir.with_name(f"{run_dir.name}.{number}.log")
-        command = [sys.executable, "-m", "megarl.cli", "train", str(config), f"run_dir={run_dir}", *overrides]
+        command = [sys.executable, "-m", "megarl.cli", "train", str(config), f"run_dir={run_dir}", *arguments]
         # What this process' own Ray has set is not for them.
         variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
         with output_file.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**variables, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
+                env={**variables, "OMP_NUM_THREADS": "1", **(changed or {})},
+                stdin=subprocess.DEVNULL if terminal is None else terminal,
+                stdout=output if terminal is None else terminal,
                 stderr=subprocess.STDOUT,
+                # whoever runs the tests in the background ignores some signals, and these programs would too
+                preexec_fn=lambda: _as_from_a_shell(terminal),
                 start_new_session=True,
             )
         self.all.append(Launch(process, run_dir, output_file, time.time()))
@@ -217,6 +254,13 @@ class Launches:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             launch.process.wait(LONGEST_FAREWELL_S)
+
+
+def _as_from_a_shell(terminal: int | None) -> None:
+    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    if terminal is not None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

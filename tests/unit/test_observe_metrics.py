@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.observe.metrics import Reduction, default_reduction, reduce_metrics, reduce_values
-from megarl.observe.redact import HIDDEN, redacted
 from megarl.observe.timing import PhaseTimer
+from megarl.redaction import HIDDEN, redacted
 
 finite = st.floats(-1e6, 1e6)
 

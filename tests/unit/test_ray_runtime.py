@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +15,16 @@ from megarl.errors import ClusterError
 
 
 @pytest.fixture
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    yield
+    local = ray_runtime._Local.present
+    ray_runtime._end_local()
+    if local is not None:
+        # a start that failed leaves its logs
+        shutil.rmtree(local.private, ignore_errors=True)
 
 
 @pytest.mark.usefixtures("no_ray")

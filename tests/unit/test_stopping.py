@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +18,30 @@ import pytest
 import torch
 
 from megarl.algorithms.run import run
-from megarl.algorithms.stopping import LAST_CHECKPOINT_FILE, STOP_FILE, STOPPED, Attempt, StopRequest, listening_for_stop, this_attempt
+from megarl.algorithms.stopping import (
+    INTERRUPTED,
+    LAST_CHECKPOINT_FILE,
+    STOP_FILE,
+    STOPPED,
+    Attempt,
+    StopRequest,
+    listening_for_stop,
+    this_attempt,
+)
+from megarl.algorithms.time_left import TimeLeft
 from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 
-WAYS = ["SIGTERM", "SIGUSR1", "file of the run", "file of the attempt"]
+WAYS = ["SIGTERM", "SIGUSR1", "file of the run", "file of the attempt", "SIGINT", "SIGHUP"]
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """The signals are not ignored, as they are in what a shell runs in the background."""
+    before = [signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)]
+    yield
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +75,24 @@ def at(call: int, action: Callable[[], None]) -> Callable[[int], None]:
 
 @sampled(2)
 @pytest.mark.parametrize(
-    ("algorithm", "step", "way"), [("sft", 1, WAYS[0]), ("sft", 2, WAYS[1]), ("sft", 3, WAYS[2]), ("sft", 1, WAYS[3]), ("grpo", 3, WAYS[1])]
+    ("algorithm", "step", "way"),
+    [
+        ("sft", 1, WAYS[0]),
+        ("sft", 2, WAYS[1]),
+        ("sft", 3, WAYS[2]),
+        ("sft", 1, WAYS[3]),
+        ("grpo", 3, WAYS[1]),
+        ("sft", 2, WAYS[4]),
+        ("grpo", 1, WAYS[5]),
+    ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     algorithm: str, step: int, way: str, tmp_path: Path, attempt: Path, model: str, data: str, whole: dict[str, Path], capfd: Any
 ) -> None:
     run_dir = tmp_path / "run"
     config = make_config(algorithm, run_dir, model, data)
-    assert run(config, PolicyMaker(at_call=at(step, lambda: ask(way, run_dir, attempt)))) == STOPPED
+    code = run(config, PolicyMaker(at_call=at(step, lambda: ask(way, run_dir, attempt))))
+    assert code == (INTERRUPTED if way == "SIGINT" else STOPPED)
     said = capfd.readouterr()
     assert f"stopped after step {step} ({way if way.startswith('SIG') else ''}" in said.out + said.err
     assert comparable(run_dir)[-1]["step"] == step
@@ -102,20 +135,21 @@ def test_without_checkpoints_nothing_can_go_on(tmp_path: Path, attempt: Path, mo
     assert "checkpointing.enabled is false: nothing of it is saved" in " ".join(capfd.readouterr().out.split())
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_second_signal_ends_the_run_at_once_and_its_workers_too(second: signal.Signals, tmp_path: Path, model: str, data: str) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), second)
 
     maker = PolicyMaker(at_call=at(1, twice))
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(each) for each in heard]
     with pytest.raises(SystemExit) as caught:
         run(make_config("sft", tmp_path, model, data), maker)
     assert caught.value.code == 128 + second
     assert maker.policies[0]._prepared == "shut down"
     assert not list((tmp_path / "checkpoints").glob("*step_*"))
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(each) for each in heard] == before
 
 
 def test_outside_of_the_loop_a_signal_ends_the_run_at_once(tmp_path: Path, model: str, data: str) -> None:
@@ -157,10 +191,10 @@ def test_a_request_is_heard_also_when_nobody_can_be_told() -> None:
 def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGARL_STOP_NOTICE_S", "100")
     with listening_for_stop(tmp_path, this_attempt()) as request, caplog.at_level(logging.WARNING):
-        request.check_notice(50.0, 30.0)
+        request.save_took(50.0, 30.0)
         assert not caplog.records
-        request.check_notice(70.0, 11.0)
-        request.check_notice(90.0, 20.0)
+        request.save_took(70.0, 11.0)
+        request.save_took(90.0, 20.0)
     [record] = caplog.records
     assert "70.0 s + 11.0 s" in record.message and "100 s before its end" in record.message
     assert "--signal=B:USR1@222 and MEGARL_STOP_NOTICE_S=222" in record.message
@@ -186,3 +220,99 @@ def test_the_files_name_the_reason(tmp_path: Path) -> None:
     assert request.reason == str(tmp_path / "b")
     request.forget_files()
     assert request.reason is None
+
+
+def test_a_run_stops_while_there_is_time_for_it(tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """The end of its Slurm job is an hour away, and the second step takes longer than that."""
+    now = [1_000_000.0]
+    monkeypatch.setattr("megarl.algorithms.run.time_left", lambda stop_at: TimeLeft(stop_at, "limit", lambda: now[0]))
+    step_took = StopRequest.step_took
+
+    def slow_second_step(request: StopRequest, seconds: float) -> None:
+        step_took(request, 4000.0 if len(request._time_left._steps) == 1 else seconds)  # type: ignore[union-attr]
+
+    monkeypatch.setattr(StopRequest, "step_took", slow_second_step)
+    config = make_config("sft", tmp_path / "run", model, data)
+    assert run(config, PolicyMaker(), stop_at=now[0] + 3600.0) == STOPPED
+    assert "stopped after step 2 (limit " in " ".join(capfd.readouterr().out.split())
+    assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir()
+
+
+def test_ctrl_c_outside_of_the_loop_is_what_it_always_is() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        StopRequest().receive(signal.SIGINT, None)
+
+
+def test_a_closing_terminal_may_say_so_again_and_again() -> None:
+    request = StopRequest()
+    with request.deferred():
+        for _ in range(3):
+            request.receive(signal.SIGHUP, None)
+        assert request.reason == "SIGHUP" and request.exit_code == STOPPED
+        with pytest.raises(SystemExit):
+            request.receive(signal.SIGTERM, None)
+    asked = StopRequest()
+    with asked.deferred():
+        asked.receive(signal.SIGINT, None)
+        asked.receive(signal.SIGHUP, None)
+        assert asked.reason == "SIGINT" and asked.exit_code == INTERRUPTED
+
+
+def test_a_signal_that_the_program_was_started_to_ignore_stays_ignored(tmp_path: Path) -> None:
+    """As ``nohup`` does with SIGHUP, and a shell with SIGINT for what runs in the background."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listening_for_stop(tmp_path, Attempt()) as request, request.deferred():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.reason is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+ON_A_TERMINAL = """
+import sys
+from pathlib import Path
+from megarl.algorithms.stopping import Attempt, listening_for_stop
+from megarl.observe.console import TrainingConsole
+
+directory = Path(sys.argv[1])
+with listening_for_stop(directory, Attempt()) as stop, stop.deferred(), TrainingConsole(3, "a run") as console:
+    (directory / "ready").touch()
+    while stop.reason is None:
+        pass
+    console.step(1, {"loss": 1.0})
+    print("a line", flush=True)
+    print("another one", file=sys.stderr, flush=True)
+(directory / "said").write_text(stop.reason)
+print("the last line, which Python writes when it ends")
+sys.exit(stop.exit_code)
+"""
+
+
+def test_a_program_whose_terminal_closes_ends_in_order(tmp_path: Path) -> None:
+    """Its lines go nowhere: as errors they would end the step that it is to finish, or change its exit code."""
+    master, terminal = os.openpty()
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    program = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(terminal)
+    try:
+        while not (tmp_path / "ready").exists():
+            assert program.poll() is None
+        os.close(master)
+        assert program.wait(60) == STOPPED
+        assert (tmp_path / "said").read_text() == "SIGHUP"
+    finally:
+        program.kill()
+        program.wait()

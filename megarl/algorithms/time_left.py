@@ -1,0 +1,99 @@
+"""When the time of a launch is over, and whether another step and its checkpoint still fit before: the look ahead of a run whose job has a
+time limit, under any launcher."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+
+from megarl import env
+
+logger = logging.getLogger(__name__)
+
+_WINDOW = 10
+_SAFETY = 1.2
+"""Times the slowest step and the slowest save of the last ten: the next ones may be slower."""
+
+ENDING_SECONDS = 10.0
+"""That a launch takes to end after its last checkpoint."""
+
+_DURATION = re.compile(r"\+(\d+):([0-5]\d)(?::([0-5]\d))?")
+
+
+class TimeLeft:
+    """What is left of the time of a launch.
+
+    Args:
+        end: unix seconds at which it is over.
+        name: of that limit, for messages.
+        clock: unix seconds.
+    """
+
+    def __init__(self, end: float, name: str, clock: Callable[[], float] = time.time) -> None:
+        self._end, self._name, self._clock = end, name, clock
+        self._steps: deque[float] = deque(maxlen=_WINDOW)
+        self._saves: deque[float] = deque(maxlen=_WINDOW)
+
+    def took(self, step_s: float | None = None, save_s: float | None = None) -> None:
+        """A step with all that belongs to it, or a save, has taken so many seconds."""
+        for measured, seconds in ((self._steps, step_s), (self._saves, save_s)):
+            if seconds is not None:
+                measured.append(seconds)
+
+    @property
+    def needed_s(self) -> float:
+        """Seconds that another step, its checkpoint and the end of the launch take. A save that was never measured counts like a step."""
+        step = max(self._steps, default=0.0)
+        return _SAFETY * (step + max(self._saves, default=step)) + ENDING_SECONDS
+
+    @property
+    def reason(self) -> str | None:
+        """Return why no other step may begin; None while one fits."""
+        left = self._end - self._clock()
+        if left >= self.needed_s:
+            return None
+        when = datetime.datetime.fromtimestamp(self._end).astimezone().isoformat(sep=" ", timespec="seconds")
+        return f"{self._name} {when} is {max(left, 0.0):.0f} s away, another step and its checkpoint may take {self.needed_s:.0f} s"
+
+
+def read_time(text: str, now: float | None = None) -> float:
+    """Unix seconds of a time that a user gives: ``2026-11-26T18:30`` of this machine's zone, or with a zone of its own; or ``+HH:MM[:SS]``
+    from now on.
+
+    Raises:
+        ValueError: it is neither, or is over.
+    """
+    now = time.time() if now is None else now
+    duration = _DURATION.fullmatch(text.strip())
+    if duration is not None:
+        hours, minutes, seconds = (int(part or 0) for part in duration.groups())
+        return now + 3600 * hours + 60 * minutes + seconds
+    try:
+        end = datetime.datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(
+            f"{text!r} is no time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and three quarters from now"
+        ) from None
+    if end <= now:
+        raise ValueError(f"{text!r} is over. Fix: give a time to come")
+    return end
+
+
+def time_left(stop_at: float | None) -> TimeLeft | None:
+    """The limit of this launch: ``stop_at`` (unix seconds), or the end of its Slurm job, whichever comes first; None without either.
+
+    Raises:
+        ValueError: ``SLURM_JOB_END_TIME`` is no whole number.
+    """
+    limits = [] if stop_at is None else [(stop_at, "--stop-at")]
+    # not set by Slurm 22.05 and older
+    job_end = env.integer("SLURM_JOB_END_TIME", 0)
+    if 0 < job_end <= time.time():
+        logger.warning("SLURM_JOB_END_TIME = %d is over, although this program runs: it counts for nothing", job_end)
+    elif job_end:
+        limits.append((float(job_end), "SLURM_JOB_END_TIME"))
+    return TimeLeft(*min(limits)) if limits else None

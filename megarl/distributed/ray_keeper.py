@@ -1,0 +1,104 @@
+"""Ends what a local Ray leaves behind, also when its driver was killed: a small process beside the driver, this file run as a program.
+
+Ray's processes, which a driver starts, have sessions of their own: a signal to the driver's group or a terminal that closes does not reach
+them. The keeper is told those sessions. When the driver is gone, or closes the pipe, it waits a moment for them to leave in order, kills
+who is left, and removes Ray's directory. Ray's own agents would look only after a minute whether their node still lives. It needs the
+standard library alone, and Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+GRACE_SECONDS = 3.0
+"""Between the end of the driver and the kill of what is left."""
+
+_LOOK_SECONDS = 0.02
+_KILL_SECONDS = 10.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SESSION, DIRECTORY, DONE = "session", "directory", "done"
+"""First words of the lines that the driver writes; a number, a path or nothing follows."""
+
+
+@dataclass
+class Kept:
+    """What the driver has said.
+
+    Attributes:
+        sessions: numbers of Ray's sessions.
+        directory: that is removed in the end; empty for none.
+        is_done: Ray was shut down in order.
+    """
+
+    sessions: set[int] = field(default_factory=set)
+    directory: str = ""
+    is_done: bool = False
+
+    def take(self, line: str) -> None:
+        """One line of the driver's."""
+        word, _, rest = line.partition(" ")
+        if word == SESSION:
+            self.sessions.add(int(rest))
+        elif word == DIRECTORY:
+            self.directory = rest
+        elif word == DONE:
+            self.is_done = True
+
+
+def members(sessions: Collection[int]) -> Iterator[int]:
+    """Process ids of all that run in some sessions; those that have ended and were not waited for do not count."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            # others come and go meanwhile
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    # the name of the program, in parentheses, may hold anything
+                    state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+                if state not in (b"Z", b"X") and int(session) in sessions:
+                    yield int(name)
+
+
+def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
+    """Wait until nothing runs in the sessions, kill what does after ``grace_s`` seconds, and remove the directory."""
+    begun = time.monotonic()
+    while (left := list(members(kept.sessions))) and time.monotonic() < begun + grace_s + _KILL_SECONDS:
+        if time.monotonic() > begun + grace_s:
+            for process in left:
+                with contextlib.suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+    if kept.directory:
+        shutil.rmtree(kept.directory, ignore_errors=True)
+
+
+def listen(driver: int) -> Kept:
+    """What the driver says until it is gone, or has no more to say."""
+    kept, said = Kept(), b""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    # a process that the driver forked may hold the pipe open for longer than the driver lives
+    with contextlib.suppress(OSError, AttributeError):
+        poll.register(os.pidfd_open(driver), select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        data = os.read(sys.stdin.fileno(), 1 << 16) if sys.stdin.fileno() in ready else b""
+        said += data
+        *lines, said = said.split(b"\n")
+        for line in lines:
+            kept.take(os.fsdecode(line))
+        if kept.is_done or not data:
+            return kept
+
+
+if __name__ == "__main__":
+    for each in _IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    end(listen(int(sys.argv[1])))

@@ -1,0 +1,122 @@
+"""The processes and the directory of a local Ray: sessions of their own, a directory that no other user can enter, and a keeper that ends
+and removes them with the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl import env
+from megarl.distributed import ray_keeper
+
+logger = logging.getLogger(__name__)
+
+# Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
+LONGEST_DIRECTORY = 40
+_OF_RAY = "ray"
+"""Name of Ray's directory within the private one: Ray opens its own to everybody."""
+_PREFIX = "megarl-"
+_FAREWELL_SECONDS = ray_keeper.GRACE_SECONDS + 5.0
+
+
+class LocalRay:
+    """What one local Ray of this process has on this machine.
+
+    Attributes:
+        private: directory that this user alone can enter; it goes with Ray unless ``MEGARL_KEEP_RAY_FILES`` is set.
+        directory: Ray's own in it.
+    """
+
+    def __init__(self, log_dir: str | None) -> None:
+        self.private = _private_directory(log_dir)
+        self.directory = self.private / _OF_RAY
+        self._keeper = _start_keeper()
+        if not env.flag("MEGARL_KEEP_RAY_FILES"):
+            self._tell(f"{ray_keeper.DIRECTORY} {self.private}")
+
+    @contextlib.contextmanager
+    def own_sessions(self) -> Iterator[None]:
+        """Processes that Ray starts within get sessions of their own, and are known to the keeper.
+
+        A terminal sends its signals to a whole group of processes, and so do many launchers. Ray's processes would end at once, and a run
+        that wants to save first has no workers then. Ray cannot be told; what it starts processes by is replaced meanwhile.
+        """
+        services: Any = importlib.import_module("ray._private.services")
+        start = getattr(services, "ConsolePopen", None)
+        if self._keeper is None or start is None:
+            if self._keeper is not None:
+                logger.warning("this version of Ray starts its processes otherwise: a signal to the driver's group ends them too")
+            yield
+            return
+
+        def started(*arguments: Any, **options: Any) -> Any:
+            process = start(*arguments, **{**options, "start_new_session": True})
+            self._tell(f"{ray_keeper.SESSION} {process.pid}")
+            return process
+
+        services.ConsolePopen = started
+        try:
+            yield
+        finally:
+            services.ConsolePopen = start
+
+    def keep_files(self) -> None:
+        """Leave the directory where it is, for somebody who has to find out what went wrong."""
+        self._tell(ray_keeper.DIRECTORY)
+
+    def end(self) -> None:
+        """End what is left of Ray, which was shut down before, and remove its directory. The keeper does it; it is waited for."""
+        if self._keeper is None:
+            return
+        self._tell(ray_keeper.DONE)
+        keeper, self._keeper = self._keeper, None
+        assert keeper.stdin is not None
+        with contextlib.suppress(OSError):
+            keeper.stdin.close()
+        try:
+            keeper.wait(_FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("processes of Ray are still ending; its directory %s goes when they have", self.private)
+
+    def _tell(self, line: str) -> None:
+        if self._keeper is not None and self._keeper.stdin is not None:
+            # without a keeper Ray still ends with its driver, only later
+            with contextlib.suppress(OSError):
+                self._keeper.stdin.write(os.fsencode(f"{line}\n"))
+                self._keeper.stdin.flush()
+
+
+def _private_directory(log_dir: str | None) -> Path:
+    """A new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is too long for Unix sockets, in
+    ``/tmp``."""
+    wanted = [log_dir] if log_dir is not None else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
+    for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
+        # mkdtemp appends eight letters
+        if len(os.fsencode(os.path.join(parent, f"{_PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
+            logger.warning("Ray's own files do not go below %s: that is longer than the %d bytes Ray can use", parent, LONGEST_DIRECTORY)
+            continue
+        try:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        except OSError as error:
+            logger.warning("Ray's own files do not go below %s: %s", parent, error)
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+
+
+def _start_keeper() -> subprocess.Popen[bytes] | None:
+    """The keeper's process; None where there is no Linux."""
+    if sys.platform != "linux":
+        return None
+    # -I -S: nothing of the user's is read, and it starts in milliseconds
+    command = [sys.executable, "-I", "-S", os.path.abspath(ray_keeper.__file__), str(os.getpid())]
+    # nothing of the driver's is held: no pipe that somebody reads to its end, no directory
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)

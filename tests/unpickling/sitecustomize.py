@@ -1,0 +1,72 @@
+"""Watches a program and all its Python processes for pickles that are read where none should be: put this directory on ``PYTHONPATH``.
+
+Python imports a module of this name when it starts. From then on every class or function that a pickle names is looked at: whoever reads
+the pickle has to be Ray, which carries calls and results, or ``multiprocessing``, which tells children what to do; in a process group
+only what ``ALLOWED_IN_GROUP`` lists may be read. All else is written, with the stack, into the directory that ``MEGARL_TEST_PICKLES``
+names, as ``unpickled-PID``; ``watched-PID`` says that a process was watched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+DIRECTORY = os.environ.get("MEGARL_TEST_PICKLES", "")
+
+CHANNELS = ("/ray/", "/multiprocessing/", "/concurrent/futures/")
+"""Packages that read what Ray or a parent process has sent."""
+
+BETWEEN = ("/pickle.py", "/copyreg.py", "/torch/storage.py", "/torch/serialization.py", "/torch/_utils.py", "/numpy/", "/cloudpickle/")
+"""Files that read for somebody else, who decides."""
+
+GROUP = "/torch/distributed/distributed_c10d.py"
+"""Reads objects that ranks of one process group send one another; they have proven to belong to it."""
+
+ALLOWED_IN_GROUP = (
+    "megatron.core.dist_checkpointing.mapping.",
+    "torch.Size",
+    "torch.bfloat16",
+    "torch.distributed.checkpoint.",
+    "torch.float",
+    "torch.int",
+    "torch.serialization._get_layout",
+    "torch.uint8",
+)
+"""Starts of ``module.name`` that are read there: Megatron's ranks compare what each of them saves."""
+
+
+def look(event: str, arguments: tuple[Any, ...]) -> None:
+    """The audit hook."""
+    if event != "pickle.find_class":
+        return
+    name = f"{arguments[0]}.{arguments[1]}"
+    reader: FrameType | None = sys._getframe(1)
+    while reader is not None and any(part in reader.f_code.co_filename for part in BETWEEN):
+        reader = reader.f_back
+    path = "" if reader is None else reader.f_code.co_filename
+    expected = name.startswith(ALLOWED_IN_GROUP) if path.endswith(GROUP) else any(part in path for part in CHANNELS)
+    if not expected:
+        write(f"unpickled-{os.getpid()}", f"{name}{stack_of(reader)}\n")
+
+
+def stack_of(frame: FrameType | None) -> str:
+    """Files, lines and functions, innermost first."""
+    lines = ""
+    while frame is not None:
+        lines += f"\n  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return lines
+
+
+def write(name: str, text: str) -> None:
+    """A line into the directory; by descriptors, as the process may be in the middle of anything."""
+    descriptor = os.open(os.path.join(DIRECTORY, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(descriptor, text.encode())
+    os.close(descriptor)
+
+
+if DIRECTORY:
+    write(f"watched-{os.getpid()}", " ".join(sys.orig_argv) + "\n")
+    sys.addaudithook(look)
