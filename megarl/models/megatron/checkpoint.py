@@ -236,7 +236,10 @@ class _FirstRank:
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
         """Those of Megatron-Core's functions that write so, for ``patched``."""
-        found = [(common.TorchCommonSaveStrategy, "save_common"), (serialization, "save_config")]
+        found: list[tuple[Any, str]] = [(serialization, "save_config")]
+        # later versions write what all ranks share with the tensors
+        if hasattr(common, "TorchCommonSaveStrategy"):
+            found.append((common.TorchCommonSaveStrategy, "save_common"))
         return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]
 
     def require_written(self) -> None:
