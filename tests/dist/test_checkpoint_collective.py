@@ -95,11 +95,13 @@ def save_on_a_full_disk(kind: str, config: dict[str, Any], directory: str, faili
 
 
 # what Megatron-Core's first rank writes alone, while its others go on without asking
-ALONE = {
-    "common.pt": (common.TorchCommonSaveStrategy, "save_common"),
+ALONE: dict[str, tuple[Any, str]] = {
     ".metadata": (filesystem_async.FileSystemWriterAsync, "finish"),
     "metadata.json": (serialization, "save_config"),
 }
+# later versions have that with the tensors
+if hasattr(common, "TorchCommonSaveStrategy"):
+    ALONE["common.pt"] = (common.TorchCommonSaveStrategy, "save_common")
 
 
 def save_without_room_for(config: dict[str, Any], directory: str, file: str) -> list[Any]:
