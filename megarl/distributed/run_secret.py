@@ -23,6 +23,11 @@ def drawn_secret() -> str:
     return env.text(VARIABLE) or secrets.token_hex(32)
 
 
+def own_secret() -> str:
+    """That of the run which this process belongs to: of a worker by its environment, of the driver once it has drawn one; empty without."""
+    return env.text(VARIABLE) or (drawn_secret() if drawn_secret.cache_info().currsize else "")
+
+
 def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
     """64 hexadecimal digits that only somebody with the secret can make.
 
@@ -31,7 +36,7 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
         parts: what is proven; each counts by itself, so that ``("ab", "c")`` is another proof than ``("a", "bc")``.
         secret: None for that of this process's run.
     """
-    key = (env.text(VARIABLE, "") or "") if secret is None else secret
+    key = own_secret() if secret is None else secret
     message = b"".join(len(part).to_bytes(8, "big") + part for part in (text.encode() for text in (purpose, *parts)))
     return hmac.new(key.encode(), message, "sha256").hexdigest()
 

@@ -41,9 +41,9 @@ def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, t
     worker = BUILD[kind](config, init_reference_model=False)
     groups, counts, score = worker.backend.groups, [], logprobs.score
 
-    def counted(logits: torch.Tensor, *others: Any) -> Any:
+    def counted(logits: torch.Tensor, *others: Any, **options: Any) -> Any:
         counts.append(len(logits))
-        return score(logits, *others)
+        return score(logits, *others, **options)
 
     def dealt(phase: Phase) -> BatchedDataDict[Any]:
         size = {"global_batch": config["train_global_batch_size"]} if phase == "train" else {}

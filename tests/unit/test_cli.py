@@ -83,7 +83,7 @@ def test_recipes_are_valid(recipe: Path, model: Path) -> None:
 
 
 def test_there_are_recipes() -> None:
-    assert len(RECIPES) == 3
+    assert len(RECIPES) == 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
@@ -91,7 +91,7 @@ def test_dry_run_fits_100_columns_and_shows_everything(recipe: Path, model: Path
     assert main(["train", str(recipe), "--dry-run", f"policy.model_name={model}", "cluster.num_nodes=4"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
-    tensor = 2 if "sft" in recipe.stem else 1
+    tensor = 1 if "grpo" in recipe.stem else 2
     assert f"32 ranks: pipeline 1 x data {32 // tensor} x context 1 x tensor {tensor}" in out
     assert "28" in out and "peak" in out
 

@@ -62,6 +62,9 @@ class PlayedPolicy:
     def prepare_refit_info(self) -> dict[str, Any]:
         return {}
 
+    def send_slices(self, wanted: Any) -> list[str]:
+        return []
+
     def hand_over_weights(self, session: int, ticket: int, most: float | None) -> list[Any]:
         return []
 

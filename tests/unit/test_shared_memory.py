@@ -27,7 +27,7 @@ def test_little_room_is_said_once_until_there_is_more(room: SimpleNamespace, cap
             watch.look()
             assert len(caplog.records) == said, free
     assert caplog.messages[1].startswith("/dev/shm has 0.0 MiB free, and Ray's object store may need up to 512 MiB there")
-    assert "Fix" in caplog.messages[0] and "63" in caplog.messages[0].split()[2]
+    assert "Fix" in caplog.messages[0]
 
 
 def test_a_store_elsewhere_needs_no_room(room: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
