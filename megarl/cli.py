@@ -299,7 +299,7 @@ def show(config: Config, data: bool) -> None:
     from rich.console import Console
 
     from megarl.algorithms.model_check import check_model_on_disk
-    from megarl.config.model_facts import published_config, read_model_facts
+    from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
 
     check_model_on_disk(config["policy"])
@@ -311,7 +311,7 @@ def show(config: Config, data: bool) -> None:
         found = describe_inputs(copy.deepcopy(config))
     console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
     model_name = config["policy"]["model_name"]
-    print_report(config, read_model_facts(model_name), console)
+    print_report(config, facts_of_policy(config["policy"]), console)
     if published_config(model_name) is not None:
         console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
     for line in found:

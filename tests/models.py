@@ -149,6 +149,25 @@ def make_tiny(directory: Path, family: str, *, tied: bool, seed: int = 0, layers
     return directory
 
 
+def make_scoring(directory: Path, family: str, layers: int = LAYERS) -> Path:
+    """A model of ``family`` that scores (transformers' sequence classification, one label), as ``make_tiny`` makes language models. Its
+    config says that embedding and output layer are tied, which means nothing for it."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(len(family) + layers)
+    config = tiny_config(family, tied=True, layers=layers)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(torch.randn_like(embedding) * 0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
 def _by_tokens(enabled: bool, **others: Any) -> dict[str, Any]:
     return {"enabled": enabled, **({"train_mb_tokens": 30, "logprob_mb_tokens": 37, **others} if enabled else {})}
 

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,8 +126,9 @@ def refuse_changed_config(directory: Path, planned: Mapping[str, Any]) -> None:
         )
 
 
-def write_config(directory: Path, dtype: torch.dtype) -> None:
-    """Let ``config.json`` say the dtype that the weights have now; a config that says it already stays as it is, byte for byte.
+def write_config(directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Let ``config.json`` say the dtype that the weights have now, and ``changes``; a config that says it already stays as it is, byte for
+    byte.
 
     Raises:
         ConversionError: there is no ``config.json``.
@@ -135,8 +137,11 @@ def write_config(directory: Path, dtype: torch.dtype) -> None:
     config = read_config(directory)
     keys = [key for key in ("dtype", "torch_dtype") if key in config]
     stale = [key for key in keys if config[key] != dtype_name(dtype)]
-    if stale or not keys:
-        config |= dict.fromkeys(stale or ["dtype"], dtype_name(dtype))
+    changes = {key: value for key, value in changes.items() if key not in config or config[key] != value}
+    if stale or not keys or changes:
+        config |= changes
+        if stale or not keys:
+            config |= dict.fromkeys(stale or ["dtype"], dtype_name(dtype))
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -190,6 +190,47 @@ def reinforce_plus_plus_advantages(
     return whitened(returns, mask)
 
 
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, gae_lambda: float, after_end: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of tokens, both [B, S] float64 (generalized advantage estimation, arXiv 1506.02438, equation 16).
+
+    A row's tokens that count follow one another, whatever stands between them (what an environment said is no action). For the k-th of
+    them, with its reward r and the value v of the state before it::
+
+        d_k = r_k + discount v_{k+1} - v_k
+        A_k = d_k + discount gae_lambda A_{k+1},  0 behind the last one
+        return_k = A_k + v_k
+
+    Args:
+        rewards: [B, S] float, column t of token t; read under the mask alone, as all others.
+        values: [B, S] float, column t of the state before token t (``values_before``).
+        mask: [B, S], not 0 for tokens that the policy sampled, in valid rows.
+        discount, gae_lambda: in [0, 1].
+        after_end: [B] float, the value of the state behind the last token, for rows that were cut off; None for 0.
+
+    Returns:
+        Advantages and returns; 0 where nothing counts.
+    """
+    counts = mask != 0
+    rewards, values = (torch.where(counts, column, 0.0).double() for column in (rewards, values))
+    advantages = torch.zeros_like(values)
+    advantage = values.new_zeros(len(values))
+    value = advantage if after_end is None else after_end.double()
+    for token in reversed(range(values.shape[1])):
+        here = counts[:, token]
+        change = rewards[:, token] + discount * value - values[:, token]
+        advantage = torch.where(here, change + discount * gae_lambda * advantage, advantage)
+        value = torch.where(here, values[:, token], value)
+        advantages[:, token] = torch.where(here, advantage, 0.0)
+    return advantages, torch.where(counts, advantages + values, 0.0)
+
+
+def values_before(values: Tensor) -> Tensor:
+    """[B, S]: column t is the value of the state before token t, from what a model says at each token, [B, S]; column 0 is 0."""
+    return torch.nn.functional.pad(values[:, :-1], (1, 0))
+
+
 def _to_the_end(penalties: Tensor) -> Tensor:
     """The sum of each token's value and those of all later ones, [B, S]."""
     return penalties.flip(1).cumsum(1).flip(1)

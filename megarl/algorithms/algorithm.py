@@ -87,6 +87,7 @@ class Algorithm(ABC):
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
         PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
             ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
+        SCORES: the actor is a model that scores (``policy.reward_model_cfg``).
         PROMPTS: dotted key of the prompts of a step; None for ``policy.train_global_batch_size``.
         GENERATIONS: dotted key of the responses to a prompt; None for one.
         sampler: the order of the training data, whose state a checkpoint keeps.
@@ -98,6 +99,7 @@ class Algorithm(ABC):
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     GENERATES: ClassVar[bool] = True
     PAIRS: ClassVar[bool] = False
+    SCORES: ClassVar[bool] = False
     PROMPTS: ClassVar[str | None] = None
     GENERATIONS: ClassVar[str | None] = None
 

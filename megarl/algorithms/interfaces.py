@@ -27,6 +27,7 @@ class LossInputType(Enum):
     """Loss input type: what the engine hands to a loss."""
 
     LOGPROB = "logprob"
+    VALUE = "value"
 
 
 @runtime_checkable
@@ -38,7 +39,9 @@ class LossFunction(Protocol):
 
     Attributes:
         loss_type: the normaliser in use. ``TOKEN_LEVEL`` needs ``token_mask`` in the data.
-        input_type: always ``LossInputType.LOGPROB``.
+        input_type: ``LossInputType.LOGPROB``; or ``VALUE`` for a loss of a model that scores, which is called with ``values`` in the place
+            of ``next_token_logprobs``: [B, S] float, column i what the model says at token i from all tokens up to it, 0 beyond
+            ``input_lengths``.
         metric_reductions: how each metric combines over micro-batches and ranks.
         skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches the loss, a gradient or a
             metric. Log-probabilities are then not computed there, and are 0.
@@ -73,14 +76,28 @@ class LossFunction(Protocol):
         ...
 
 
-def check_loss(loss_fn: object) -> None:
+def reads_values(loss_fn: object) -> bool:
+    """Whether a loss is one of values (``LossInputType.VALUE``)."""
+    return getattr(getattr(loss_fn, "input_type", None), "value", None) == LossInputType.VALUE.value
+
+
+def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     """Refuse what cannot be called as a ``LossFunction``, such as a loss written for logits, before a worker is.
+
+    Args:
+        loss_fn: the loss.
+        scores: the model scores, and gives values instead of log-probabilities.
 
     Raises:
         ConfigError: says what it takes, and what a loss takes.
     """
     name = type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
-    wanted = "(data, global_valid_seqs, global_valid_toks, next_token_logprobs)"
+    if scores != reads_values(loss_fn):
+        kinds = {True: "values, of a model that scores", False: "log-probabilities, of a language model"}
+        fix = "give a loss of values" if scores else "set policy.reward_model_cfg.enabled, or give a loss of log-probabilities"
+        raise ConfigError(f"loss_fn = {name}: it is a loss of {kinds[not scores]}, and this model gives {kinds[scores]}. Fix: {fix}")
+    read = "values" if scores else "next_token_logprobs"
+    wanted = f"(data, global_valid_seqs, global_valid_toks, {read})"
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn = {loss_fn!r} cannot be called. Fix: give a loss {wanted}")
     try:
@@ -88,8 +105,9 @@ def check_loss(loss_fn: object) -> None:
     except ValueError:  # of a function that is not written in Python
         return
     try:
-        signature.bind(None, None, None, next_token_logprobs=None)
-        takes_logits = getattr(getattr(loss_fn, "input_type", LossInputType.LOGPROB), "value", None) != LossInputType.LOGPROB.value
+        signature.bind(None, None, None, **{read: None})
+        known = {kind.value for kind in LossInputType}
+        takes_logits = getattr(getattr(loss_fn, "input_type", LossInputType.LOGPROB), "value", None) not in known
     except TypeError:
         takes_logits = True
     if takes_logits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from converters.errors import ConversionError
 from converters.families.read import read_architecture, read_plain
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
-from megarl.config.backend import enabled_backend
+from megarl.config.backend import enabled_backend, scores
 from megarl.config.model_facts import config_file, published_config, read_model_facts
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import DataError, ModelError
@@ -106,6 +107,8 @@ def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable
         read: reads the config with transformers; called where ``plain`` does not say enough.
         source: the weights.
     """
+    if scores(policy):
+        return _check_scoring(policy, read(), source)
     if enabled_backend(policy) != "megatron":
         if plain is not None and _runs_on_torch(policy, plain, source):
             return plain.vocab_size
@@ -135,12 +138,29 @@ def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source
     return True
 
 
+def _check_scoring(policy: Mapping[str, Any], config: Any, source: Headers | None) -> int:
+    """The vocabulary size of a model that is to score."""
+    from converters.checkpoint.source import HuggingFaceSource
+    from megarl.models.engine.scoring import scoring_config, scoring_source
+
+    config = scoring_config(config)
+    weights = None if source is None else scoring_source(HuggingFaceSource(source.directory), config, seed=0)
+    if enabled_backend(policy) != "megatron":
+        _check_for_torch(policy, config, weights)
+        return int(config.get_text_config().vocab_size)
+    architecture = read_architecture(config)
+    megatron_settings(replace(architecture, head=None))
+    if weights is not None:
+        check_headers(weights, as_stored(architecture, weights.names()))
+    return architecture.vocab_size
+
+
 def _check_for_torch(policy: Mapping[str, Any], config: Any, source: Headers | None) -> None:
     """Return what the workers of the torch backends will refuse, on a model without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
 
-    model = build_on_meta(config, trust_remote_code=policy["trust_remote_code"])
+    model = build_on_meta(config, scores=scores(policy), trust_remote_code=policy["trust_remote_code"])
     settings = policy.get("dtensor_cfg") or {}
     if settings.get("enabled") and settings["tensor_parallel_size"] > 1:
         choose_plan(model, sequence_parallel=settings["sequence_parallel"], custom=settings["custom_parallel_plan"])
@@ -170,7 +190,8 @@ def check_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_siz
     for example in dataset.examples:
         ids = example.prompt_ids + (example.answer_ids if with_answers else ())
         if ids and max(ids) >= vocab_size:
+            record, token = example.index, tokenizer.convert_ids_to_tokens(max(ids))
             raise DataError(
-                f"record {example.index} (counted from 0) has token id {max(ids)} ({tokenizer.convert_ids_to_tokens(max(ids))!r}): "
+                f"record {record} (counted from 0) has token id {max(ids)} ({token!r}): "
                 f"token ids of the model lie in [0, {vocab_size}). Fix: {fix}"
             )

@@ -37,7 +37,7 @@ from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
 from megarl.config.memory_run import checkpoint_bytes
-from megarl.config.model_facts import read_model_facts
+from megarl.config.model_facts import facts_of_policy
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
@@ -257,7 +257,7 @@ def _writer(
     save_period = config["checkpointing"]["save_period"]
     flush = samples.files.flush if samples is not None else lambda: None
     written = sum(role.directory is not None for role in models)
-    facts = read_model_facts(config["policy"]["model_name"])
+    facts = facts_of_policy(config["policy"])
     estimated = 0 if facts is None else written * checkpoint_bytes(config["policy"], facts)
     return CheckpointWriter(
         manager,
@@ -346,7 +346,7 @@ def _throughput(config: Config, policy: Policy) -> StepThroughput:
     peaks, own = policy.peak_flops(), generation_shape(View(config))
     training, apart = len(peaks), 0 if own is None else own[0] * own[1]
     devices = Devices(training, apart or training, training + apart, sum(peaks) / training)
-    return StepThroughput.of(config["policy"], read_model_facts(config["policy"]["model_name"]), devices)
+    return StepThroughput.of(config["policy"], facts_of_policy(config["policy"]), devices)
 
 
 def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:

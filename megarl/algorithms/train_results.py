@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megarl.algorithms.interfaces import reads_values
 from megarl.models.engine.microbatches import under_mask
 from megarl.observe.metrics import reduce_metrics
 from megarl.observe.timing import Sequences
@@ -31,6 +32,8 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
 def trained_sequences(batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction) -> Sequences:
     """The sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the answer of ``Policy.train``."""
     scored = scored_tokens(batch) if getattr(loss_fn, "skips_masked", False) else None
+    if reads_values(loss_fn):
+        scored = int(batch["input_lengths"].sum())  # a score layer, which is small, says something of every token
     return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
 
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 KEY = "algorithm"
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType(
-    {"grpo": "megarl.algorithms.grpo:GRPO", "sft": "megarl.algorithms.sft:SFT", "dpo": "megarl.algorithms.dpo:DPO"}
+    {
+        "grpo": "megarl.algorithms.grpo:GRPO",
+        "sft": "megarl.algorithms.sft:SFT",
+        "dpo": "megarl.algorithms.dpo:DPO",
+        "rm": "megarl.algorithms.rm:RM",
+    }
 )
 """Import paths of the built-in algorithms, by the name that the configuration has for them."""
 
@@ -33,6 +38,7 @@ ORDER = (
     "grpo",
     "sft",
     "dpo",
+    "rm",
     "loss_fn",
     "env",
     "data",
@@ -44,8 +50,8 @@ ORDER = (
 )
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
-_NEEDED = ("SECTIONS", "GENERATES", "PAIRS", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-OF_ALGORITHMS = ("grpo", "sft", "dpo", "loss_fn", "env")
+_NEEDED = ("SECTIONS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
+OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "loss_fn", "env")
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 

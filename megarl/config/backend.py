@@ -1,4 +1,4 @@
-"""The backend that a policy runs on."""
+"""The backend that a policy runs on, and the kind of its model."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def enabled_backend(policy: Mapping[str, Any]) -> BackendName:
     if (policy.get("megatron_cfg") or {}).get("enabled"):
         return "megatron"
     return "dtensor" if (policy.get("dtensor_cfg") or {}).get("enabled") else "fsdp1"
+
+
+def scores(policy: Mapping[str, Any]) -> bool:
+    """Whether a policy section asks for a model that scores, with one output in the place of a language model's output layer."""
+    return bool((policy.get("reward_model_cfg") or {}).get("enabled"))

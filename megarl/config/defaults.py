@@ -38,6 +38,7 @@ from megarl.models.policy import (
     MegatronSchedulerConfig,
     PolicyConfig,
     PytorchOptimizerConfig,
+    RewardModelConfig,
 )
 
 _SECTIONS: Mapping[str, Any] = {
@@ -102,6 +103,8 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
         filled["megatron_cfg"] = _complete_megatron(filled["megatron_cfg"], filled)
+    if isinstance(filled["reward_model_cfg"], dict):
+        filled["reward_model_cfg"] = fill(filled["reward_model_cfg"], defaults_of(RewardModelConfig))
     if isinstance(filled["optimizer"], dict):
         filled["optimizer"] = fill(filled["optimizer"], defaults_of(PytorchOptimizerConfig))
     if _section(filled, "dtensor_cfg").get("enabled") is True:
@@ -176,7 +179,7 @@ def _complete_environments(run: Config) -> None:
 
 
 def _fill_sizes_of_validation(run: Config) -> None:
-    for section in ("sft", "dpo"):
+    for section in ("sft", "dpo", "rm"):
         if isinstance(run.get(section), dict):
             for key in ("global_batch_size", "micro_batch_size"):
                 if f"train_{key}" in run["policy"]:

@@ -131,7 +131,8 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
     """Parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
 
     The first stage holds the embedding, the last one the final norm and the output layer; when both are tied and there are several stages,
-    the last one holds a copy of the embedding. The vocabulary is padded to a multiple of ``tensor``.
+    the last one holds a copy of the embedding. A model that scores has one row in the place of the output layer. The vocabulary is padded
+    to a multiple of ``tensor``.
     """
     vocabulary = padded_vocabulary(facts.vocab_size, tensor) // tensor * facts.hidden_size
     dense, sparse = stage_layers(facts, stage, layers)
@@ -143,7 +144,9 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
         count += vocabulary
     if last:
         count += facts.hidden_size
-        if not (facts.tied and first):
+        if facts.scores:
+            count += facts.hidden_size
+        elif not (facts.tied and first):
             count += vocabulary
     return count
 
@@ -286,7 +289,10 @@ def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts
 
 def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
     """Training keeps the logits of ``element`` bytes, a float32 copy of them and its gradient; the log-probability pass the first two. In
-    chunks there are those of one chunk, and in 16 bit the sum of the output layer's gradient in float32."""
+    chunks there are those of one chunk, and in 16 bit the sum of the output layer's gradient in float32. What a model that scores gives of
+    a token is not worth counting."""
+    if facts.scores:
+        return 0
     columns = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor
     chunk, sums = policy["logprob_chunk_size"], 0
     training = -(-plan.tokens_per_micro_batch // layout.context)

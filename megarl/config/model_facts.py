@@ -6,7 +6,8 @@ For the models of the recipes they are at hand, so that a dry run can size them 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from converters.families.base import PLAIN, Family, Features, read_windows
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
 from converters.model_config.sizes import SIZE_NEEDED
+from megarl.config.backend import scores
 from megarl.errors import ConfigError, Violation
 
 _QWEN2_5: dict[str, Any] = {
@@ -136,6 +138,7 @@ class ModelFacts:
         mixture: its experts; None for a dense model.
         latent: widths of latent attention; None for ordinary attention.
         windows: for each layer, how many tokens a token sees, itself among them; None for all before it. Empty where no layer has one.
+        scores: a linear layer with one output is in the place of its output layer.
     """
 
     model_type: str
@@ -152,6 +155,7 @@ class ModelFacts:
     mixture: MixtureOfExperts | None = None
     latent: LatentAttention | None = None
     windows: tuple[int | None, ...] = ()
+    scores: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -193,6 +197,12 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
     if cached is not None:
         return _facts_of_file(cached, model_name)
     return facts_of(KNOWN_MODELS[model_name]) if model_name in KNOWN_MODELS else None
+
+
+def facts_of_policy(policy: Mapping[str, Any]) -> ModelFacts | None:
+    """The facts of the model that a checked ``policy`` section describes; as ``read_model_facts`` otherwise."""
+    facts = read_model_facts(policy["model_name"])
+    return None if facts is None else replace(facts, scores=scores(policy))
 
 
 def published_config(model_name: str) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.model_facts import read_model_facts
-from megarl.config.report import ledger, memory_of_run, size_text
+from megarl.config.report import batch_plan, ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, named_section_types, section_types
@@ -70,7 +70,7 @@ def recipe_table(configs: Path) -> Iterator[str]:
         policy, cluster = config["policy"], config["cluster"]
         megatron, dtensor = policy["megatron_cfg"], policy["dtensor_cfg"]
         packing = policy["sequence_packing"]
-        tokens = policy["train_micro_batch_size"] * policy["max_total_sequence_length"]
+        tokens = batch_plan(config, layout).tokens_per_micro_batch
         recompute = (
             megatron.get("activation_checkpointing")
             or dtensor.get("activation_checkpointing")
@@ -189,16 +189,17 @@ def _example(size: int) -> dict[str, Any]:
     """A configuration of required keys alone; two of different sizes differ wherever a default follows from another key."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
-    generation = {"max_new_tokens": size}
+    sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}
     sizes = {"train_global_batch_size": size, "train_micro_batch_size": size // 8, "max_total_sequence_length": size}
     backends = {"precision": "bfloat16" if size == 8 else "float32", "megatron_cfg": megatron, "dtensor_cfg": {"enabled": True}}
     return {
         "run_dir": f"runs/{size}",
         "seed": size,
-        "policy": {"model_name": "m", "tokenizer": {"name": "m"}, "optimizer": {}, **sizes, **backends, "generation": generation},
+        "policy": {"model_name": "m", "tokenizer": {"name": "m"}, "optimizer": {}, **sizes, **backends, **sections},
         "grpo": {"num_prompts_per_step": size, "num_generations_per_prompt": 2, "max_num_steps": size},
         "sft": {"max_num_steps": size},
         "dpo": {"max_num_steps": size},
+        "rm": {"max_num_steps": size},
         "loss_fn": {},
         "env": {"reward": "exact_match"},
         "data": {"train": source, "max_input_seq_length": size},

@@ -23,7 +23,7 @@ from megarl.config.memory_run import (
     disk_bytes,
     host_memory,
 )
-from megarl.config.model_facts import ModelFacts, read_model_facts
+from megarl.config.model_facts import ModelFacts, facts_of_policy
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validation_sets import set_plans, validation_sources
@@ -58,7 +58,7 @@ def has_reference_policy(config: Mapping[str, Any]) -> bool:
 def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
     """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
     layout = layout_of(View(config))
-    facts = read_model_facts(config["policy"]["model_name"])
+    facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(config, facts, layout)
 
 

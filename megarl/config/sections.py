@@ -48,12 +48,12 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "DPO: field with the better answer: text, a number, messages that follow the prompt, or a conversation, whose last turn "
-                "is the answer; ``prompt_key`` is absent where the fields of both answers hold conversations."
+                "DPO and reward models: field with the better answer: text, a number, messages that follow the prompt, or a conversation, "
+                "whose last turn is the answer; ``prompt_key`` is absent where the fields of both answers hold conversations."
             ),
         ]
     ]
-    rejected_key: NotRequired[Annotated[str, Key("DPO: field with the worse answer, likewise.")]]
+    rejected_key: NotRequired[Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]]
     tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
     extra_keys: NotRequired[
         Annotated[list[str], Key("further fields of a record; an environment finds their values in the ``fields`` of its records.")]
@@ -375,7 +375,7 @@ class RunConfig(TypedDict):
     """A whole run."""
 
     algorithm: Annotated[
-        str, Key("`grpo`, `sft`, `dpo`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")
+        str, Key("`grpo`, `sft`, `dpo`, `rm`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")
     ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
     run_dir: NotRequired[

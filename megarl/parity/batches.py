@@ -46,10 +46,10 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     Args:
         case: names the loss.
         batch: of ``token_batch``.
-        logprobs: [B, S] of the model as it is before training, column 0 and padding 0. Previous, generation and reference
-            log-probabilities are drawn around them, so that some ratios are clipped and others are not.
+        logprobs: [B, S] of the model as it is before training, column 0 and padding 0; of one that scores its values. Previous,
+            generation and reference log-probabilities are drawn around them, so that some ratios are clipped and others are not.
     """
-    if case.loss_kind == "nll":
+    if case.loss_kind in ("nll", "rm"):
         return batch
     generator = torch.Generator().manual_seed(case.seed + 2)
     inside = torch.arange(case.length)[None] < batch["input_lengths"][:, None]
@@ -57,6 +57,9 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     def near(values: torch.Tensor, spread: float) -> torch.Tensor:
         return (values + spread * torch.randn(values.shape, generator=generator)) * inside
 
+    if case.loss_kind == "value":
+        before = torch.nn.functional.pad(logprobs[:, :-1], (1, 0))
+        return {**batch, "prev_values": near(before, 0.3), "returns": near(before, 1.0)}
     if case.loss_kind == "dpo":
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
     previous = near(logprobs, 0.3)

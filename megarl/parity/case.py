@@ -38,12 +38,23 @@ MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
 """With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
 apart is measured (``megarl.parity.noise``)."""
-LOSS_OPTIONS = {"nll": (), "pg": ("kl", "approx", "is", "dual", "seq", "noratio"), "dpo": ("sft", "mean")}
+LOSS_OPTIONS = {
+    "nll": (),
+    "pg": ("kl", "approx", "is", "dual", "seq", "noratio"),
+    "dpo": ("sft", "mean"),
+    "rm": (),
+    "value": ("clip",),
+}
 """Options of a loss, each drawn by itself."""
+SCORING = ("rm", "value")
+"""Losses of models that score: Bradley-Terry, and the value loss, with ``clip`` of the change of a value."""
+PAIRED = ("dpo", "rm")
+"""Losses of pairs of rows."""
 LOSS_VARIANTS = {
     "nll": (),
     "pg": ("gspo", "gspo-token", "cispo", "constant", "forced", "k1", "k2", "tis", "icepop", "seq-mask", "entropy"),
     "dpo": ("ipo",),
+    **dict.fromkeys(SCORING, ()),
 }
 """Further ones, drawn as far as the settings of the loss go together.
 
@@ -104,7 +115,8 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg`` or ``dpo`` with options behind plus signs, for example ``pg+kl+dual``.
+        loss: ``nll``, ``pg``, ``dpo``, ``rm`` or ``value`` with options behind plus signs, for example ``pg+kl+dual``; with the last two
+            the model scores, and values are compared where otherwise log-probabilities are.
         advantages: of a policy gradient: ``given``, or made of rewards by that estimator; ``reinforce`` is REINFORCE++.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
@@ -268,8 +280,13 @@ class Case:
 
     @property
     def loss_kind(self) -> str:
-        """``nll``, ``pg`` or ``dpo``."""
+        """``nll``, ``pg``, ``dpo``, ``rm`` or ``value``."""
         return self.loss.split("+")[0]
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model scores."""
+        return self.loss_kind in SCORING
 
     @property
     def loss_options(self) -> frozenset[str]:
@@ -319,6 +336,7 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "plain": ("chunk",),
     "nll": ("advantages",),
     "dpo": ("advantages",),
+    **dict.fromkeys(SCORING, ("advantages", "temperature", "keep", "nucleus", "reference", "chunk")),
 }
 """What a backend, a family, a way of batching or an optimizer has no use for."""
 

@@ -82,7 +82,8 @@ def compare(
     found += _restored(LOGPROBS_AFTER, dealt, after, expected.logprobs[: case.logprob_rows], bounds)
     rows = slice(case.logprob_rows)
     masked = (batch["token_mask"][rows] == 0) | (batch["sample_mask"][rows, None] == 0)
-    for number, (what, complete) in enumerate(((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if case.is_fast else ()):
+    skips = case.is_fast and not case.scores
+    for number, (what, complete) in enumerate(((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()):
         parts = [share.under_mask[number] for share in by_data_rank]
         found += _restored(what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask")
     for number, when in enumerate(("before", "after")) if case.reference else ():

@@ -11,8 +11,15 @@ from rich.table import Table
 
 from megarl.parity.case import ADVANTAGES, BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
 
-_LOSS_NAMES = {"nll": "loss: NLL", "pg": "loss: clipped policy gradient", "dpo": "loss: DPO"}
+_LOSS_NAMES = {
+    "nll": "loss: NLL",
+    "pg": "loss: clipped policy gradient",
+    "dpo": "loss: DPO",
+    "rm": "loss: Bradley-Terry, of a model that scores",
+    "value": "loss: of a value model",
+}
 _VARIANT_NAMES = {
+    "clip": "values clipped",
     "gspo": "ratios of sequences (GSPO)",
     "gspo-token": "ratios of sequences, gradients of tokens (GSPO-token)",
     "cispo": "clipped ratios as weights (CISPO)",

@@ -17,12 +17,14 @@ from megarl.parity.case import (
     EXCHANGES,
     HEAD_NORMS,
     LOSS_OPTIONS,
+    PAIRED,
     PATHS,
     PLANS,
     RECIPE_EPSILON,
     ROPES,
     ROUTER_TYPES,
     SCHEDULES,
+    SCORING,
     SPARSE,
     Case,
 )
@@ -40,7 +42,7 @@ PACKERS = (
 ATTEMPTS = 2000
 PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
-SPARSE_SHARE, HALF_SHARE = 0.45, 0.3
+SPARSE_SHARE, HALF_SHARE, SCORING_SHARE = 0.45, 0.3, 0.12
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -102,7 +104,7 @@ class Drawer:
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
         fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
         fields |= _layout(generator, backend, self._max_world) | self.fixed
-        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _variant):
+        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _variant, _scoring):
             fields |= drawn(generator, fields) | self.fixed
         return Case(**fields)
 
@@ -252,7 +254,7 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
 
 def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     batching = fields.get("batching") or generator.choice(("fixed", "fixed", "dynamic", "packed"))
-    pairs = fields["loss"].startswith("dpo")
+    pairs = fields["loss"].split("+")[0] in PAIRED
     mbs = generator.choice((2, 4) if pairs else (1, 2, 3))
     length = generator.randint(4, 24)
     chosen: dict[str, Any] = {
@@ -311,3 +313,19 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
     if generator.random() < 0.3:
         options.append("entropy")
     return {"loss": "+".join([kind, *options]), "advantages": advantages}
+
+
+def _scoring(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Drawn last of all, for the same reason: a model that scores in the place of a language model. It has no use for some fields."""
+    kind, *options = fields["loss"].split("+")
+    if kind not in SCORING:
+        if generator.random() >= SCORING_SHARE:
+            return {}
+        kind = generator.choice(SCORING)
+        options = [option for option in LOSS_OPTIONS[kind] if generator.random() < 0.5]
+    idle = {"advantages": "given", "temperature": 1.0, "keep": 0, "nucleus": 1.0, "reference": False, "chunk": 0}
+    # a pair is in one micro-batch, which has to hold it
+    pairs = kind in PAIRED and fields["loss"].split("+")[0] not in PAIRED
+    rows = {"mbs": 2 * -(-fields["mbs"] // 2)} if pairs else {}
+    room = {"room": fields["room"] + fields["length"]} if pairs and fields["batching"] != "fixed" else {}
+    return {"loss": "+".join([kind, *options]), **idle, **rows, **room}

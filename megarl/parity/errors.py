@@ -9,6 +9,9 @@ import torch
 BOUND = 1e-5
 """Largest relative error in float32, and elsewhere of what rounding does not touch."""
 
+# exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the sum of the terms at most
+ROUNDING = 4 * 2.0**-24
+
 
 def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
     """``|found - expected|`` by the larger of ``|expected|`` and ``scale``; 0 for equal numbers, also infinities, infinite for what is no

@@ -119,8 +119,10 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
     under_mask: list[torch.Tensor] = []
 
     def score() -> tuple[torch.Tensor, bool]:
-        """Log-probabilities, and whether they are the same again after the reference policy's."""
+        """Log-probabilities, and whether they are the same again after the reference policy's; of a model that scores its values."""
         worker.prepare_for_lp_inference()
+        if case.scores:
+            return worker.get_values(data=asked)["values"], True
         first: torch.Tensor = worker.get_logprobs(data=asked)["logprobs"]
         if case.is_fast:
             under_mask.append(worker.get_logprobs(data=asked, skip_masked=True)["logprobs"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.parity.case import Case
 
@@ -47,6 +48,10 @@ def _loss(case: Case) -> Any:
     options = case.loss_options
     if case.loss_kind == "nll":
         return NLLLoss()
+    if case.loss_kind == "rm":
+        return PreferenceLoss()
+    if case.loss_kind == "value":
+        return ValueLoss(VALUE_CLIP if "clip" in options else None)
     if case.loss_kind == "dpo":
         return DPOLossFn(
             {
@@ -61,6 +66,7 @@ def _loss(case: Case) -> Any:
     return ClippedPGLossFn(policy_gradient_settings(case))
 
 
+VALUE_CLIP = 0.2
 TRUNCATIONS = {"tis": ("tis", 1.1, None), "icepop": ("icepop", 1.15, 0.85), "seq-mask": ("seq-mask-tis", 1.05, 0.93)}
 """Type, upper and lower bound by the option of a case."""
 

@@ -63,6 +63,8 @@ def model_config(case: Case) -> Any:
         }
     if case.family in ("mistral", "mixtral"):
         sizes["sliding_window"] = case.window or None
+    if case.scores:
+        sizes["num_labels"] = 1
     return AutoConfig.for_model(case.family, **sizes)
 
 
@@ -105,15 +107,17 @@ def _name(case: Case) -> str:
         case.topk,
         case.expert,
     ]
-    return "-".join([case.family, case.rope, "tied" if case.tied else "untied", *map(str, sizes), case.precision, f"seed{case.seed}"])
+    words = [case.family, case.rope, "tied" if case.tied else "untied", *map(str, sizes), case.precision, f"seed{case.seed}"]
+    return "-".join([*words, *(["scores"] if case.scores else [])])
 
 
 def _random_model(case: Case) -> Any:
     """Weights without structure, norms and biases among them, so that none can be forgotten and no two be exchanged unseen."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {"experts_implementation": "eager"} if case.family in SPARSE else {}
-    model = AutoModelForCausalLM.from_config(model_config(case), dtype=torch.float32, **options)
+    auto = AutoModelForSequenceClassification if case.scores else AutoModelForCausalLM
+    model = auto.from_config(model_config(case), dtype=torch.float32, **options)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -128,6 +132,6 @@ def _random_model(case: Case) -> Any:
 def _spread(name: str, case: Case) -> float:
     """Times one over the root of the inputs, the size of a matrix's numbers. At every width, activations are of order one, probabilities
     neither flat nor sharp, and the gradient changes slowly enough with the weights for float32 to follow."""
-    if "lm_head" in name or ("embed_tokens" in name and case.tied):
+    if "lm_head" in name or "score" in name or ("embed_tokens" in name and case.tied and not case.scores):
         return OUTPUT
     return INPUT if "embed_tokens" in name else INNER

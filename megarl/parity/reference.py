@@ -16,23 +16,23 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 from megarl.parity.batches import Batch, calls_of
 from megarl.parity.case import Case
-from megarl.parity.errors import BOUND
+from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Routers
 from megarl.parity.settings import BETAS, MOMENTUM, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
-# exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the sum of the terms at most
-ROUNDING = 4 * 2.0**-24
 
 
 def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The transformers model of a directory, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    [name] = AutoConfig.from_pretrained(directory).architectures
+    auto = AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else AutoModelForCausalLM
     # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager").eval()
+    model: torch.nn.Module = auto.from_pretrained(directory, dtype=dtype, experts_implementation="eager").eval()
     return model
 
 
@@ -81,10 +81,23 @@ def _kept(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSetting
     return flat.where(targeted | left.isfinite(), left).view_as(logits) if warpers else logits
 
 
+def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+    """What losses of the model read, differentiable, float32: ``next_token_logprobs``; of a model that scores the values of tokens [B, S],
+    padding 0."""
+    if not hasattr(model, "score"):
+        return next_token_logprobs(model, data, sampling)
+    inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+    hidden = model.model(input_ids=data["input_ids"], attention_mask=inside.long()).last_hidden_state
+    values: torch.Tensor = model.score(hidden).squeeze(-1).float() * inside
+    return values
+
+
 def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
-    """[B, S] float32 with column 0 and padding 0."""
+    """[B, S] float32 with column 0 and padding 0; of a model that scores, its values."""
     with torch.no_grad():
-        values = torch.nn.functional.pad(next_token_logprobs(model, data, sampling), (1, 0))
+        values = read_by_loss(model, data, sampling)
+    if not hasattr(model, "score"):
+        values = torch.nn.functional.pad(values, (1, 0))
     inside = torch.arange(values.shape[1])[None] < data["input_lengths"][:, None]
     return values.where(inside, torch.zeros_like(values))
 
@@ -166,11 +179,8 @@ class ReferenceTrainer:
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
         self._routers.forget()
-        logarithms = distributions(self.model, data, self._sampling)
-        scores = {"next_token_logprobs": _of_next_tokens(logarithms, data)}
-        if getattr(self._loss_fn, "needs_entropies", False):
-            scores["next_token_entropies"] = entropies_of(logarithms)
-        loss, metrics = self._loss_fn(data, sequences, tokens, **scores)
+        scores = self._scores(data)
+        loss, metrics = self._loss_fn(data, sequences, tokens, *scores)
         routing = self._routers.judged(data)
         balancing = self._size_of_gradients(routing.by_expert)
         ((loss if routing.loss is None else loss + routing.loss) * self._loss_scale).backward()
@@ -185,10 +195,17 @@ class ReferenceTrainer:
             **routing.metrics,
         }
         values = {name: float(value) for name, value in metrics.items()}
-        scales = self._scales(data, sequences, tokens, {name: values.detach() for name, values in scores.items()})
+        scales = self._scales(data, sequences, tokens, [values.detach() for values in scores])
         # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it one
         loads = {name: max(1.0, value) for name, value in routing.metrics.items() if name.startswith("moe_expert_load_")}
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
+
+    def _scores(self, data: Mapping[str, Any]) -> list[torch.Tensor]:
+        """What the loss reads of the model, differentiable: log-probabilities and perhaps entropies, or values."""
+        if not getattr(self._loss_fn, "needs_entropies", False):
+            return [read_by_loss(self.model, data, self._sampling)]
+        logarithms = distributions(self.model, data, self._sampling)
+        return [_of_next_tokens(logarithms, data), entropies_of(logarithms)]
 
     def _size_of_gradients(self, terms: torch.Tensor | None) -> float:
         """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as they cancel."""
@@ -215,23 +232,23 @@ class ReferenceTrainer:
         return float(norm)
 
     def _scales(
-        self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, scores: Mapping[str, torch.Tensor]
+        self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, scores: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        """Return for each metric, how large it is row by row, or, if more, how fast it changes with the log-probabilities (and entropies):
+        """Return for each metric, how large it is row by row, or, if more, how fast it changes with what the loss reads of the model:
         the factor by which an error of these, relative to the larger of themselves and 1, comes back in the metric. Where terms cancel
         within a token, as much as makes their rounding errors relative ones of ``BOUND``."""
-        moved = {name: values + SMALL_CHANGE * values.abs().clamp(min=1.0) for name, values in scores.items()}
+        moved = [values + SMALL_CHANGE * values.abs().clamp(min=1.0) for values in scores]
         parts: dict[str, list[float]] = {}
         for first in range(0, data["input_ids"].shape[0], self._together):
             rows = slice(first, first + self._together)
             part = {key: value[rows] for key, value in data.items()}
-            _, here = self._loss_fn(part, sequences, tokens, **{name: values[rows] for name, values in scores.items()})
-            _, there = self._loss_fn(part, sequences, tokens, **{name: values[rows] for name, values in moved.items()})
+            _, here = self._loss_fn(part, sequences, tokens, *(values[rows] for values in scores))
+            _, there = self._loss_fn(part, sequences, tokens, *(values[rows] for values in moved))
             for name, value in here.items():
                 slope = (float(there[name]) - float(value)) / SMALL_CHANGE
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
         found = {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
-        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), scores["next_token_logprobs"])
+        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), scores[0])
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:

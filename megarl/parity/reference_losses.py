@@ -14,11 +14,13 @@ from torch import Tensor
 
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE, Reduction
 from megarl.parity.case import Case
+from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import loss_weight
 
 Rows = Iterator[tuple[int, Tensor]]
 _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
 _CONSTANT, _ENTROPY = 6.0, 0.3
+_VALUE_CLIP = 0.2
 _BOUNDS = {"tis": (0.0, 1.1), "icepop": (0.85, 1.15), "seq-mask": (0.93, 1.05)}
 # log_ratio_clamp_value, kl_output_clamp_value: an estimate of the divergence is past its own before its argument is past 20
 _LOG_RATIO_CLAMP, _KL_CLAMP = 20.0, 10.0
@@ -29,8 +31,8 @@ class ReferenceLoss:
     """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one.
 
     Attributes:
-        compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] float64) -> (loss, metrics), in float64; entropies
-            [B, S-1] float64 come last, where it needs them.
+        compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] or values [B, S] float64) -> (loss, metrics), in float64;
+            entropies [B, S-1] float64 come last, where it needs them.
         weight: factor of the loss.
         needs_entropies: of the distributions that tokens are drawn from.
         rows_together: consecutive rows that it reads together.
@@ -60,7 +62,7 @@ class ReferenceLoss:
         next_token_logprobs: Tensor,
         next_token_entropies: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See the class; the loss is float32 again."""
+        """See the class; a loss of values gets these in the place of log-probabilities. The loss is float32 again."""
         scores = [next_token_logprobs.double(), *([] if next_token_entropies is None else [next_token_entropies.double()])]
         loss, metrics = self.compute(data, float(global_valid_seqs), float(global_valid_toks), *scores)
         return loss.float() * self.weight, {**metrics, "loss": float(loss.detach()) * self.weight}
@@ -71,6 +73,11 @@ def reference_loss(case: Case) -> ReferenceLoss:
     options, weight = case.loss_options, loss_weight(case)
     if case.loss_kind == "nll":
         return ReferenceLoss(_negative_log_likelihood, weight)
+    if case.loss_kind == "rm":
+        return ReferenceLoss(_bradley_terry, weight, rows_together=2, rounded=_rounded_in_margins)
+    if case.loss_kind == "value":
+        clip = _VALUE_CLIP if "clip" in options else None
+        return ReferenceLoss(lambda *given: _value_error(*given, clip=clip), weight, rounded=_rounded_in_returns)
     if case.loss_kind == "dpo":
         sft = _SFT if "sft" in options else 0.0
         return ReferenceLoss(
@@ -136,6 +143,66 @@ def _preference(
         "num_valid_samples": float(data["sample_mask"].sum()) / 2,
     }
     return (preference + sft * likelihood) / pairs, metrics
+
+
+def _scores_of_pairs(data: Mapping[str, Any], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores of chosen and rejected, each the value of the last token, of the pairs that count."""
+    counted = dict(_counted(data))
+    for first in range(0, values.shape[0], 2):
+        if first in counted and first + 1 in counted:
+            chosen, rejected = (values[row, int(data["input_lengths"][row]) - 1] for row in (first, first + 1))
+            yield chosen, rejected
+
+
+def _bradley_terry(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Ouyang et al., arXiv 2203.02155, equation 1, for two answers a prompt."""
+    total = values.new_zeros(()) + 0.0 * values.sum()
+    sums = dict.fromkeys(("accuracy", "margin", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
+    count, pairs = 0, max(sequences / 2, 1e-8)
+    for chosen, rejected in _scores_of_pairs(data, values):
+        total = total + torch.log1p(torch.exp(rejected - chosen))
+        better, worse = float(chosen.detach()), float(rejected.detach())
+        for name, value in zip(sums, (float(better > worse), better - worse, better, worse), strict=True):
+            sums[name] += value / pairs
+        count += 1
+    return total / pairs, {**sums, "num_valid_samples": float(count)}
+
+
+def _rounded_in_margins(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> dict[str, float]:
+    """Sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a score is relative to the score, which
+    is more than the error of a difference of given numbers."""
+    sizes = [float(chosen.abs() + rejected.abs()) for chosen, rejected in _scores_of_pairs(data, values)]
+    size = sum(sizes) / max(sequences / 2, 1e-8) * BOUND / ROUNDING
+    return {"margin": size}
+
+
+def _rounded_in_returns(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> dict[str, float]:
+    """Sizes of the returns, which are of both signs."""
+    sizes = (float(data["returns"][row, 1:][places].abs().sum()) for row, places in _counted(data))
+    return {"returns_mean": sum(sizes) / max(tokens, 1e-8) * BOUND / ROUNDING}
+
+
+def _value_error(
+    data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor, *, clip: float | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Half the squared error of a value, or, if more, of the nearest value to the old one that the clip allows."""
+    total = values.new_zeros(()) + 0.0 * values.sum()
+    sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
+    count = max(tokens, 1e-8)
+    for row, places in _counted(data):
+        # the place of a target among log-probabilities is that of the token before it among tokens
+        for place in places.tolist():
+            value, old, target = values[row, place], float(data["prev_values"][row, place + 1]), float(data["returns"][row, place + 1])
+            error = (value - target) ** 2
+            if clip is not None and abs(float(value.detach()) - old) > clip:
+                bound = old + clip if float(value.detach()) > old else old - clip
+                if (bound - target) ** 2 > float(error.detach()):
+                    error = 0.0 * error + (bound - target) ** 2
+                    sums["clipped_share"] += 1 / count
+            total = total + error / 2
+            sums["values_mean"] += float(value.detach()) / count
+            sums["returns_mean"] += target / count
+    return total / count, {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
 
 
 def _policy_gradient(

@@ -159,6 +159,8 @@ def policy_config(case: Case, model: Path) -> Config:
         "max_grad_norm": case.clip or None,
         **_batching(case),
     }
+    if case.scores:
+        config["reward_model_cfg"] = {"enabled": True}
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
         drawing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

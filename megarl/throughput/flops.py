@@ -75,7 +75,7 @@ class ModelFlops:
             dense_mlps=2.0 * dense,
             experts=2.0 * experts,
             routers=2.0 * routed,
-            logits=2.0 * facts.hidden_size * facts.vocab_size,
+            logits=2.0 * facts.hidden_size * (1 if facts.scores else facts.vocab_size),
             pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
         )
 

@@ -70,6 +70,8 @@ SHARED: dict[str, Demonstration] = {
     "learning_rate": ShownBy("test_the_learning_rate_is_what_an_optimizer_refers_to"),
     "logprob_batch_size": Changes(2, "scored.micro_batches"),
     "logprob_chunk_size": ShownBy("tests.dist.test_output_layer:test_a_chunk_of_logits_is_there_at_a_time"),
+    "reward_model_cfg.enabled": ShownBy("tests.dist.test_scoring:test_what_a_model_that_scores_does_not_do"),
+    "reward_model_cfg.reward_model_type": ShownBy("tests.dist.test_scoring:test_a_language_model_gets_a_score_layer_and_is_exported"),
     "generation_batch_size": Changes(1, "generated.rows_at_once"),
     "precision": Changes("bfloat16", "scored.logprobs"),
     "make_sequence_length_divisible_by": Changes(4, "scored.micro_batches"),

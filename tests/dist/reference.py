@@ -61,6 +61,10 @@ class ReferenceTrainer:
         )
         self.calls = 0
 
+    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
+        """What a loss reads beside the data."""
+        return {"next_token_logprobs": next_token_logprobs(self.model, data, temperature)}
+
     def step(self, data: Mapping[str, Any], loss_fn: Callable[..., Any]) -> tuple[float, float]:
         """(loss, gradient norm before clipping) of one global batch."""
         scheduler, chosen = self.policy["megatron_cfg"]["scheduler"], self.policy["megatron_cfg"]["optimizer"]
@@ -70,7 +74,7 @@ class ReferenceTrainer:
         sequences = data["sample_mask"].sum()
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         temperature = self.policy["generation"]["temperature"]
-        loss, _ = loss_fn(data, sequences, tokens, next_token_logprobs=next_token_logprobs(self.model, data, temperature))
+        loss, _ = loss_fn(data, sequences, tokens, **self.read(data, temperature))
         self.optimizer.zero_grad()
         loss.backward()
         clip = chosen["clip_grad"] or float("inf")
@@ -78,3 +82,23 @@ class ReferenceTrainer:
         self.optimizer.step()
         self.calls += 1
         return float(loss.detach()), float(norm)
+
+
+def load_scoring(model: Path | str) -> torch.nn.Module:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def token_values(model: Any, data: Mapping[str, Any]) -> torch.Tensor:
+    """[B, S], differentiable: what the score layer says of every token; padding is 0."""
+    inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+    hidden = model.model(input_ids=data["input_ids"], attention_mask=inside.long()).last_hidden_state
+    return model.score(hidden).squeeze(-1) * inside
+
+
+class ScoringTrainer(ReferenceTrainer):
+    """Of a model that scores, whose losses read values."""
+
+    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
+        return {"values": token_values(self.model, data)}

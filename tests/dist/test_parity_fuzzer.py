@@ -56,6 +56,10 @@ FIXED = (
     "loss=pg+seq+constant+kl+forced+k2 advantages=gdpo",
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 batching=packed mbs=2 micro=2 room=18 length=13 "
     "loss=dpo+ipo+mean+sft masked=some",
+    "family=qwen2 tied=1 layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 pp=2 first=2 last=1 batching=packed mbs=2 micro=2 room=15 "
+    "length=13 loss=rm masked=some",
+    "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=dynamic mbs=2 room=12 round=4 length=11 "
+    "loss=value+clip clip=0.05",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
@@ -76,6 +80,8 @@ FAULTS = {
     "pairs-dealt-apart": "loss=dpo dp=2 mbs=2 length=9",
     "reference-with-gradient": "loss=dpo+ipo mbs=2 length=9",
     "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
+    "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=2 loss=value",
+    "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

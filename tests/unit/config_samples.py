@@ -86,6 +86,16 @@ def raw_dpo() -> dict[str, Any]:
     return {"algorithm": "dpo", **run, "data": {**run["data"], **sources}, "dpo": {"max_num_steps": 11, "val_period": 3}}
 
 
+def raw_rm() -> dict[str, Any]:
+    """A reward model on the same ranks."""
+    run = _shared()
+    run["policy"]["reward_model_cfg"] = {"enabled": True}
+    for source in (run["data"]["train"], run["data"]["validation"]):
+        del source["answer_key"]
+        source |= {"chosen_key": "better", "rejected_key": "worse"}
+    return {"algorithm": "rm", **run, "rm": {"max_num_steps": 11, "val_period": 3}}
+
+
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """``config`` with the values at dotted paths replaced; ``...`` removes the key."""
     for path, value in changes.items():

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.config.backend import scores
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import StateError
 
@@ -21,7 +22,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class ReferencePolicy:
-    """Trains a causal language model in float32 on the CPU.
+    """Trains a causal language model, or one that scores, in float32 on the CPU.
 
     Reads from the ``policy`` section: ``model_name``, batch sizes, ``max_total_sequence_length``, ``generation``, and of ``megatron_cfg``
     the ``optimizer`` (lr, weight_decay, betas, eps, clip_grad) and the ``scheduler`` (warm-up).
@@ -32,8 +33,8 @@ class ReferencePolicy:
     ) -> None:
         self.cfg = config
         self.tokenizer = tokenizer
-        self.model = AutoModelForCausalLM.from_pretrained(weights_path or config["model_name"], dtype=torch.float32).eval()
-        self.reference = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32).eval()
+        self.model = self._load(weights_path or config["model_name"])
+        self.reference = self._load(config["model_name"])
         self._settings = config["megatron_cfg"]["optimizer"]
         decayed = [parameter for name, parameter in self.model.named_parameters() if parameter.ndim > 1 and not name.endswith("bias")]
         plain = [parameter for name, parameter in self.model.named_parameters() if parameter.ndim <= 1 or name.endswith("bias")]
@@ -50,6 +51,13 @@ class ReferencePolicy:
         self._prepared = ""
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))
+
+    def _load(self, path: str) -> Any:
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if not scores(self.cfg):
+            return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        torch.manual_seed(3)  # of a new score layer
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **options).eval()
 
     # -- states ------------------------------------------------------------------------------------------------------------------------
 
@@ -115,6 +123,22 @@ class ReferencePolicy:
         inside = torch.arange(logprobs.shape[1]) < data["input_lengths"].unsqueeze(1)
         return torch.where(inside, logprobs, 0.0)
 
+    def _values(self, data: Mapping[str, Any]) -> Tensor:
+        """[B, S]; padding is 0."""
+        inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"].unsqueeze(1)
+        hidden = self.model.model(input_ids=data["input_ids"], attention_mask=inside.long()).last_hidden_state
+        return self.model.score(hidden).squeeze(-1) * inside
+
+    def _read_by(self, loss_fn: Any, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a loss is called with: values, or log-probabilities and perhaps entropies."""
+        if scores(self.cfg):
+            return {"values": self._values(data)}
+        distributions = self._distributions(self.model, data)
+        read = {"next_token_logprobs": distributions.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)}
+        if getattr(loss_fn, "needs_entropies", False):
+            read["next_token_entropies"] = -(distributions.exp() * distributions).sum(-1)
+        return read
+
     def _next_token_logprobs(self, model: torch.nn.Module, data: Mapping[str, Any]) -> Tensor:
         """[B, S-1]."""
         return self._distributions(model, data).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
@@ -157,11 +181,7 @@ class ReferencePolicy:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for piece in _rows_in_pieces(batch, mbs):
-            distributions = self._distributions(self.model, piece)
-            scores = {"next_token_logprobs": distributions.gather(-1, piece["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)}
-            if getattr(loss_fn, "needs_entropies", False):
-                scores["next_token_entropies"] = -(distributions.exp() * distributions).sum(-1)
-            loss, found = loss_fn(piece, valid_seqs, valid_toks, **scores)
+            loss, found = loss_fn(piece, valid_seqs, valid_toks, **self._read_by(loss_fn, piece))
             if loss.requires_grad:
                 loss.backward()
             total += float(loss.detach())
@@ -241,7 +261,7 @@ class ReferencePolicy:
             self.tokenizer.save_pretrained(tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        loaded = AutoModelForCausalLM.from_pretrained(weights_path, dtype=torch.float32)
+        loaded = self._load(weights_path)
         self.model.load_state_dict(loaded.state_dict())
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))

@@ -15,7 +15,7 @@ from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
-from tests.unit.config_samples import FACTS, complete, mixture, raw_dpo, raw_grpo, raw_sft
+from tests.unit.config_samples import FACTS, complete, mixture, raw_dpo, raw_grpo, raw_rm, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
@@ -570,6 +570,27 @@ DPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("example_fits", {"data.max_input_seq_length": 611}, {"data.max_input_seq_length"}),
     ("sections_have_a_reader", {"loss_fn": {}, "sft": {"max_num_steps": 3}}, {"loss_fn", "sft"}),
 ]
+PACKS = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1300, "logprob_mb_tokens": 700}}
+RM_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg": ...}, {"policy.reward_model_cfg.enabled"}),
+    ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg.enabled": False}, {"policy.reward_model_cfg.enabled"}),
+    (
+        "model_that_scores_has_no_tokens_to_score",
+        {"policy.generation": {"max_new_tokens": 5}, "policy.logprob_chunk_size": 64},
+        {"policy.generation", "policy.logprob_chunk_size"},
+    ),
+    (
+        "fields_are_named",
+        {"data.train.chosen_key": ..., "data.validation.rejected_key": "a[b", "data.validation.answer_key": "answer"},
+        {"data.train.chosen_key", "data.validation.rejected_key", "data.validation.answer_key"},
+    ),
+    ("validation_batch_divides", {"rm.val_global_batch_size": 16}, {"rm.val_global_batch_size"}),
+    (
+        "token_budgets_given",
+        {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1219, "logprob_mb_tokens": 610}},
+        {"policy.sequence_packing.train_mb_tokens"},
+    ),
+]
 BY_NAME = {rule.__name__: rule for rule in (*RULES, *NOT_YET_RULES, *VLLM_RULES)}
 
 
@@ -589,6 +610,7 @@ def test_valid_runs_break_no_rule() -> None:
     assert check(complete(raw_dpo()), FACTS) == []
     packed = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1220, "logprob_mb_tokens": 610}}
     assert check(complete(raw_dpo(), packed), FACTS) == []
+    assert check(complete(raw_rm()), FACTS) == [] == check(complete(raw_rm(), PACKS), FACTS)
 
 
 @pytest.mark.parametrize(("rule", "changes", "sizes", "keys"), CASES, ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)])
@@ -615,6 +637,20 @@ def test_rule_of_dpo_fires_on_its_key(rule: str, changes: dict[str, Any], keys: 
     assert keys_named(rule, config) == keys
     assert keys <= {violation.key for violation in check(config)}
     assert keys_named(rule, complete(raw_dpo())) == set()
+
+
+@pytest.mark.parametrize(("rule", "changes", "keys"), RM_CASES)
+def test_rule_of_a_reward_model_fires_on_its_key(rule: str, changes: dict[str, Any], keys: set[str]) -> None:
+    config = complete(raw_rm(), changes)
+    assert keys_named(rule, config) == keys
+    assert keys <= {violation.key for violation in check(config)}
+    assert keys_named(rule, complete(raw_rm())) == set()
+
+
+def test_only_an_algorithm_that_reads_pairs_has_a_model_that_scores_and_pairs() -> None:
+    config = complete(raw_sft(), {"policy.reward_model_cfg": {"enabled": True}, "data.train.chosen_key": "better"})
+    keys = {violation.key for violation in check(config)}
+    assert keys == {"policy.reward_model_cfg.enabled", "data.train.chosen_key"}
 
 
 # what must not be refused although it is written down: it says what is so anyway
@@ -653,7 +689,7 @@ def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
 
 
 def test_no_rule_is_untested() -> None:
-    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES)}
+    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES, *RM_CASES)}
     assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES) + len(VLLM_RULES)
 
 

@@ -54,6 +54,8 @@ def test_values_of_targets_come_back_to_their_rows(lengths: list[int], multiple:
     shapes = Shapes(packed_multiple=multiple)
     for micro_batch in (MicroBatch(data, True, total), MicroBatch(data, False, data["input_ids"].shape[1])):
         laid_out = lay_out(micro_batch, ContextShare(), shapes)
+        tokens = laid_out.to_token_rows(laid_out.tokens.float())
+        assert tokens.shape == data["input_ids"].shape and torch.equal(tokens, data["input_ids"].float())
         rows = laid_out.to_rows(laid_out.targets.float())
         assert rows.shape == (len(lengths), max(lengths) - 1)
         for row, length in enumerate(lengths):

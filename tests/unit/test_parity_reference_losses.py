@@ -20,6 +20,7 @@ KINDS = [
     *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+seq+is+gspo+icepop", "pg+forced+is+seq-mask"),
     *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq+constant"),
     *("pg+entropy", "pg+entropy+seq+gspo", "pg+entropy+kl+seq+constant"),
+    *("rm", "value", "value+clip"),
 ]
 
 
@@ -52,11 +53,14 @@ def test_the_same_where_the_ratio_of_a_sequence_is_past_its_clamp(loss: str) -> 
 
 def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
     case = replace(Case(), loss=loss)
+    # what a value model learns from; the clip is at 0.2, and the advantages are of order 1
+    data |= {"returns": data["advantages"], "prev_values": (data["current"] + 0.3 * data["advantages"]).roll(1, dims=1)}
+    data["input_lengths"] = torch.arange(len(data["sample_mask"])) % data["current"].shape[1] + 1
     rows, tokens = data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     results = []
     for loss_fn in (make_loss(case), reference_loss(case)):
-        scores = scores_of(data).requires_grad_()
-        value, metrics = loss_fn(data, rows, tokens, **given_to(loss_fn, scores))
+        scores = (data["current"].clone() if case.scores else scores_of(data)).requires_grad_()
+        value, metrics = loss_fn(data, rows, tokens, *([scores] if case.scores else given_to(loss_fn, scores).values()))
         results.append((float(value.detach()), torch.autograd.grad(value, scores)[0], metrics))
     (value, gradient, metrics), (other, other_gradient, other_metrics) = results
     assert other == pytest.approx(value, rel=1e-6)

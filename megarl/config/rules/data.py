@@ -94,7 +94,7 @@ def pairs_have_a_reader(view: View) -> Iterator[Violation]:
         for key in PAIR_KEYS:
             if source.get(key) is not None:
                 bound = f"algorithm {view['algorithm']!r} does not compare answers, and nothing reads it"
-                yield Violation(f"{section}.{key}", source[key], bound, "remove it, or write algorithm: dpo")
+                yield Violation(f"{section}.{key}", source[key], bound, "remove it, or write algorithm: dpo or rm")
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:

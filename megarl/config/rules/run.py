@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
 from megarl.config.arithmetic import sequence_share
+from megarl.config.backend import scores
 from megarl.config.environments import (
     ENVIRONMENT,
     SINGLE_TURN,
@@ -63,6 +64,29 @@ def megatron_trains(view: View) -> Iterator[Violation]:
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
         yield Violation(key, ABSENT, "the policy is trained and needs an optimizer", "add the section, with at least lr")
+
+
+SCORING = "policy.reward_model_cfg"
+
+
+def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
+    """A run has the kind of model that its algorithm trains."""
+    wanted, name = view.algorithm.SCORES, view["algorithm"]
+    view.require(view.has("policy") and not view.has_faults(SCORING) and scores(view["policy"]) != wanted)
+    key = f"{SCORING}.enabled"
+    if wanted:
+        yield Violation(key, view.get(key, ABSENT), f"algorithm {name!r} trains a model that scores", "write true")
+    else:
+        yield Violation(key, True, f"algorithm {name!r} trains a language model", f"write false, or remove {SCORING}")
+
+
+def model_that_scores_has_no_tokens_to_score(view: View) -> Iterator[Violation]:
+    """A model that scores generates nothing, and has no logits to keep or to cut into chunks."""
+    view.require(not view.has_faults(SCORING) and scores(view["policy"]))
+    bound = f"{SCORING}.enabled is true, and a model that scores has no output layer over tokens"
+    for key in ("policy.generation", "policy.logprob_chunk_size"):
+        if view.get(key) is not None:
+            yield Violation(key, view[key], bound, f"write null, or set {SCORING}.enabled to false")
 
 
 def prompt_template_has_place(view: View) -> Iterator[Violation]:
@@ -318,6 +342,8 @@ RUN_RULES: tuple[Rule, ...] = (
     sections_have_a_reader,
     steps_are_counted,
     megatron_trains,
+    model_has_the_head_of_the_algorithm,
+    model_that_scores_has_no_tokens_to_score,
     prompt_template_has_place,
     validation_has_data,
     single_turn,

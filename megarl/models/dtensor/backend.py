@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
+from megarl.config.backend import scores
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ModelError
@@ -47,6 +48,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.output_layer import answer_requests
 from megarl.models.engine.precision import dtype_of
+from megarl.models.engine.scoring import scoring_config, scoring_source
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, persistent_buffers, recompute_layers
@@ -71,15 +73,16 @@ class DTensorBackend:
         policy: the policy configuration, already validated.
         source: Hugging Face weights to start from.
         runtime: device of this process; torch.distributed is initialised on its backend.
+        seed: of a new score layer.
         with_optimizer: False for a model that is only read.
 
     Raises:
         ConfigError: the layout, the plan, the precision, the optimizer or the schedule is not possible here.
-        ModelError: the model's config and weights do not fit together.
+        ModelError: the model's config and weights do not fit together, or transformers cannot let it score.
     """
 
     def __init__(
-        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, with_optimizer: bool = True
+        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
     ) -> None:
         self.policy = policy
         self.runtime = runtime
@@ -90,6 +93,9 @@ class DTensorBackend:
             logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
         self._trusts = policy["trust_remote_code"]
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
+        if scores(policy):
+            self.hf_config = scoring_config(self.hf_config)
+            source = scoring_source(source, self.hf_config, seed)
         context, tensor = self._settings.get("context_parallel_size") or 1, self._settings.get("tensor_parallel_size") or 1
         self._sequence_parallel = bool(self._settings.get("sequence_parallel")) and tensor > 1
         ring = self._settings.get("context_parallel_comm_type") == "p2p"
@@ -131,7 +137,7 @@ class DTensorBackend:
         model = self._undivided()
         if buffers := persistent_buffers(model):
             raise ModelError(f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use another model")
-        padded = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+        padded = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
         shapes = {
             name: (self._true_vocabulary if parameter in padded else parameter.shape[0], *parameter.shape[1:])
             for name, parameter in model.named_parameters()
@@ -159,7 +165,8 @@ class DTensorBackend:
         return model
 
     def _undivided(self) -> Any:
-        return build_on_meta(self.hf_config, vocabulary=self._vocabulary_rows, trust_remote_code=self._trusts)
+        rows, has_score = self._vocabulary_rows, scores(self.policy)
+        return build_on_meta(self.hf_config, vocabulary=rows, scores=has_score, trust_remote_code=self._trusts)
 
     def _divided(self) -> dict[str, DTensor]:
         """The parameters as what they are now, each once. The model itself may show gathered ones in their place."""

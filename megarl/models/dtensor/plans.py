@@ -1,8 +1,9 @@
 """Tensor-parallel plans: which style each module of a model gets, by a plan of ours, the model's own, or one of the user's.
 
 Keys of a plan are module names, ``*`` stands for any one part of a name. Whatever the plan, embedding and output layer are divided by
-vocabulary, so that no rank ever holds logits of the whole vocabulary. Styles that go by a name compute on local tensors (``styles``), but
-for ``sequence_parallel``, which is torch's; a plan of the user's may have any ``ParallelStyle`` of torch.
+vocabulary, so that no rank ever holds logits of the whole vocabulary; a score layer, which is small, is whole on every rank. Styles that
+go by a name compute on local tensors (``styles``), but for ``sequence_parallel``, which is torch's; a plan of the user's may have any
+``ParallelStyle`` of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
-from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, OutputLayer, RowLinear, VocabularyEmbedding, WholeInput
+from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, OutputLayer, RowLinear, ScoreLayer, VocabularyEmbedding, WholeInput
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColumnLinear,
@@ -80,6 +81,8 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         _check_shared_inputs(plan)
     elif is_plan_ours(model):
         plan = decoder_plan(sequence_parallel=sequence_parallel)
+        if model.get_output_embeddings() is None:
+            plan["score"] = plan.pop("lm_head")
     elif sequence_parallel:
         raise ConfigError(
             f"policy.dtensor_cfg.sequence_parallel = True: there is no plan with it for {name!r}; "
@@ -192,15 +195,17 @@ def _matches(key: str, model: Any) -> bool:
 
 
 def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
-    """``plan`` with embedding and output layer divided by vocabulary; how it lays out the activations next to them stays."""
-    embedding, head = _name_of(model, model.get_input_embeddings()), _name_of(model, model.get_output_embeddings())
+    """``plan`` with embedding and output layer divided by vocabulary, and a score layer whole on every rank; how it lays out the
+    activations next to them stays."""
+    output = model.get_output_embeddings()
+    embedding, head = _name_of(model, model.get_input_embeddings()), "score" if output is None else _name_of(model, output)
     first, last = plan.get(embedding), plan.get(head)
     after = first.output_layouts if isinstance(first, VocabularyEmbedding | RowwiseParallel) else Replicate()
     before = last.input_layouts if isinstance(last, ColwiseParallel) else Replicate()
     return {
         **plan,
         embedding: VocabularyEmbedding(output_layouts=_single(after)),
-        head: OutputLayer(input_layouts=_single(before)),
+        head: (ScoreLayer if output is None else OutputLayer)(input_layouts=_single(before)),
     }
 
 

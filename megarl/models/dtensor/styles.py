@@ -126,6 +126,33 @@ class OutputLayer(ColumnLinear):
         return module
 
 
+class ScoreLayer(ParallelStyle):
+    """A score layer that every rank has whole, and whose whole output every rank gets.
+
+    Args:
+        input_layouts: ``Replicate()``; or ``Shard(1)``, and each rank computes the output of its run of the sequence, and finds a part of
+            the weight's gradient.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert _is_linear(module) and module.bias is None, "this style is for linear layers without a bias"
+        _divide(module, "weight", device_mesh, Replicate())
+        group, layout = device_mesh.get_group(), self.input_layouts
+        parts = frozenset() if layout.is_replicate() else frozenset({"weight"})
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            if isinstance(inputs, DTensor):
+                inputs = inputs.redistribute(placements=[layout]).to_local()
+            values = F.linear(inputs, _local(module.weight, partial=bool(parts)))
+            return from_runs(values, cast(Shard, layout).dim, group) if parts else values
+
+        return _computing(module, forward, parts)
+
+
 class RowLinear(RowwiseParallel):
     """A linear layer of which each rank has some of the input features; torch's style for anything but plain linear layers.
 

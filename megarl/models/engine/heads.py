@@ -30,8 +30,8 @@ class HeadOutput:
         tensors: per-row results, detached.
         metrics: numbers or 0-d tensors, to be reduced as the loss declares; read only after the pass, so that no micro-batch waits for
             the device.
-        gradient_peaks: once the backward pass is through, the largest absolute entries of the loss's gradients by the log-probabilities
-            and, where it reads them, by the entropies, 0-d each.
+        gradient_peaks: once the backward pass is through, the largest absolute entries of the loss's gradients by what it reads: the
+            log-probabilities and perhaps the entropies, or the values; 0-d each.
     """
 
     loss: torch.Tensor | None = None
@@ -131,11 +131,65 @@ class LossHead:
         given = {"next_token_logprobs": scores.logprobs}
         if scores.entropies is not None:
             given["next_token_entropies"] = scores.entropies
-        peaks: list[torch.Tensor] = []
-        for values in given.values():
-            if values.requires_grad and values.numel():
-                values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
-        loss, metrics = self.loss_fn(model_input.micro_batch.data, self.normalizers.valid_sequences, self.normalizers.valid_tokens, **given)
-        # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
-        kept = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-        return HeadOutput(loss=loss, metrics=kept, gradient_peaks=peaks)
+        return _loss_of(self.loss_fn, model_input, self.normalizers, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueHead:
+    """Values of tokens, from a model that scores (``megarl.models.engine.scoring``): what its one output says at each token."""
+
+    def asks(self, model_input: ModelInput) -> Request | None:
+        """See ``Head``."""
+        return None
+
+    def values(self, output: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
+        """[b, S] float32: entry i is the output at token i, from all tokens up to it; 0 beyond ``input_lengths``. Differentiable.
+
+        Args:
+            output: [n, t, 1]; temperatures are of no concern here.
+            model_input: what went in.
+        """
+        values = model_input.to_token_rows(output.squeeze(-1).float())
+        positions = torch.arange(values.shape[1], device=values.device)
+        inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
+        return values.where(inside, torch.zeros_like(values))
+
+    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+        """``values`` [b, S] float32."""
+        return HeadOutput(tensors={"values": self.values(output, model_input).detach()})
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLossHead:
+    """A loss of values, fed with the same values.
+
+    Attributes:
+        loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``values`` [b, S].
+        reads: makes the values.
+        normalizers: of the global batch.
+    """
+
+    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
+    reads: ValueHead
+    normalizers: Normalizers
+
+    def asks(self, model_input: ModelInput) -> Request | None:
+        """See ``Head``."""
+        return self.reads.asks(model_input)
+
+    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+        return _loss_of(self.loss_fn, model_input, self.normalizers, values=self.reads.values(output, model_input))
+
+
+def _loss_of(
+    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]], model_input: ModelInput, normalizers: Normalizers, **read: torch.Tensor
+) -> HeadOutput:
+    """The loss of a micro-batch; ``read`` is what it is called with beside the data and the normalisers."""
+    peaks: list[torch.Tensor] = []
+    for values in read.values():
+        if values.requires_grad and values.numel():
+            values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
+    loss, metrics = loss_fn(model_input.micro_batch.data, normalizers.valid_sequences, normalizers.valid_tokens, **read)
+    # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
+    kept = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+    return HeadOutput(loss=loss, metrics=kept, gradient_peaks=peaks)

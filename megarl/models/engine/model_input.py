@@ -71,12 +71,18 @@ class ModelInput:
 
         All context-parallel ranks get all of it, and have to compute the same from it. Where a packed row is shorter than S, 0.
         """
+        return self._rows(values, self.micro_batch.input_ids.shape[1] - 1)
+
+    def to_token_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to ``tokens``, [n, t], as rows [b, S]: entry i belongs to token i. As ``to_rows`` otherwise."""
+        return self._rows(values, self.micro_batch.input_ids.shape[1])
+
+    def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
         starts = self.layout.starts or (0, self.micro_batch.length)
         whole = gather_replicated(values.movedim(1, 0), starts, self.layout.context).movedim(0, 1)
-        width = self.micro_batch.input_ids.shape[1]
         if self.places is None:
-            return whole[:, : width - 1]
-        index = self.places.begin[:, None] + torch.arange(width - 1, device=values.device)
+            return whole[:, :width]
+        index = self.places.begin[:, None] + torch.arange(width, device=values.device)
         taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(index.shape)
         return taken.where(index < self.places.end[:, None], torch.zeros_like(taken))
 

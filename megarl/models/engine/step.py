@@ -1,4 +1,4 @@
-"""The two passes that every backend runs: training on a batch and log-probabilities of a batch."""
+"""The passes that every backend runs: training on a batch, and log-probabilities or values of a batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.interfaces import reads_values
 from megarl.errors import LOGPROB, TRAINING, BatchError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
-from megarl.models.engine.heads import HeadOutput, LogprobHead, LossHead
+from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead, ValueHead, ValueLossHead
 from megarl.models.engine.microbatches import HOST_LENGTHS, WANTED, fit_sequences
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
@@ -99,6 +100,34 @@ def logprobs_of_batch(
     Raises:
         BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one of them perhaps no rows.
     """
+    head = LogprobHead(backend.vocabulary, sampling, chunk_size)
+    return _of_batch(backend, data, batching, head, "logprobs", memory or MicroBatchMemory())
+
+
+def values_of_batch(
+    backend: Backend, data: Mapping[str, Any], batching: Batching, *, memory: MicroBatchMemory | None = None
+) -> torch.Tensor:
+    """Values of the tokens of a batch, from a model that scores, under the present weights.
+
+    Args:
+        backend: the model.
+        data: as for ``logprobs_of_batch``.
+        batching: how rows become micro-batches.
+        memory: as for ``logprobs_of_batch``.
+
+    Returns:
+        [B, S] float32 on every pipeline stage, in the order of ``data``: entry i is what the model says at token i; padding is exactly 0.
+
+    Raises:
+        BatchError: as ``logprobs_of_batch``.
+    """
+    return _of_batch(backend, data, batching, ValueHead(), "values", memory or MicroBatchMemory())
+
+
+def _of_batch(
+    backend: Backend, data: Mapping[str, Any], batching: Batching, head: LogprobHead | ValueHead, name: str, memory: MicroBatchMemory
+) -> torch.Tensor:
+    """[B, S] float32: the tensor of that name that a head gives for each micro-batch, in the order of ``data``."""
     rows, length = data["input_ids"].shape
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
@@ -106,18 +135,17 @@ def logprobs_of_batch(
     _require_equal_passes(backend, even)
     if rows == 0:
         return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
-    head, memory = LogprobHead(backend.vocabulary, sampling, chunk_size), memory or MicroBatchMemory()
     parts: list[torch.Tensor] = []
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
             outputs, _, _ = memory.run(backend, cut, head, LOGPROB)
-            rectangles = [fit_sequences({"logprobs": output.tensors["logprobs"]}, length)["logprobs"] for output in outputs]
+            rectangles = [fit_sequences({name: output.tensors[name]}, length)[name] for output in outputs]
             parts.extend([torch.cat(rectangles)[: chunk.rows]] if rectangles else [])
     if backend.groups.is_last_stage:
-        logprobs = torch.cat(parts)
+        found = torch.cat(parts)
     else:
-        logprobs = torch.empty(rows, length, dtype=torch.float32, device=data["input_ids"].device)
-    return backend.groups.from_last_stage(logprobs)
+        found = torch.empty(rows, length, dtype=torch.float32, device=data["input_ids"].device)
+    return backend.groups.from_last_stage(found)
 
 
 def train_on_batch(
@@ -155,11 +183,12 @@ def train_on_batch(
     skipped: list[SkippedBatch] = []
     steps = positions = 0
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
+    with_entropies = getattr(loss_fn, "needs_entropies", False)
+    reads = ValueHead() if reads_values(loss_fn) else LogprobHead(backend.vocabulary, sampling, chunk_size, with_entropies)
     chunks = batching.chunks(data)
-    head = LogprobHead(backend.vocabulary, sampling, chunk_size, getattr(loss_fn, "needs_entropies", False))
     with mode:
         for number, chunk in enumerate(chunks):
-            done = _global_batch(backend, chunk, loss_fn, head, update, memory or MicroBatchMemory())
+            done = _global_batch(backend, chunk, loss_fn, reads, update, memory or MicroBatchMemory())
             losses.append(done.loss)
             positions += done.positions
             extra = done.metrics
@@ -215,13 +244,13 @@ def _global_batch(
     backend: Backend,
     chunk: Chunk,
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
-    logprobs: LogprobHead,
+    reads: LogprobHead | ValueHead,
     update: bool,
     memory: MicroBatchMemory,
 ) -> _GlobalBatch:
     """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
     normalizers = global_normalizers(chunk.data, backend.groups)
-    head = LossHead(loss_fn, logprobs, normalizers)
+    head: Head = ValueLossHead(loss_fn, reads, normalizers) if isinstance(reads, ValueHead) else LossHead(loss_fn, reads, normalizers)
     if update:
         backend.zero_grad()
     together = getattr(loss_fn, "rows_together", 1)

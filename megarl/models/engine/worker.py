@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from converters.checkpoint.writer import write_hf
+from megarl.algorithms.interfaces import check_loss
+from megarl.config.backend import scores
 from megarl.config.defaults import complete_policy
 from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -32,7 +34,7 @@ from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, 
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.out_of_memory import MicroBatchMemory
-from megarl.models.engine.step import logprobs_of_batch, train_on_batch
+from megarl.models.engine.step import logprobs_of_batch, train_on_batch, values_of_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
@@ -73,6 +75,8 @@ class StepTrace:
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01
+_OF_LANGUAGE_MODELS = frozenset({"get_logprobs", "generate", "prepare_refit_info", "prepare_weights_for_ipc", "init_collective"})
+"""Methods that a model which scores has no answer to; engines that weights are sent to generate."""
 
 
 def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = False) -> DeviceRuntime:
@@ -142,6 +146,10 @@ class EngineWorker(ABC):
         self.cfg = config
         self.tokenizer = tokenizer
         self.backend = backend
+        self.scores = scores(config)
+        if self.scores and tokenizer is not None:
+            # where an exported model that scores looks for the last token that is no padding
+            backend.hf_config.pad_token_id = tokenizer.pad_token_id
         self.runtime = runtime
         self.offload_states = OffloadStates(backend.move, init_optimizer)
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
@@ -202,8 +210,10 @@ class EngineWorker(ABC):
             ``positions`` of this replica's passes, padding among them, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
 
         Raises:
+            ConfigError: ``loss_fn`` is a loss of values and the model gives log-probabilities, or the reverse.
             NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go on.
         """
+        check_loss(loss_fn, scores=self.scores)
         self._require("train", optimizer=not eval_mode)
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
@@ -288,6 +298,21 @@ class EngineWorker(ABC):
         logprobs = found.cpu()
         return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
 
+    def get_values(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """``values`` [B, S] float32 on the CPU under the present weights, of a model that scores: entry i is what it says at token i, from
+        all tokens up to it; padding is 0.
+
+        Args:
+            data: ``input_ids`` [B, S] and ``input_lengths`` [B].
+            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+        """
+        self._require("get_values")
+        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
+        check_sequence_dimension(data)
+        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
+        batching: Batching = self._plan_of(data) or FixedRows(rows)
+        return BatchedDataDict({"values": values_of_batch(self.backend, batch, batching, memory=self._memory).cpu()})
+
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Inside, the model has the reference policy's weights."""
@@ -310,6 +335,13 @@ class EngineWorker(ABC):
             return BatchedDataDict({"reference_logprobs": found["logprobs"]})
 
     def _require(self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference") -> None:
+        if self.scores and method in _OF_LANGUAGE_MODELS:
+            raise StateError(
+                f"{method}(): policy.reward_model_cfg.enabled = True, and a model that scores has no output layer over tokens. "
+                "Fix: set it to false, or call get_values()"
+            )
+        if not self.scores and method == "get_values":
+            raise StateError("get_values(): this is a language model. Fix: set policy.reward_model_cfg.enabled for a model that scores")
         self._refuse_unfinished_load(method)
         if optimizer:
             self._refuse_reference(method)

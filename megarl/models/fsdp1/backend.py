@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoConfig
 
 from converters.checkpoint.source import HuggingFaceSource
+from megarl.config.backend import scores
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ConfigError, Violation
@@ -28,6 +29,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.output_layer import answer_requests
 from megarl.models.engine.precision import dtype_of
+from megarl.models.engine.scoring import scoring_config, scoring_source
 from megarl.models.fsdp1.build import Filler, Held, held_by
 from megarl.models.fsdp1.sharded import Sharded
 from megarl.models.fsdp1.whole import FullModel
@@ -54,22 +56,26 @@ class FSDP1Backend:
         policy: the policy configuration, already validated.
         source: Hugging Face weights to start from.
         runtime: device of this process; torch.distributed is initialised on its backend.
+        seed: of a new score layer.
         with_optimizer: False for a model that is only read.
 
     Raises:
         ConfigError: the precision, the optimizer or the schedule is not possible here.
-        ModelError: the model's config and weights do not fit together.
+        ModelError: the model's config and weights do not fit together, or transformers cannot let it score.
     """
 
     def __init__(
-        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, with_optimizer: bool = True
+        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
     ) -> None:
         self.policy = policy
         self.runtime = runtime
         self._dtype = _dtype(policy["precision"])
         self._trusts = policy["trust_remote_code"]
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
-        model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
+        if scores(policy):
+            self.hf_config = scoring_config(self.hf_config)
+            source = scoring_source(source, self.hf_config, seed)
+        model = build_on_meta(self.hf_config, scores=scores(policy), trust_remote_code=self._trusts)
         if policy.get("activation_checkpointing_enabled"):
             recompute_layers(model)
         answer_requests(model.get_output_embeddings())

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import ModelOutput
 
 from converters.check import Headers
 from megarl.errors import ModelError
@@ -44,8 +45,11 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, trust_remote_code: bool = False) -> Any:
+def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, scores: bool = False, trust_remote_code: bool = False) -> Any:
     """A causal language model with float32 parameters on the meta device, real buffers, and the engine's attention.
+
+    Or with ``scores`` a model that scores, whose ``logits`` [n, t, 1] are what its score layer says at every token, where transformers' own
+    gives those of the last one that is no padding.
 
     The embedding row of the padding token is trained like any other, as in Megatron: a model whose padding token is also its end-of-text
     token would otherwise never learn to read the end.
@@ -53,6 +57,7 @@ def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, trust_remote
     Args:
         hf_config: the model's config; left as it is.
         vocabulary: rows of embedding and output layer, at least the true size; the true size when None.
+        scores: its config is one of ``megarl.models.engine.scoring``.
         trust_remote_code: run code that comes with the model.
 
     Raises:
@@ -66,13 +71,22 @@ def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, trust_remote
     if vocabulary is not None:
         text.vocab_size = vocabulary
     with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code
-        )
+        auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code)
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.padding_idx = None
+    if scores:
+        _score_every_token(model)
     return model
+
+
+def _score_every_token(model: Any) -> None:
+    def forward(input_ids: torch.Tensor, **options: Any) -> ModelOutput:
+        hidden = getattr(model, model.base_model_prefix)(input_ids=input_ids, **options).last_hidden_state
+        return ModelOutput(logits=model.score(hidden))
+
+    model.forward = forward
 
 
 def is_tied(model: Any) -> bool:

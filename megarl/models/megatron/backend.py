@@ -23,6 +23,7 @@ from converters.families.read import read_architecture
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.arithmetic import sequence_share
+from megarl.config.backend import scores
 from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
@@ -33,6 +34,7 @@ from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
+from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step
@@ -130,11 +132,12 @@ class MegatronBackend:
         policy: the policy configuration, already validated.
         source: Hugging Face weights to start from.
         runtime: device of this process; torch.distributed is initialised on its backend.
-        seed: for Megatron's random-number tracker.
+        seed: for Megatron's random-number tracker, and of a new score layer.
         with_optimizer: False for a model that is only read.
 
     Raises:
         ConversionError: the model's config or weights cannot be carried over.
+        ModelError: transformers cannot let the model score.
     """
 
     def __init__(
@@ -144,6 +147,9 @@ class MegatronBackend:
         self._model_directory = source.directory
         self.runtime = runtime
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=policy["trust_remote_code"])
+        if scores(policy):
+            self.hf_config = scoring_config(self.hf_config)
+            source = scoring_source(source, self.hf_config, seed)
         self._stored = as_stored(read_architecture(self.hf_config), source.names())
         # neither log-probabilities nor losses depend on layers that predict further tokens
         self.architecture: Architecture = replace(self._stored, prediction_layers=0)
@@ -183,7 +189,7 @@ class MegatronBackend:
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
             hf_state.load_from_hf(stages, source, self.architecture, self.groups, self.experts)
-            if stages[-1].post_process:
+            if stages[-1].post_process and self.architecture.head is None:
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
@@ -323,12 +329,14 @@ class MegatronBackend:
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
-        checkpoint.save_weights(self.chunks, self._model_directory, dtype_of(self.policy["precision"], "policy.precision"), weights)
+        dtype, said = dtype_of(self.policy["precision"], "policy.precision"), said_of_scoring(self.hf_config) if scores(self.policy) else {}
+        checkpoint.save_weights(self.chunks, self._model_directory, dtype, weights, said)
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
+        checkpoint.require_output(weights, scores=scores(self.policy))
         if optimizer is not None:
             checkpoint.require(optimizer)
             checkpoint.require_same_form(require_optimizer(self.optimizer), optimizer)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,6 +21,7 @@ from converters.mapping.rule import is_expert
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
+from megarl.config.backend import scores
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
@@ -32,8 +35,12 @@ from megarl.patched import patched
 
 def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
     """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
-    to be loaded before anything else. A collective over the world."""
-    fused = uses_transformer_engine(policy)
+    to be loaded before anything else. A collective over the world.
+
+    A model that is to score has a ``ScoreLayer`` in the place, and under the name, of its output layer."""
+    fused, head = uses_transformer_engine(policy), architecture.head if scores(policy) else None
+    if head is not None:
+        architecture = replace(architecture, head=None)
     config = transformer_config(policy, architecture, fused=fused)
     settings = megatron_settings(architecture)
     options = settings.model
@@ -56,6 +63,8 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
         share_rotary_tables(chunk)
+        if head is not None and chunk.post_process:
+            chunk.output_layer = ScoreLayer(config, head.labels, groups.tensor)
         if policy["megatron_cfg"].get("float32_logits") and chunk.post_process:
             keep_products_in_float32(chunk.output_layer)
     if joins_norms(config, fused=fused):
@@ -84,7 +93,37 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
         yield
 
 
-def keep_products_in_float32(layer: ColumnParallelLinear) -> None:
+class ScoreLayer(torch.nn.Module):
+    """The score layer of a last stage: every tensor-parallel rank has all of it, and gives the scores of all positions.
+
+    With sequence parallelism each rank scores its own run of the sequence, and finds a part of the weight's gradient, which Megatron-Core
+    adds up as those of norms.
+
+    Args:
+        config: of the model.
+        labels: scores of a position.
+        group: the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, labels: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, group
+        weight = torch.empty(labels, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+        self._forward_impl: Any = _plain_linear
+
+    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any) -> tuple[torch.Tensor, None]:
+        """[s, B, H] to [S, B, labels] with s = S / ranks under sequence parallelism, otherwise S; called as the output layer is."""
+        own = self._forward_impl(hidden, self.weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=self.tp_group)
+        return gather_from_sequence_parallel_region(own, False, self.tp_group) if self.sequence_parallel else own, None
+
+
+def _plain_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **unused: Any) -> torch.Tensor:
+    return F.linear(input, weight, bias)
+
+
+def keep_products_in_float32(layer: ColumnParallelLinear | ScoreLayer) -> None:
     """Let a layer of 16-bit weights give float32: the sums of its products as they were added up, and not rounded to 16 bits afterwards.
 
     Its gradients are those that it has anyway: they come to it in float32, are rounded to its own dtype, and are multiplied so.

@@ -14,7 +14,7 @@ import itertools
 import json
 import pickle
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_config
+from converters.model_config.heads import OUTPUT_LAYER
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
 from megarl.checkpoint.restricted import read_plain_index, restricted_loading
@@ -88,18 +90,20 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     return states[0] if len(states) == 1 else {_entry(index): state for index, state in enumerate(states)}
 
 
-def save_weights(chunks: Sequence[DistributedDataParallel], model: Path, dtype: torch.dtype, directory: Path) -> None:
+def save_weights(
+    chunks: Sequence[DistributedDataParallel], model: Path, dtype: torch.dtype, directory: Path, said: Mapping[str, Any]
+) -> None:
     """Write the weights to ``directory``. A collective over all ranks.
 
     Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint can be exported by itself
-    (``megarl convert export``); its config then says ``dtype``.
+    (``megarl convert export``); its config then says ``dtype``, and what else is ``said``.
     """
     with appears_whole(directory) as staging, cuda_literals():
         _save(_sharded(chunks), staging)
         with failing_together(f"copying config and tokenizer from {model} to {directory}"):
             if dist.get_rank() == 0:
                 copy_artifacts(model, staging / HF_DIRECTORY)
-                write_config(staging / HF_DIRECTORY, dtype)
+                write_config(staging / HF_DIRECTORY, dtype, said)
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
@@ -198,6 +202,19 @@ def require(directory: Path) -> None:
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(
             f"{directory} is not a checkpoint (no metadata.json there): give the directory that save_checkpoint was given"
+        )
+
+
+def require_output(directory: Path, *, scores: bool) -> None:
+    """Refuse the weights of a language model for one that scores, and the reverse: Megatron-Core takes an output layer of any number of
+    rows, for vocabularies that are padded to another one. Local."""
+    stored = read_plain_index(directory).state_dict_metadata.get(OUTPUT_LAYER)
+    rows = stored.size[0] if isinstance(stored, TensorStorageMetadata) else None
+    if scores != (rows == 1):
+        found = "no output layer of its own" if rows is None else f"{OUTPUT_LAYER} of {rows} rows"
+        raise CheckpointError(
+            f"{directory} holds {found}, and this model {'scores, with 1' if scores else 'is a language model'}. Fix: set "
+            f"policy.reward_model_cfg.enabled to {str(not scores).lower()}, or give another checkpoint"
         )
 
 

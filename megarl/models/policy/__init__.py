@@ -330,6 +330,19 @@ class MegatronConfig(TypedDict):
     distributed_data_parallel_config: NotRequired[Annotated[MegatronDDPConfig, Key("data parallelism.")]]
 
 
+class RewardModelConfig(TypedDict):
+    """A model that scores: a linear layer with one output in the place of the output layer, ``score.weight`` of transformers'
+    ``...ForSequenceClassification``. A language model gets a new one, drawn from the seed."""
+
+    enabled: Annotated[bool, Key("the model scores; it has no log-probabilities, generates nothing, and is trained with losses of values.")]
+    reward_model_type: NotRequired[
+        Annotated[
+            Literal["bradley_terry"],
+            Key("``bradley_terry``: one score, without a bias, whose differences are log-odds of preferences.", default="bradley_terry"),
+        ]
+    ]
+
+
 class TokenizerConfig(TypedDict):
     """The tokenizer."""
 
@@ -410,6 +423,9 @@ class PolicyConfig(TypedDict):
     ]
     generation_batch_size: NotRequired[Annotated[int, Key("samples a rank generates at a time.", AT_LEAST_1)]]
     precision: Annotated[Precision, Key("type of the weights and activations in the model.")]
+    reward_model_cfg: NotRequired[
+        Annotated[RewardModelConfig | None, Key("a model that scores; null or absent for a language model.", default=None)]
+    ]
     dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
     dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]

@@ -57,8 +57,7 @@ class DTensorPolicyWorker(EngineWorker):
     @staticmethod
     def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> DTensorBackend:
         """See ``EngineWorker``."""
-        del seed
-        return DTensorBackend(config, open_source(config["model_name"]), runtime, with_optimizer=with_optimizer)
+        return DTensorBackend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
 
     # generation
 

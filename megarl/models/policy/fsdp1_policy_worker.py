@@ -24,8 +24,7 @@ class FSDP1PolicyWorker(EngineWorker):
     @staticmethod
     def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> FSDP1Backend:
         """See ``EngineWorker``."""
-        del seed
-        return FSDP1Backend(config, open_source(config["model_name"]), runtime, with_optimizer=with_optimizer)
+        return FSDP1Backend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""

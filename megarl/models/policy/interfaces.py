@@ -28,6 +28,18 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: torch.Tensor
 
 
+class ValueOutputSpec(TypedDict):
+    """``values``: float32 [B, S]; position i holds what a model that scores says at token i, from all tokens up to it; padding is 0."""
+
+    values: torch.Tensor
+
+
+class ScoreOutputSpec(TypedDict):
+    """``scores``: float32 [B]; what a model that scores says at the last token of each sequence."""
+
+    scores: torch.Tensor
+
+
 class PolicyInterface(ABC):
     """A language model that can be trained and asked for log-probabilities.
 

@@ -19,7 +19,7 @@ from converters.checkpoint.source import open_source
 from megarl import env
 from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
-from megarl.config.backend import enabled_backend
+from megarl.config.backend import enabled_backend, scores
 from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.deadlines import PhaseDeadlines
@@ -34,7 +34,13 @@ from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationI
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
-from megarl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from megarl.models.policy.interfaces import (
+    ColocatablePolicyInterface,
+    LogprobOutputSpec,
+    ReferenceLogprobOutputSpec,
+    ScoreOutputSpec,
+    ValueOutputSpec,
+)
 from megarl.throughput.peaks import known_peak
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.slices import WantedSlices, names_digest
@@ -164,9 +170,19 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
+    def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
+        """What a model that scores (``policy.reward_model_cfg``) says at each token of ``data``, in its order."""
+        return self._logprobs("get_values", "values", data, {})
+
+    def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
+        """The scores of the sequences of ``data``, in its order: what a model that scores says at the last token of each."""
+        values = self.get_values(data)["values"]
+        return BatchedDataDict({"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)})
+
     def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
-        self._check(data, required=["token_mask"] if options["skip_masked"] else [])
-        masks = [name for name in ("token_mask", "sample_mask") if options["skip_masked"] and name in data]
+        skips = options.get("skip_masked", False)
+        self._check(data, required=["token_mask"] if skips else [])
+        masks = [name for name in ("token_mask", "sample_mask") if skips and name in data]
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths", *masks)})
         sharded = shard_batch(needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size)
         results = self._call_sharded(method, sharded.dealt, options)
@@ -194,7 +210,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or ``policy.max_consecutive_skips`` does not
                 allow to go on; its ``skipped`` is as above.
         """
-        check_loss(loss_fn)
+        check_loss(loss_fn, scores=scores(self.cfg))
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")

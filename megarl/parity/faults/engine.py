@@ -284,13 +284,13 @@ FAULTS: dict[str, Mutation] = {
     ),
     "pad-columns-in-softmax": Mutation(
         "the columns that pad the vocabulary take part in the softmax",
-        lambda case: case.vocab % case.tp != 0 and not case.filters,
+        lambda case: case.vocab % case.tp != 0 and not case.filters and not case.scores,
         after_building(_padded_columns_count),
         "tp=2",
     ),
     "vocabulary-shards-not-combined": Mutation(
         "each tensor-parallel rank normalises over its own part of the vocabulary",
-        lambda case: case.tp > 1,
+        lambda case: case.tp > 1 and not case.scores,
         replacing(
             f"{ENGINE}.logprobs", "_combine", lambda original: lambda statistics, shard: original(statistics, replace(shard, group=None))
         ),
@@ -330,7 +330,7 @@ FAULTS: dict[str, Mutation] = {
     ),
     "targets-not-shifted": Mutation(
         "the model is scored on the token it has just read",
-        lambda case: case.length >= 5,
+        lambda case: case.length >= 5 and not case.scores,
         replacing(f"{ENGINE}.out_of_memory", "lay_out_all", _targets_not_shifted),
     ),
     "context-parts-in-rank-order": Mutation(

@@ -78,7 +78,7 @@ def _padding_is_routed(original: Any) -> Any:
 
 def _trains_both_parts(case: Case) -> bool:
     """Rows are cut in two, and both ranks have tokens with gradients."""
-    if case.tp != 2 or case.cp != 1 or case.batching != "fixed":
+    if case.tp != 2 or case.cp != 1 or case.batching != "fixed" or case.scores:
         return False
     multiple = case.share * case.pad
     half = -(-case.length // multiple) * multiple // 2

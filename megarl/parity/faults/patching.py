@@ -79,7 +79,8 @@ def sees_tokens(case: Case) -> bool:
     """Return whether, in every step, some tokens have a gradient. With few rows and ``masked=some``, no sample of a step may count; of
     preferences, no pair; answers may be alone with their prompts, and importance weights of few rows all be out of bounds."""
     left_out = bool({"icepop", "seq-mask"} & case.loss_options) and case.global_batch < 4
-    if case.masked not in ("none", "some") or case.length < 5 or case.advantages != "given" or left_out:
+    # most faults concern what models that score have not: log-probabilities, a vocabulary, temperatures; they have faults of their own
+    if case.masked not in ("none", "some") or case.length < 5 or case.advantages != "given" or left_out or case.scores:
         return False
     batch = token_batch(case)
     counts = batch["sample_mask"]

@@ -1,0 +1,116 @@
+"""Models that score: a linear layer with one output in the place of a language model's output layer, as reward and value models have.
+
+transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and is never tied to the
+embedding. A language model becomes one by the configuration (``policy.reward_model_cfg``): its output layer is left out, and the score
+layer is drawn from the seed alone, so that it is the same in every layout and on every backend.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.checkpoint.source import HuggingFaceSource
+from megarl.errors import ModelError
+
+SCORE = "score.weight"
+_OUTPUT_LAYERS = re.compile(r"lm_head\.weight|.*\.shared_head\.head\.weight")
+"""Names of a language model's output layer, and of the copies that layers which predict further tokens have of it."""
+_AUTO_CLASS = "AutoModelForSequenceClassification"
+
+
+def scoring_config(hf_config: Any) -> Any:
+    """A copy of a model's config that names the class with a score layer, and one label.
+
+    Args:
+        hf_config: a transformers config, of a language model or of a model that scores already.
+
+    Raises:
+        ModelError: transformers has no such class for the model, or the model scores otherwise.
+    """
+    config = copy.deepcopy(hf_config)
+    wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
+    if given == wanted and config.num_labels != 1:
+        raise ModelError(
+            f"policy.model_name: it scores with {config.num_labels} labels, and policy.reward_model_cfg wants 1. "
+            "Fix: give a language model, or a reward model with one label"
+        )
+    if given is not None and given != wanted and not given.endswith("ForCausalLM"):
+        raise ModelError(
+            f"policy.model_name: it is a {given}, and policy.reward_model_cfg wants a language model or a {wanted}. Fix: give one of these"
+        )
+    config.architectures = [wanted]
+    config.num_labels = 1
+    return config
+
+
+def said_of_scoring(config: Any) -> dict[str, Any]:
+    """What ``scoring_config`` changed, as a ``config.json`` says it."""
+    said = config.to_dict()
+    keys = ("architectures", "id2label", "label2id", "pad_token_id")
+    return {key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key] for key in keys}
+
+
+def _scoring_class(config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    of_remote_code = (getattr(config, "auto_map", None) or {}).get(_AUTO_CLASS)
+    name = of_remote_code.rpartition(".")[2] if of_remote_code else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise ModelError(
+            f"policy.reward_model_cfg: transformers has no class with a score layer ({_AUTO_CLASS}) for model_type "
+            f"{config.model_type!r}. Fix: take a model of another family"
+        )
+    return str(name)
+
+
+def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> HuggingFaceSource:
+    """The weights of a model that scores: those of ``source`` where it has a score layer, else its language model with a new one.
+
+    Args:
+        source: the checkpoint.
+        hf_config: its config; the new layer is drawn from a normal distribution of ``initializer_range``, as transformers draws it.
+        seed: of the new layer.
+    """
+    if SCORE in source:
+        return source
+    text = hf_config.get_text_config()
+    return _WithNewScore(source.directory, text.hidden_size, text.initializer_range, seed)
+
+
+class _WithNewScore(HuggingFaceSource):
+    """A language model's weights with a new score layer in the place of its output layer.
+
+    Args:
+        directory: of the language model.
+        hidden_size: inputs of the layer.
+        deviation: standard deviation of its weights.
+        seed: of these.
+    """
+
+    def __init__(self, directory: Path, hidden_size: int, deviation: float, seed: int) -> None:
+        self._score = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * deviation
+        super().__init__(directory)
+
+    def names(self) -> list[str]:
+        """See ``HuggingFaceHeaders``."""
+        return sorted([SCORE, *(name for name in super().names() if not _OUTPUT_LAYERS.fullmatch(name))])
+
+    def __contains__(self, name: str) -> bool:
+        return name == SCORE or (not _OUTPUT_LAYERS.fullmatch(name) and super().__contains__(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``HuggingFaceHeaders``."""
+        return tuple(self._score.shape) if name == SCORE else super().shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See ``HuggingFaceSource``."""
+        return self._score.dtype if name == SCORE else super().dtype(name)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """See ``HuggingFaceSource``."""
+        return self._score[slices or ()].clone() if name == SCORE else super().read(name, slices)
