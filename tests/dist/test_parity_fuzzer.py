@@ -49,7 +49,7 @@ FIXED = (
     "family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 cp=2 batching=packed mbs=2 micro=3 room=15 length=13 "
     "loss=pg+seq+gspo+is+icepop",
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 pp=2 dp=2 batching=dynamic mbs=2 micro=2 room=12 round=4 length=13 "
-    "loss=pg+kl+gspo-token+k1 masked=some",
+    "loss=pg+seq+kl+gspo-token+k1 masked=some",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 cp=2 dp=2 batching=packed mbs=2 micro=2 room=15 length=13 "
     "loss=pg+is+cispo+seq-mask advantages=reinforce",
     "backend=fsdp1 family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 dp=2 mbs=3 length=12 "
@@ -80,7 +80,7 @@ FAULTS = {
     "pairs-dealt-apart": "loss=dpo dp=2 mbs=2 length=9",
     "reference-with-gradient": "loss=dpo+ipo mbs=2 length=9",
     "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
-    "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=2 loss=value",
+    "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=4 loss=value",
     "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
 }
 HALF_FAULTS = {

@@ -54,6 +54,7 @@ def test_the_policy_gives_values_and_scores_in_the_order_of_the_batch(local_ray:
     """On two replicas of two tensor-parallel ranks, packed, also of more rows than go round evenly; what it cannot do it refuses."""
     model = make_scoring(tmp_path / "model", "llama", 3)
     config: Any = {**policy_config(model, tp=2, batching="packed"), "generation": None, "reward_model_cfg": {"enabled": True}}
+    config["max_total_sequence_length"] = 24
     cluster = RayVirtualCluster([4], use_gpus=False, name="scoring")
     policy = Policy(cluster, config, None, init_reference_model=False)
     loaded = reference.load_scoring(model)
@@ -87,6 +88,7 @@ def test_a_reward_model_as_a_program(backend: str, local_ray: int, tmp_path: Pat
         overrides = [
             "algorithm=rm",
             "~sft",
+            "~data.train.answer_key",
             f"+rm={{max_num_steps: {steps}, val_at_end: true, val_global_batch_size: 8, val_micro_batch_size: 2}}",
             f"run_dir={run_dir}",
             f"policy.model_name={material.model}",

@@ -98,6 +98,7 @@ def test_every_place_is_looked_at_once_and_together(monkeypatch: pytest.MonkeyPa
     assert sorted(looked) == ["a", "b", "c", "d"]
     for odd in ({}, {"policy": 3, "data": []}, {"run_dir": None, "data": {"train": "x"}}):
         assert dict(places_of(odd)) == {}
+    monkeypatch.undo()
     require_answers({"run_dir": "\0"}, 60.0)
 
 
