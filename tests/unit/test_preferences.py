@@ -68,9 +68,10 @@ def test_texts_and_conversations_in_one_source(tmp_path: Path) -> None:
     assert [shown(data, pair)[1:] for pair in range(3)] == [[five, other], [five, three], [other, five]]
 
 
-def test_a_pair_is_one_record_of_two_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the ends of chunks, and where a source comes several times."""
-    monkeypatch.setattr(datasets, "_CHUNK", 4)
+@pytest.mark.parametrize(("bound", "value"), [("_CHUNK", 4), ("_CHUNK", 3), ("_CHUNK_CHARACTERS", 1)])
+def test_a_pair_is_one_record_of_two_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
+    """Over the ends of chunks, wherever these would be, and where a source comes several times."""
+    monkeypatch.setattr(datasets, bound, value)
     rows = [{"p": "two", "c": "five", "r": " ".join(["Q"] * (place + 1))} for place in range(5)]
     data = load(tmp_path, rows, prompt_key="p", repeat=2)
     assert len(data) == 10 and len(data.examples) == 20 and [(each.start, each.end) for each in data.sources] == [(0, 10)]
