@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import env
+from megarl.distributed import run_secret
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync import transfer_group
@@ -33,6 +34,12 @@ LONG = 20.0
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of a test belong to one run: this one may have drawn a secret before, as the driver of another test's workers."""
+    monkeypatch.setenv(run_secret.VARIABLE, "a" * 64)
 
 
 def join(
