@@ -54,7 +54,7 @@ _RAY = """
 import importlib, sys
 import ray
 model, out, of_driver, of_worker = sys.argv[1:]
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 @ray.remote
 class WorkerShell:
     def ready(self, modules):

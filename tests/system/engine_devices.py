@@ -54,7 +54,7 @@ class Devices:
 
 
 def main() -> None:
-    ray.init(num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
     devices, found = Devices(), {}
     together = RayVirtualCluster([4], use_gpus=True, max_colocated_worker_groups=2, name="together")
     found["policy"] = devices.of(POLICY, together, [(0, [place]) for place in range(4)])
