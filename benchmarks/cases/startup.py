@@ -71,7 +71,6 @@ open(out + "/done", "w").write("1")
 """
 _MODEL = "transformers.models.qwen2.modeling_qwen2"
 _LIMITS = {
-    "Ray and a worker's libraries": ("torch", f"torch {_MODEL}"),
     "Ray and megarl's modules": (
         "transformers.models.auto.tokenization_auto megarl.models.policy.lm_policy",
         f"megarl.models.policy.megatron_policy_worker {_MODEL}",
@@ -125,7 +124,8 @@ def _runs(work: Path, repeats: int) -> Iterator[Point]:
     else:
         print("trl is not installed: its start is left out", file=sys.stderr)
     actions |= {name: _ray(work, model, *modules) for name, modules in _LIMITS.items()}
-    actions["import torch"] = _until_exit([sys.executable, "-c", "import torch"])
+    if not has_trl:
+        actions["import torch"] = _until_exit([sys.executable, "-c", "import torch"])
     costs = _in_turn(actions, repeats, warm_up=0)  # commands have read the files before
     against, what = ("trl", "TRL's trainer") if has_trl else ("import torch", "import torch")
     for name in actions:
