@@ -87,7 +87,7 @@ class Results:
 def _with_measured_bounds(case: Case) -> str:
     if case.precision != "float32":
         return " in 16 bit"
-    return " with epsilon 1e-8" if case.has_measured_bounds else ""
+    return " with measured bounds" if case.has_measured_bounds else ""
 
 
 def run(options: Options, console: Console | None = None) -> int:
