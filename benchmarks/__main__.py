@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     adds = "join this run to those in --out, as a baseline of several runs: all of one commit, machine and choice of options. "
     adds += "Where --out is absent or an empty directory, this run is the first"
     run.add_argument("--add", action="store_true", help=adds)
-    run.add_argument("--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results, twice in turn")
+    run.add_argument(
+        "--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results, three times in turn"
+    )
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
     run.add_argument("--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure")

@@ -22,6 +22,10 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> str:
     return "\n".join([table(HEAD, [_row(change) for change in found]), *_notes(before, after)])
 
 
+LOOKS = 2
+"""At ratios that are bad."""
+
+
 def check(
     baseline: Sequence[Result],
     measured: Sequence[Result],
@@ -32,13 +36,15 @@ def check(
     """Whether no ratio fell, and a text that says which did.
 
     A baseline of several runs of which one was disturbed, or is of other code, widens bounds by that. Its case is then not judged, which
-    is no pass. A ratio that is bad stays bad unless a second look judges it, and finds it good.
+    is no pass. A ratio that is bad stays bad unless a further look judges it, and finds it good: of 609 ratios of unchanged code 21 were
+    bad once, and 4 of these again.
 
     Args:
         baseline: results to hold on to, of one run or of several.
         measured: results of this run.
         narrowed: the command line asked for some points of the cases only, so that others are not missing.
-        again: measures the cases of these names once more, if some ratio is bad; then a ratio that is good there passes.
+        again: measures the cases of these names once more, if some ratio is bad, and those that stay so another time; a ratio that is good
+            there passes.
     """
     measured_cases = {result["case"] for result in measured}
     unusable = sorted(measured_cases & unusable_cases(baseline).keys())
@@ -48,10 +54,11 @@ def check(
     notes = _notes(baseline, measured)
     if left_out:
         notes.append(f"{left_out} ratios of wall seconds did not count: other programs ran, and CPU seconds decide")
-    if bad and again is not None:
-        second = again(list(dict.fromkeys(change.case for change in bad)))
-        bad, more = _still_bad(bad, usable, second, narrowed)
-        notes += more
+    for _ in range(LOOKS if again is not None else 0):
+        if bad:
+            assert again is not None
+            bad, more = _still_bad(bad, usable, again(list(dict.fromkeys(change.case for change in bad))), narrowed)
+            notes += more
     not_judged = f"; not judged: {', '.join(unusable)}, whose baseline cannot be used" if unusable else ""
     if bad:
         lines = [f"check: {len(bad)} of {len(gating)} ratios fell{not_judged}", table(HEAD, [_row(change) for change in bad])]

@@ -18,7 +18,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 
 def ratios_of(points: Points) -> list[str]:
     """Names of the metrics that are ratios, in their order, those of all points."""
-    found = dict.fromkeys(name for point in points for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio to "))
+    found = dict.fromkeys(name for point in points for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio"))
     return list(found)
 
 

@@ -198,7 +198,10 @@ def _of_layout(
         metrics[f"{phase}_core_seconds_to_one_rank"] = Metric.ratio("core-seconds of one rank", spent.cpu, single.cpu)
         apart = over_ranks([rank["ours"][phase] for rank in halves]).cpu
         metrics[f"{phase}_core_seconds_to_two_halves"] = Metric.ratio(name, spent.cpu, apart)
-        metrics[f"{phase}_two_halves_to_one_rank"] = Metric.ratio("core-seconds of one rank", apart, single.cpu)
+        metrics[f"{phase}_two_halves_to_one_rank"] = Metric.of(
+            "ratio of a limit, which is not megarl's to keep, to core-seconds of one rank",
+            [one / other for one, other in zip(apart, single.cpu, strict=True)],
+        )
         metrics[f"{phase}_core_seconds"] = Metric.of("CPU s", spent.cpu)
         metrics[f"{phase}_seconds"] = Metric.of("s", spent.wall)
     sent = over_ranks([rank["collectives"] for rank in ranks])

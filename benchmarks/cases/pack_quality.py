@@ -35,7 +35,7 @@ def _metrics(drawn: Sequence[Sequence[int]], capacity: int) -> dict[str, Metric]
 
 
 def _bins_used(algorithm: PackingAlgorithm, lengths: Sequence[int], capacity: int) -> int:
-    bins = get_packer(algorithm, capacity).pack(lengths)
+    bins = get_packer(algorithm, capacity, seed=1).pack(lengths)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths))), f"{algorithm.value} lost a sequence"
     assert all(sum(lengths[index] for index in members) <= capacity for members in bins), f"{algorithm.value} overfilled a bin"
     return len(bins)

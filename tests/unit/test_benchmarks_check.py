@@ -18,7 +18,7 @@ from benchmarks import results_file
 from benchmarks.baseline import differences, unusable_cases
 from benchmarks.cases import CASES, Case
 from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, joined, judged, spread_of
-from benchmarks.compare import check, compare
+from benchmarks.compare import LOOKS, check, compare
 from benchmarks.marks import is_loaded, marks_of
 from benchmarks.options import Options
 from benchmarks.point import Metric, Point, sides
@@ -111,7 +111,11 @@ def test_a_disturbance_passes_and_a_change_stays() -> None:
     held, said = check([result(), result("calm")], [result(wall=1.3), result("calm")], again=again(1.0))
     assert (held, asked) == (True, ["made.up"])
     assert "1 more were bad once" in said
+    asked.clear()
     assert not check([result()], [result(wall=1.3)], again=again(1.2))[0]
+    assert asked == ["made.up"] * LOOKS
+    walls = iter((1.2, 1.0))
+    assert check([result()], [result(wall=1.3)], again=lambda names: [result(wall=next(walls))])[0]
     assert check([result()], [result()], again=again(9.0))[0]
 
 
