@@ -18,6 +18,7 @@ from megarl.checkpoint.atomic import write_json_atomic
 from megarl.checkpoint.background import BackgroundWrite, free_memory, take_memory
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.checkpoint.storage import said_of_space
+from megarl.config.algorithms import algorithm_class
 from megarl.config.resume_changes import check_changes
 from megarl.errors import (
     LOGPROB,
@@ -134,18 +135,22 @@ _SIZES = {TRAINING: ("train_micro_batch_size", "train_mb_tokens"), LOGPROB: ("lo
 def with_smaller_micro_batches(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """The configuration with micro-batches that have room, as earlier launches of the run found. No loss or gradient depends on their size.
 
+    A budget of tokens holds the longest sequence; while pairs are trained on, two of them.
+
     Args:
         config: of the run, checked.
         run_dir: its directory.
     """
     policy = dict(config["policy"])
+    of_pairs = algorithm_class(config["algorithm"]).PAIRS
     for kind, times in _halvings(run_dir).items():
         rows, tokens = _SIZES[kind]
+        least = policy["max_total_sequence_length"] * (2 if of_pairs and kind == TRAINING else 1)
         for _ in range(times):
             policy[rows] = _smaller(policy[rows])
             for way in ("dynamic_batching", "sequence_packing"):
                 if policy[way].get(tokens) is not None:
-                    policy[way] = {**policy[way], tokens: max(policy[way][tokens] // 2, policy["max_total_sequence_length"])}
+                    policy[way] = {**policy[way], tokens: max(policy[way][tokens] // 2, least)}
         logger.warning(
             "micro-batches of %s passes are halved %d times: a launch before had no room for them (%s)", kind, times, SMALLER_FILE
         )

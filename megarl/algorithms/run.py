@@ -166,7 +166,8 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
     with ExitStack() as stack:
         reporting = _open_reporting(config, run_dir, schedule, start, stack, anew=restarts.workers == 0)
         tell_worker_groups(config["profiler"])
-        made_of = with_smaller_micro_batches(launch.placed, run_dir), inputs.tokenizer, start, stack
+        roomy = with_smaller_micro_batches(launch.placed, run_dir)
+        made_of = roomy, inputs.tokenizer, start, stack
         models = {role: launch.make_policy(*made_of, role) for role in roles(config) if role.has_workers}
         policy = models[ACTOR]
         refit = start_engines(config, policy, stack)
@@ -182,7 +183,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         skipped = SkippedBatches(run_dir / DIRECTORY)
         samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
-        parts = Parts(config, models, refit, *read, sampler, reporting.timer, skipped, samples)
+        parts = Parts({**config, "policy": roomy["policy"]}, models, refit, *read, sampler, reporting.timer, skipped, samples)
         algorithm = algorithm_class(config["algorithm"])(parts)
         writer = _writer(manager, models, config, launch.attempt, samples)
         if writer is not None:

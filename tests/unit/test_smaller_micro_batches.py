@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ def test_budgets_of_tokens_are_halved_down_to_the_longest_sequence(tmp_path: Pat
         "dynamic_batching": {"enabled": True, "train_mb_tokens": 1000, "logprob_mb_tokens": 150},
         "sequence_packing": {"enabled": False},
     }
-    assert with_smaller_micro_batches({"policy": policy, "seed": 1}, tmp_path) == {"policy": policy, "seed": 1}
+    config = {"algorithm": "sft", "policy": policy, "seed": 1}
+    assert with_smaller_micro_batches(config, tmp_path) == config
     (tmp_path / SMALLER_FILE).write_text('{"training": 2, "log-probability": 1}')
-    assert with_smaller_micro_batches({"policy": policy, "seed": 1}, tmp_path)["policy"] == {
+    assert with_smaller_micro_batches(config, tmp_path)["policy"] == {
         "train_micro_batch_size": 1,
         "logprob_batch_size": 1,
         "max_total_sequence_length": 100,
@@ -72,8 +74,47 @@ def test_budgets_of_tokens_are_halved_down_to_the_longest_sequence(tmp_path: Pat
     }
 
 
+def test_a_budget_of_tokens_holds_a_pair(tmp_path: Path) -> None:
+    budgets = {"enabled": True, "train_mb_tokens": 300, "logprob_mb_tokens": 300}
+    policy = {"train_micro_batch_size": 1, "logprob_batch_size": 1, "max_total_sequence_length": 100}
+    config: dict[str, Any] = {"algorithm": "dpo", "policy": {**policy, "dynamic_batching": budgets, "sequence_packing": {}}}
+    (tmp_path / SMALLER_FILE).write_text('{"training": 3, "log-probability": 3}')
+    smaller = with_smaller_micro_batches(config, tmp_path)["policy"]["dynamic_batching"]
+    assert (smaller["train_mb_tokens"], smaller["logprob_mb_tokens"]) == (200, 100)
+
+
+class NotingRows(PolicyMaker):
+    """Notes the rows of a micro-batch of each training call, as the policy is asked for them; None leaves them to its configuration."""
+
+    def __call__(self, config: dict[str, Any], *arguments: Any) -> Any:
+        policy = super().__call__(config, *arguments)
+        train = policy.train
+        self.rows: list[int] = []
+
+        def noted(*args: Any, mbs: int | None = None, **kwargs: Any) -> Any:
+            if not kwargs.get("eval_mode"):
+                self.rows.append(mbs or config["policy"]["train_micro_batch_size"])
+            return train(*args, mbs=mbs, **kwargs)
+
+        policy.train = noted  # type: ignore[method-assign]
+        return policy
+
+
+def test_training_calls_that_say_their_rows_say_fewer(tmp_path: Path, model: str) -> None:
+    """Of pairs, which are two rows each."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)}) for n in range(7)))
+    config = make_config("dpo", tmp_path / "run", model, str(pairs))
+    config["policy"] |= {"train_global_batch_size": 4, "train_micro_batch_size": 2}
+    with pytest.raises(MicroBatchMemoryError):
+        run(config, no_room(3))
+    maker = NotingRows()
+    assert run(config, maker) == 0
+    assert maker.rows == [2, 2]
+
+
 @pytest.mark.parametrize("text", ["[]", '{"training": 0}', '{"other": 1}', '{"training": "1"}', "{"])
 def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / SMALLER_FILE).write_text(text)
     with pytest.raises(ConfigError, match="Fix: remove it"):
-        with_smaller_micro_batches({"policy": {}}, tmp_path)
+        with_smaller_micro_batches({"algorithm": "sft", "policy": {}}, tmp_path)
