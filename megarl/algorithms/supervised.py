@@ -1,0 +1,114 @@
+"""Training on given answers: what supervised fine-tuning, preference optimisation and reward models have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
+from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
+
+if TYPE_CHECKING:
+    from megarl.data.datasets import Dataset
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+
+
+class SupervisedConfig(TypedDict):
+    """Steps and validation of a training on given answers. A sample is a row, and of preferences a pair."""
+
+    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_num_epochs: NotRequired[
+        Annotated[
+            int | None,
+            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+        ]
+    ]
+    val_period: NotRequired[Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]]
+    val_batches: NotRequired[Annotated[int | None, Key("global batches of a validation; null for all.", AT_LEAST_1, default=None)]]
+    val_global_batch_size: NotRequired[Annotated[int, Key("samples, or pairs, of a global batch of a validation.", AT_LEAST_1)]]
+    val_micro_batch_size: NotRequired[Annotated[int, Key("samples, or pairs, of a forward pass on one data-parallel rank.", AT_LEAST_1)]]
+    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
+
+
+class Supervised(Algorithm):
+    """One step trains on one global batch of records; a validation gives means over records, weighted as ``weight`` says.
+
+    Args:
+        parts: what it is made of.
+        loss_fn: of a global batch.
+    """
+
+    GENERATES: ClassVar[bool] = False
+
+    def __init__(self, parts: Parts, loss_fn: Any) -> None:
+        super().__init__(parts)
+        self.config, policy = parts.config[self.section()], parts.config["policy"]
+        self.policy = parts.models[ACTOR]
+        self.global_batch_size, self.micro_batch_size = policy["train_global_batch_size"], policy["train_micro_batch_size"]
+        self.pad_token_id = parts.tokenizer.pad_token_id
+        self.train_data, self.validation_data = parts.train_data, parts.validation_data
+        self.timer, self.skipped = parts.timer, parts.skipped
+        self.loss_fn = loss_fn
+        self.rows_of_record = 2 if self.PAIRS else 1
+
+    def step(self, step: int) -> dict[str, float]:
+        """Train on the next global batch."""
+        from megarl.algorithms.train_results import trained_sequences
+
+        records = self.sampler.take(self.global_batch_size)
+        batch = self.batch(self.train_data, records)
+        rows = [record for record in records for _ in range(self.rows_of_record)]
+        with self.timer.phase("train"):
+            self.policy.prepare_for_training()
+            sizes = self._rows(self.global_batch_size, self.micro_batch_size)
+            result = self.skipped.train(self.policy, batch, self.loss_fn, step, rows, **sizes)
+            self.policy.finish_training()
+            self.timer.passed(trained_sequences(batch, result, self.loss_fn))
+        return {**self.metrics(result), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
+
+    def validate(self) -> dict[str, float]:
+        """Weighted means of ``validated()`` over the first ``val_batches`` global batches, and ``samples``, the number of records."""
+        if self.validation_data is None:
+            return {}
+        size, batches = self.config["val_global_batch_size"], self.config["val_batches"]
+        records = len(self.validation_data) if batches is None else min(len(self.validation_data), batches * size)
+        sizes = self._rows(size, self.config["val_micro_batch_size"])
+        sums, weights = dict.fromkeys(self.validated(), 0.0), 0.0
+        for start in range(0, records, size):
+            chosen = range(start, min(start + size, records))
+            batch = self.batch(self.validation_data, chosen, rows=sizes["gbs"])
+            self.policy.prepare_for_training()
+            metrics = self.metrics(self.policy.train(batch, self.loss_fn, eval_mode=True, **sizes))
+            weight = self.weight(batch)
+            weights += weight
+            for name in sums:
+                sums[name] += metrics[name] * weight
+        return {**{name: total / weights for name, total in sums.items()}, "samples": records}
+
+    def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
+        """What the loss reads of these records; filled up to ``rows`` rows, those without a record with ``sample_mask`` 0."""
+        from megarl.distributed.token_batches import supervised_batch
+
+        return supervised_batch(data.select(records), self.pad_token_id, rows)
+
+    def metrics(self, result: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of a call of ``train``."""
+        from megarl.algorithms.train_results import step_metrics
+
+        return step_metrics(result, self.loss_fn)
+
+    @abstractmethod
+    def validated(self) -> Sequence[str]:
+        """The metrics that a validation tells."""
+
+    def weight(self, batch: Mapping[str, Any]) -> float:
+        """What the metrics of a batch are means over: its records."""
+        return float(batch["sample_mask"].sum()) / self.rows_of_record
+
+    def _rows(self, global_batch: int, micro_batch: int) -> dict[str, int]:
+        """Sizes of batches in rows."""
+        return {"gbs": self.rows_of_record * global_batch, "mbs": self.rows_of_record * micro_batch}
