@@ -19,8 +19,9 @@ from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.observe.launches import ENGINES, FINISHED, read_launches
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
+from tests.dist.key_models import SPECIAL, tokenizer_of_words
 from tests.models import policy_config
-from tests.system.vllm_engines import dense_model, processes_of
+from tests.system.vllm_engines import VOCABULARY, dense_model, processes_of
 from tests.system.whole_runs import comparable, read_rows
 from tests.tiers import slow
 
@@ -40,10 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(run_dir: Path, model: Path, shared: bool) -> dict[str, Any]:
     data = run_dir.with_name("data.jsonl")
     data.parent.mkdir()
-    data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)))
+    data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": str(left % 5)}) for left in range(9, 20)))
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
     policy = policy_config(model, gbs=8, mbs=4, temperature=0.7)
-    policy["tokenizer"] = {"name": str(model), "chat_template": None}
+    # beside a config.json transformers takes the words for Qwen's own tokenizer, which knows none of them
+    tokens = tokenizer_of_words(run_dir.with_name("tokenizer"), [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    policy["tokenizer"] = {"name": str(tokens), "chat_template": None}
     policy["generation"] = {
         "backend": "vllm",
         "max_new_tokens": 5,
