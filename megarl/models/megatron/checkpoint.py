@@ -266,7 +266,37 @@ class _FirstRank:
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
-    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning."""
+    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning, and an
+    error of one rank is one on all."""
+    failure: MegarlError | None = None
+    loaded: dict[str, Any] = {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    try:
+        loaded, missing, unexpected = _read(wanted, directory, what, strategy)
+    except MegarlError as error:
+        failure = error
+    # later versions of Megatron-Core read without telling other ranks of an error; and a pipeline stage asks for its own layers, so that
+    # no other one would hear of what is missing there
+    everywhere = _on_all_ranks((None if failure is None else (isinstance(failure, UnusableCheckpointError), str(failure)), unexpected))
+    if failure is not None:
+        raise failure
+    for rank, (found, _) in enumerate(everywhere):
+        if found is not None:
+            is_unusable, message = found
+            raise (UnusableCheckpointError if is_unusable else CheckpointError)(f"rank {rank}: {message}")
+    only_there, only_here = missing, sorted({key for _, keys in everywhere for key in keys})
+    if only_there or only_here:
+        raise CheckpointError(
+            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
+            f"only in the model {only_here[:3]} "
+            f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
+        )
+    return loaded
+
+
+def _read(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that are only asked for by this rank."""
     read_plain_index(directory)
     try:
         with restricted_loading():
@@ -278,22 +308,14 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
         raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
     except (CheckpointingException, KeyError, ValueError) as error:
         raise CheckpointError(f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path") from error
-    only_there, only_here = _tensor_keys(missing), _on_any_rank(_tensor_keys(unexpected))
-    if only_there or only_here:
-        raise CheckpointError(
-            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
-            f"only in the model {only_here[:3]} "
-            f"({len(only_there)} and {len(only_here)} in all). Check model_name and the path"
-        )
-    return loaded
+    return loaded, _tensor_keys(missing), _tensor_keys(unexpected)
 
 
-def _on_any_rank(keys: Sequence[str]) -> list[str]:
-    """What each rank has for itself, as one list on all: a pipeline stage asks for its own layers, and no other one would hear of what is
-    missing there. A collective over all ranks."""
-    everywhere: list[Sequence[str]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, keys)
-    return sorted(set(itertools.chain.from_iterable(everywhere)))
+def _on_all_ranks(own: Any) -> list[Any]:
+    """What each rank has, by rank. A collective over all ranks."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return everywhere
 
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:
