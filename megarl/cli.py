@@ -298,11 +298,11 @@ def show(config: Config, data: bool) -> None:
     """Check and print what a run would do, and with ``data`` what it would read; all checks come first."""
     from rich.console import Console
 
-    from megarl.algorithms.model_check import check_model_on_disk
+    from megarl.algorithms.model_check import check_models_on_disk
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
 
-    check_model_on_disk(config["policy"])
+    check_models_on_disk(config)
     found = []
     if data:
         from megarl.algorithms.inputs import describe_inputs

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from megarl.algorithms.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,11 +36,18 @@ class Role:
         name: of the role.
         directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not trained.
         has_workers: it has workers of its own, trained or not; else those of another role have its weights.
+        section: dotted path of the section of a configuration that the model is made by.
     """
 
     name: str
     directory: str | None
     has_workers: bool = True
+    section: str = "policy"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model has an optimizer and a place in checkpoints."""
+        return self.directory is not None
 
 
 ACTOR = Role("actor", "policy")
@@ -46,6 +55,29 @@ ACTOR = Role("actor", "policy")
 
 REFERENCE = Role("reference", None, has_workers=False)
 """The policy as it was before training. The actor's workers keep it."""
+
+CRITIC = Role("critic", "critic", section="critic")
+"""The model that says what the actor's states are worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """Section of a configuration for a model beside the policy. It has the keys of ``policy``; those that are absent are as there.
+
+    Attributes:
+        meaning: in words, without a full stop.
+        scores: the model has a score layer and generates nothing; else it is a language model, whose log-probabilities follow from how the
+            policy's answers are drawn.
+        is_trained: it has an optimizer.
+        by_name: the section has several of them under names of the user's.
+        is_optional: without the section there is no such model; else the model is then made by ``policy`` alone.
+    """
+
+    meaning: str
+    scores: bool = False
+    is_trained: bool = False
+    by_name: bool = False
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +95,8 @@ class Parts:
         timer: told the phases of a step.
         skipped: trains, and keeps batches that could not be trained on.
         sample_log: keeps samples for people to read; None for none.
+        turns: whose turn it is on the devices. A step of a run with several models takes the turn of a model before it calls it, and that
+            of the actor before samples are collected.
     """
 
     config: Mapping[str, Any]
@@ -76,6 +110,7 @@ class Parts:
     timer: PhaseTimer
     skipped: SkippedBatches
     sample_log: SampleLog | None = None
+    turns: Turns = field(default_factory=lambda: Turns({}))
 
 
 class Algorithm(ABC):
@@ -84,6 +119,7 @@ class Algorithm(ABC):
     Attributes:
         SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes first and has
             ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start`` or ``val_at_end``, a run heeds them.
+        MODELS: sections of models beside the policy, by name; a role names its own as ``section``, ``NAME`` or ``NAME.NAME_OF_THE_USER``.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
         PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
             ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
@@ -97,6 +133,7 @@ class Algorithm(ABC):
     """
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType({})
     GENERATES: ClassVar[bool] = True
     PAIRS: ClassVar[bool] = False
     SCORES: ClassVar[bool] = False
@@ -113,7 +150,7 @@ class Algorithm(ABC):
 
     @classmethod
     def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
-        """The models that a run needs."""
+        """The models that a run needs, the actor first."""
         del config
         return (ACTOR,)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl import env
-from megarl.algorithms.model_check import check_model, check_tokens
+from megarl.algorithms.model_check import check_model, check_models_beside, check_tokens
 from megarl.config.algorithms import algorithm_class, generates, step_size
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.tokenization import get_tokenizer
@@ -68,6 +68,7 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
         ConversionError: the model cannot be carried over.
     """
     tokenizer, environment, load = _opened(config, stack)
+    check_models_beside(config, tokenizer)
     data = config["data"]
     train = load(data["train"])
     validation = load(data["validation"]) if data["validation"] else None

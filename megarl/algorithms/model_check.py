@@ -3,8 +3,9 @@ tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,11 @@ from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.backend import enabled_backend, scores
 from megarl.config.model_facts import config_file, published_config, read_model_facts
+from megarl.config.models import POLICY, model_sections, renamed, renamed_text
+from megarl.config.nested import at
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
-from megarl.errors import DataError, ModelError
+from megarl.data.tokenization import get_tokenizer
+from megarl.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +73,79 @@ def check_model_on_disk(policy: Mapping[str, Any]) -> None:
         if directory.is_dir():
             logger.warning("%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them", directory)
         _check(policy, _plain_file(file), lambda: _read_config(policy, name, local_files_only=True), None)
+
+
+def check_models_beside(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """``check_model`` for the models beside the policy, which read its tokens: each has them, under the same ids.
+
+    Args:
+        config: of a checked run.
+        tokenizer: of the policy.
+
+    Raises:
+        ConversionError, ConfigError: as ``check_model``.
+        ModelError: as ``check_model``, or a model has another vocabulary.
+    """
+    for path in model_sections(config):
+        section = at(config, path)
+        with _named(path):
+            vocab_size = check_model(section)
+        _check_vocabulary(config[POLICY], section, path, vocab_size, tokenizer)
+
+
+def check_models_on_disk(config: Mapping[str, Any]) -> None:
+    """``check_model_on_disk`` for all models of a checked run; errors as there."""
+    check_model_on_disk(config[POLICY])
+    for path in model_sections(config):
+        with _named(path):
+            check_model_on_disk(at(config, path))
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Inside, errors of a model name its section at ``path``, not ``policy``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([renamed(violation, path) for violation in error.violations] or renamed_text(str(error), path)) from error
+    except (ModelError, ConversionError) as error:
+        raise type(error)(f"{path}: {renamed_text(str(error), path)}") from error
+
+
+def _check_vocabulary(
+    policy: Mapping[str, Any], section: Mapping[str, Any], path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a model that would read other tokens than the policy wrote.
+
+    A model brings its tokenizer along. Where it has none, the number of its tokens alone is compared.
+
+    Raises:
+        ModelError: it has another vocabulary.
+    """
+    known = tokenizer.get_vocab()
+    fix = f"give {path}.model_name a model with the tokens of policy.tokenizer"
+    if max(known.values()) >= vocab_size:
+        raise ModelError(
+            f"{path}.model_name = {section['model_name']!r}: its token ids lie in [0, {vocab_size}), and the policy's tokenizer has "
+            f"{max(known.values())}. Fix: {fix}"
+        )
+    own = section["tokenizer"] if section["tokenizer"] != policy["tokenizer"] else {"name": section["model_name"]}
+    if own == {"name": policy["model_name"]}:
+        return
+    try:
+        others = get_tokenizer(own, section["trust_remote_code"]).get_vocab()
+    except ModelError:
+        if section["tokenizer"] != policy["tokenizer"]:
+            raise
+        logger.warning("%s.model_name = %s has no tokenizer: its tokens are taken to be the policy's", path, section["model_name"])
+        return
+    different = sorted((index, token) for token, index in known.items() if others.get(token) != index)
+    if different:
+        index, token = different[0]
+        raise ModelError(
+            f"{path}.model_name = {section['model_name']!r}: {len(different)} of the {len(known)} tokens of the policy's tokenizer have "
+            f"another id in its own, or none: first {token!r} = {index}, there {others.get(token)}. Fix: {fix}"
+        )
 
 
 def _plain_file(path: Path) -> Architecture | None:

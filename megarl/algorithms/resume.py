@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import write_json_atomic
 from megarl.checkpoint.background import BackgroundWrite, free_memory, take_memory
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.checkpoint.storage import said_of_space
 from megarl.config.algorithms import algorithm_class
+from megarl.config.models import POLICY, model_sections
+from megarl.config.nested import at, put
 from megarl.config.resume_changes import check_changes
 from megarl.errors import (
     LOGPROB,
@@ -141,20 +144,29 @@ def with_smaller_micro_batches(config: Mapping[str, Any], run_dir: Path) -> dict
         config: of the run, checked.
         run_dir: its directory.
     """
-    policy = dict(config["policy"])
-    of_pairs = algorithm_class(config["algorithm"]).PAIRS
-    for kind, times in _halvings(run_dir).items():
-        rows, tokens = _SIZES[kind]
-        least = policy["max_total_sequence_length"] * (2 if of_pairs and kind == TRAINING else 1)
-        for _ in range(times):
-            policy[rows] = _smaller(policy[rows])
-            for way in ("dynamic_batching", "sequence_packing"):
-                if policy[way].get(tokens) is not None:
-                    policy[way] = {**policy[way], tokens: max(policy[way][tokens] // 2, least)}
+    halvings = _halvings(run_dir)
+    together = 2 if algorithm_class(config["algorithm"]).PAIRS else 1
+    for path in (POLICY, *model_sections(config)):
+        config = put(config, path, _with_halves(at(config, path), halvings, together))
+    for kind, times in halvings.items():
         logger.warning(
             "micro-batches of %s passes are halved %d times: a launch before had no room for them (%s)", kind, times, SMALLER_FILE
         )
-    return {**config, "policy": policy}
+    return dict(config)
+
+
+def _with_halves(policy: Mapping[str, Any], halvings: Mapping[str, int], together: int) -> dict[str, Any]:
+    """A section of a model with micro-batches that are halved so often, by the kind of pass; ``together`` rows are trained on together."""
+    halved = dict(policy)
+    for kind, times in halvings.items():
+        rows, tokens = _SIZES[kind]
+        least = policy["max_total_sequence_length"] * (together if kind == TRAINING else 1)
+        for _ in range(times):
+            halved[rows] = _smaller(halved[rows])
+            for way in ("dynamic_batching", "sequence_packing"):
+                if halved[way].get(tokens) is not None:
+                    halved[way] = {**halved[way], tokens: max(halved[way][tokens] // 2, least)}
+    return halved
 
 
 def _smaller(rows: int) -> int:
@@ -223,6 +235,7 @@ class CheckpointWriter:
         estimated_bytes: what a checkpoint takes, where none is there yet.
         is_asynchronous: checkpoints are written by a process of its own while training goes on; at most one at a time.
         longest_s: that it may take once it is waited for.
+        turns: bring each model to the devices, where several share them.
         in_flight: the one that is being written.
         seconds: that the last one of them took.
         failed: steps whose checkpoints could not be written, since the last one that could.
@@ -239,6 +252,7 @@ class CheckpointWriter:
     estimated_bytes: int = 0
     is_asynchronous: bool = False
     longest_s: float = 1800.0
+    turns: Turns = field(default_factory=lambda: Turns({}))
     in_flight: list[CheckpointInFlight] = field(default_factory=list)
     seconds: list[float] = field(default_factory=lambda: [0.0])
     failed: list[int] = field(default_factory=list)
@@ -377,6 +391,7 @@ class CheckpointWriter:
     def _write_models(self, path: Path) -> None:
         for role, model in self.models.items():
             if role.directory is not None:
+                self.turns.bring(role)
                 of_role = path / role.directory
                 model.save_checkpoint(
                     weights_path=str(of_role / WEIGHTS), optimizer_path=str(of_role / OPTIMIZER), tokenizer_path=str(of_role / TOKENIZER)

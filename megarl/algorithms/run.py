@@ -29,14 +29,24 @@ from megarl.algorithms.resume import (
     with_smaller_micro_batches,
 )
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
-from megarl.algorithms.start import check_engine, check_places, decided_device, start_engines, start_policy, start_ray, watched_memory
+from megarl.algorithms.start import (
+    check_engine,
+    check_places,
+    decided_device,
+    start_engines,
+    start_models,
+    start_policy,
+    start_ray,
+    watched_memory,
+)
 from megarl.algorithms.stopping import listening_for_stop, this_attempt
 from megarl.algorithms.time_left import time_left
+from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.config.algorithms import algorithm_class, generates, own_section, roles, step_size
-from megarl.config.memory_run import checkpoint_bytes
+from megarl.config.algorithms import algorithm_class, generates, own_section, step_size
+from megarl.config.memory_run import checkpoint_bytes, checkpoint_bytes_beside
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
@@ -66,8 +76,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Config = dict[str, Any]
-PolicyFactory = Callable[[Config, "PreTrainedTokenizerBase", ResumePoint, ExitStack, Role], "Policy"]
-"""Makes the model of a role, and leaves on the stack what shuts it down."""
+PolicyFactory = Callable[..., "Policy"]
+"""Makes the model of a role as ``start_policy`` does, and leaves on the stack what shuts it down."""
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -167,15 +177,14 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         reporting = _open_reporting(config, run_dir, schedule, start, stack, anew=restarts.workers == 0)
         tell_worker_groups(config["profiler"])
         roomy = with_smaller_micro_batches(launch.placed, run_dir)
-        made_of = roomy, inputs.tokenizer, start, stack
-        models = {role: launch.make_policy(*made_of, role) for role in roles(config) if role.has_workers}
-        policy = models[ACTOR]
+        models = start_models(roomy, inputs.tokenizer, start, stack, launch.make_policy)
+        policy, turns = models[ACTOR], Turns(models)
         refit = start_engines(config, policy, stack)
         if refit is not None:
             refit.restarts, refit.on_restart = restarts.engines, restarts.engines_lost
         reporting = replace(
             reporting,
-            memory=policy.memory_figures,
+            memory=lambda: _memory_figures(models),
             throughput=_throughput(config, policy),
             restarts=restarts.figures,
             look_around=launch.look_around,
@@ -183,9 +192,9 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         skipped = SkippedBatches(run_dir / DIRECTORY)
         samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
-        parts = Parts({**config, "policy": roomy["policy"]}, models, refit, *read, sampler, reporting.timer, skipped, samples)
+        parts = Parts(roomy, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
         algorithm = algorithm_class(config["algorithm"])(parts)
-        writer = _writer(manager, models, config, launch.attempt, samples)
+        writer = _writer(manager, models, turns, config, launch.attempt, samples)
         if writer is not None:
             stack.push(writer.leave)
 
@@ -206,6 +215,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         stop.forget_files()
         if config["checkpointing"]["export_hf"]:
             path = run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}"
+            turns.bring(ACTOR)
             _export(policy, path, reporting.console, has_trained=reached > start.step)
         reporting.console.finish()
         restarts.outcome.text = FINISHED
@@ -250,16 +260,32 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
         raise ConfigError([Violation(key, str(directory), bound, "give a directory that you may write to")]) from error
 
 
+def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
+    """``Policy.memory_figures`` of the actor, and what the processes of other models have, ``critic_memory_gib`` and the like."""
+    figures = models[ACTOR].memory_figures()
+    for role, model in models.items():
+        if role != ACTOR:
+            figures |= {f"{role.name}_{name}": value for name, value in model.memory_figures().items() if name in _OF_PROCESSES}
+    return figures
+
+
+_OF_PROCESSES = frozenset({"memory_gib", "peak_memory_gib"})
+
+
 def _writer(
-    manager: CheckpointManager | None, models: Mapping[Role, Policy], config: Config, attempt: Attempt, samples: SampleLog | None
+    manager: CheckpointManager | None,
+    models: Mapping[Role, Policy],
+    turns: Turns,
+    config: Config,
+    attempt: Attempt,
+    samples: SampleLog | None,
 ) -> CheckpointWriter | None:
     if manager is None:
         return None
     save_period = config["checkpointing"]["save_period"]
     flush = samples.files.flush if samples is not None else lambda: None
-    written = sum(role.directory is not None for role in models)
     facts = facts_of_policy(config["policy"])
-    estimated = 0 if facts is None else written * checkpoint_bytes(config["policy"], facts)
+    estimated = 0 if facts is None else checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)
     return CheckpointWriter(
         manager,
         models,
@@ -271,6 +297,7 @@ def _writer(
         estimated_bytes=estimated,
         is_asynchronous=config["checkpointing"]["async_save"],
         longest_s=config["deadlines"]["save_s"],
+        turns=turns,
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import Role
     from megarl.algorithms.interfaces import LossFunction
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.interfaces import PolicyInterface
@@ -29,7 +30,7 @@ MOST_KEPT = 20
 class SkippedBatches:
     """Trains, and keeps what could not be trained on.
 
-    For a step with a loss or gradient that is not finite it writes ``step_N.json`` (what was seen first on which rank, in which
+    For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json`` of another role (what was seen first on which rank, in which
     micro-batch and rows) and ``step_N.safetensors`` (those rows of the batch, all columns, and their numbers as ``row``; where nobody
     knows the rows, the whole global batch). The first twenty steps are kept.
 
@@ -48,6 +49,7 @@ class SkippedBatches:
         records: Sequence[int],
         gbs: int | None = None,
         mbs: int | None = None,
+        role: Role | None = None,
     ) -> dict[str, Any]:
         """``policy.train``.
 
@@ -58,20 +60,24 @@ class SkippedBatches:
             step: number of the step.
             records: [B] index in the training data of the record that each row comes from.
             gbs, mbs: rows of a global batch and of a micro-batch; None for those of the policy's configuration.
+            role: that the model plays, where it is not the actor.
 
         Raises:
             NonFiniteError: see ``Policy.train``; the batch is kept before.
         """
+        name = f"step_{step}" if role is None else f"step_{step}_{role.name}"
         try:
             result = policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
         except NonFiniteError as error:
-            self._keep(batch, error.skipped, step, records)
+            self._keep(batch, error.skipped, step, records, name)
             raise
         if result.get("skipped"):
-            self._keep(batch, result["skipped"], step, records)
+            self._keep(batch, result["skipped"], step, records, name)
         return result
 
-    def _keep(self, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int]) -> None:
+    def _keep(
+        self, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int], name: str
+    ) -> None:
         for found in skipped:
             figures = f"loss = {found['loss']}, gradient norm = {found['grad_norm']}"
             logger.warning("step %d: no optimizer step was taken: %s; weights are as before", step, figures)
@@ -80,18 +86,17 @@ class SkippedBatches:
         from safetensors import SafetensorError
 
         try:
-            self._write(self.directory, batch, skipped, step, records)
+            self._write(self.directory / f"{name}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning("what was seen in step %d, and the rows, cannot be kept in %s: %s", step, self.directory, error)
 
     @staticmethod
-    def _write(directory: Path, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int]) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        if len(list(directory.glob("step_*.json"))) >= MOST_KEPT:
+    def _write(path: Path, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted({row for found in skipped for row in _rows(found)})
         report = {"step": step, "skipped": _plain(skipped), "rows": rows, "records": [records[row] for row in rows]}
-        path = directory / f"step_{step}.json"
         path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         _write_rows(batch, rows, path.with_suffix(".safetensors"))
         logger.warning("what was seen, and the rows, are in %s and .safetensors beside it", path)

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from megarl import env
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
 from megarl.config.algorithms import algorithm_class, generates
+from megarl.config.models import model_roles
+from megarl.config.nested import at
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
@@ -137,10 +139,27 @@ def _refuse_the_cpu_where_gpus_are_expected() -> None:
 
 
 def start_policy(
-    config: Config, tokenizer: PreTrainedTokenizerBase, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, *, trains: bool = True
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    start: ResumePoint,
+    stack: ExitStack,
+    role: Role = ACTOR,
+    beside: Policy | None = None,
+    *,
+    trains: bool = True,
 ) -> Policy:
-    """Reserve bundles for the workers and build the policy of a role on them, on a Ray that is started where none runs yet; the stack takes
-    all of it down again. One that does not train has neither an optimizer nor a reference policy."""
+    """Reserve bundles for the workers and build the model of a role on them, on a Ray that is started where none runs yet; the stack takes
+    all of it down again. One that does not train has neither an optimizer nor a reference policy.
+
+    Args:
+        config: of the run; the role says which section the model is made by.
+        tokenizer: of the policy.
+        start: where the run goes on.
+        stack: takes down what is started here.
+        role: that the model plays.
+        beside: a model that was started before, whose bundles this one shares; None reserves bundles for all models of the run.
+        trains: False for a policy alone, which nobody trains.
+    """
     start_ray(stack)
     import ray
 
@@ -149,16 +168,21 @@ def start_policy(
 
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
-    cluster = _training_cluster(config)
-    stack.callback(cluster.shutdown)
+    if beside is None:
+        cluster = _training_cluster(config, len(model_roles(config)) if trains else 1)
+        stack.callback(cluster.shutdown)
+    else:
+        cluster = beside.worker_group.cluster
+    trains = trains and role.is_trained
     policy = Policy(
         cluster,
-        config["policy"],
+        at(config, role.section),
         tokenizer,
+        **({} if role == ACTOR else {"name_prefix": role.name}),
         weights_path=_text(start.weights_path(role)),
         init_optimizer=trains,
         optimizer_path=_text(start.optimizer_path(role)) if trains else None,
-        init_reference_model=trains and has_reference_policy(config),
+        init_reference_model=trains and role == ACTOR and has_reference_policy(config),
         seed=config["seed"],
         init_timeout_s=_init_seconds(config["deadlines"], start),
         deadlines=PhaseDeadlines.of(config["deadlines"]),
@@ -174,8 +198,34 @@ def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
     return max(deadlines["init_s"] - _ray_start["seconds"], 1.0) + reading
 
 
-def _training_cluster(config: Mapping[str, Any]) -> RayVirtualCluster:
-    """The bundles of a run's policy, which nothing has reserved yet."""
+def start_models(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    start: ResumePoint,
+    stack: ExitStack,
+    make_policy: Callable[..., Policy],
+) -> dict[Role, Policy]:
+    """Build the models of all roles of a run that have workers, the actor first, all on its bundles.
+
+    Each leaves the devices when it is built, where there are several; ``Turns`` brings them back.
+
+    Args:
+        config, tokenizer, start, stack: as of ``start_policy``.
+        make_policy: ``start_policy``, or another one of its form.
+    """
+    actor, *others = model_roles(config)
+    built = make_policy(config, tokenizer, start, stack, actor)
+    models = {actor: built}
+    for role in others:
+        built.offload_after_refit()
+        built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
+    if others:
+        built.offload_after_refit()
+    return models
+
+
+def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualCluster:
+    """The bundles that a number of models of a run share, which nothing has reserved yet."""
     import ray
 
     from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -186,7 +236,7 @@ def _training_cluster(config: Mapping[str, Any]) -> RayVirtualCluster:
     return RayVirtualCluster(
         [ranks] * nodes,
         use_gpus=uses_gpus(section["device"], ray.cluster_resources().get("GPU", 0)),
-        max_colocated_worker_groups=2 if shares_devices else 1,
+        max_colocated_worker_groups=models + shares_devices,
         num_gpus_per_node=section["gpus_per_node"],
         name=algorithm_class(config["algorithm"]).section(),
     )
@@ -222,7 +272,7 @@ def decided_device(config: Mapping[str, Any]) -> str:
 
 
 def check_places(config: Mapping[str, Any]) -> None:
-    """Look whether the living nodes have places for a run's policy, after some were lost; all is well where no Ray runs.
+    """Look whether the living nodes have places for a run's models, after some were lost; all is well where no Ray runs.
 
     Raises:
         ResourceInsufficientError: they have not.
@@ -230,7 +280,7 @@ def check_places(config: Mapping[str, Any]) -> None:
     import ray
 
     if ray.is_initialized():
-        _training_cluster(config).check_places()
+        _training_cluster(config, len(model_roles(config))).check_places()
 
 
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
+from megarl.config.nested import at
 from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
 from megarl.key import Key, keys_of, section_types
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import Algorithm, Role
+    from megarl.algorithms.algorithm import Algorithm, ModelSection, Role
 
 KEY = "algorithm"
 
@@ -50,7 +51,7 @@ ORDER = (
 )
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
-_NEEDED = ("SECTIONS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
+_NEEDED = ("SECTIONS", "MODELS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
 OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "loss_fn", "env")
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
@@ -82,9 +83,13 @@ def _fault_of(algorithm: type[Algorithm]) -> tuple[str, str] | None:
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:
         return f"it does not say how to {', '.join(abstract)}", "write these methods"
-    taken = sorted(algorithm.SECTIONS.keys() & set(ORDER) - set(OF_ALGORITHMS))
-    if taken:
-        return f"its SECTIONS have {', '.join(taken)}, which every run has", "give its own sections other names"
+    for attribute in ("SECTIONS", "MODELS"):
+        taken = sorted(getattr(algorithm, attribute).keys() & set(ORDER) - set(OF_ALGORITHMS))
+        if taken:
+            return f"its {attribute} have {', '.join(taken)}, which every run has", "give its own sections other names"
+    twice = sorted(algorithm.SECTIONS.keys() & algorithm.MODELS.keys())
+    if twice:
+        return f"its SECTIONS and its MODELS both have {', '.join(twice)}", "give one of them another name"
     keys = {name: keys_of(section).keys() for name, section in algorithm.SECTIONS.items()}
     section = algorithm.section()
     if "max_num_steps" not in keys[section]:
@@ -116,8 +121,8 @@ def rows_of_record(config: Mapping[str, Any]) -> int:
 def step_size(config: Mapping[str, Any]) -> tuple[int, int]:
     """Prompts (records) of a step of a checked run, and responses to each."""
     algorithm = algorithm_class(config[KEY])
-    prompts = config["policy"]["train_global_batch_size"] if algorithm.PROMPTS is None else _at(config, algorithm.PROMPTS)
-    return prompts, 1 if algorithm.GENERATIONS is None else _at(config, algorithm.GENERATIONS)
+    prompts = config["policy"]["train_global_batch_size"] if algorithm.PROMPTS is None else at(config, algorithm.PROMPTS)
+    return prompts, 1 if algorithm.GENERATIONS is None else at(config, algorithm.GENERATIONS)
 
 
 def roles(config: Mapping[str, Any]) -> tuple[Role, ...]:
@@ -133,6 +138,20 @@ def sections_of(name: object) -> Mapping[str, Any]:
         return {}
 
 
+def models_of(name: object) -> Mapping[str, ModelSection]:
+    """The sections of models beside the policy that an algorithm has, by name; none where there is no such algorithm."""
+    try:
+        return algorithm_class(name).MODELS if isinstance(name, str) else {}
+    except ConfigError:
+        return {}
+
+
+@cache
+def built_in_models() -> Mapping[str, ModelSection]:
+    """The sections of models beside the policy that the built-in algorithms have, by name."""
+    return {section: model for name in ALGORITHMS for section, model in algorithm_class(name).MODELS.items()}
+
+
 @cache
 def built_in_sections() -> Mapping[str, Any]:
     """The sections that the built-in algorithms have for themselves, TypedDicts by name."""
@@ -140,13 +159,19 @@ def built_in_sections() -> Mapping[str, Any]:
 
 
 def run_type(name: object) -> Any:
-    """The TypedDict of a whole run: what all runs have, and the sections of the built-in algorithms and of the algorithm of that name."""
-    return _run_type(tuple(sections_of(name).items()))
+    """The TypedDict of a whole run: what all runs have, and the sections of the built-in algorithms and of the algorithm of that name.
+
+    Sections of models beside the policy are but mappings here: what they lack is in ``policy`` (``megarl.config.models``).
+    """
+    return _run_type(tuple(sections_of(name).items()), tuple(models_of(name).items()))
 
 
 @cache
-def _run_type(sections: tuple[tuple[str, Any], ...]) -> Any:
+def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
     keys: dict[str, Any] = dict(keys_of(RunConfig))
+    for name, model in {**built_in_models(), **dict(models)}.items():
+        section: Any = dict[str, dict[str, Any]] if model.by_name else dict[str, Any]
+        keys[name] = NotRequired[Annotated[section, Key(model.meaning)]]
     for name, section in {**built_in_sections(), **dict(sections)}.items():
         # an algorithm may have a loss or an environment of its own; one that has the built-in one keeps what is said of that
         if name not in keys or section not in section_types(keys[name]):
@@ -157,10 +182,3 @@ def _run_type(sections: tuple[tuple[str, Any], ...]) -> Any:
     made = make("RunConfig", ordered)
     made.__doc__ = RunConfig.__doc__
     return made
-
-
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        value = value[part]
-    return value

@@ -6,14 +6,16 @@ A key that is there, even with null, is left alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
 from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
 from megarl.config.losses import ClippedPGLossConfig
+from megarl.config.models import in_full, model_sections
+from megarl.config.nested import at, put
 from megarl.config.sections import (
     CheckpointingConfig,
     ClusterConfig,
@@ -41,6 +43,9 @@ from megarl.models.policy import (
     RewardModelConfig,
 )
 
+if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import ModelSection
+
 _SECTIONS: Mapping[str, Any] = {
     "loss_fn": ClippedPGLossConfig,
     "env": EnvConfig,
@@ -60,7 +65,10 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
     run["deadlines"] = _complete_deadlines(_section(run, "deadlines"))
+    models = {path: in_full(_section(run, "policy"), at(run, path) or {}, section) for path, section in _well_formed_models(run)}
     run["policy"] = complete_policy(_section(run, "policy"))
+    for path, model in models.items():
+        run = put(run, path, complete_policy(model))
     for key, section in {**_SECTIONS, **built_in_sections(), **sections_of(run.get("algorithm"))}.items():
         if isinstance(run.get(key), dict):
             run[key] = _with_inner_sections(fill(run[key], defaults_of(section)), section)
@@ -74,6 +82,14 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     return {key: run[key] for key in (*ORDER, *run) if key in run}
+
+
+def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
+    """The sections of models beside the policy that are there as sections, or not at all."""
+    for path, section in model_sections(run).items():
+        given = at(run, path)
+        if given is None or isinstance(given, dict):
+            yield path, section
 
 
 def _complete_deadlines(section: Config) -> Config:

@@ -15,6 +15,7 @@ from omegaconf.resolvers import oc
 
 from converters.checkpoint.files import DEEPEST, special_kind
 from megarl import env
+from megarl.config.nested import merge
 from megarl.config.recipes import inherited
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
@@ -59,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequenc
 def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path], allow_env: bool) -> Config:
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
-        stacked = _merged(stacked, _load(Path(file), None, ()))
+        stacked = merge(stacked, _load(Path(file), None, ()))
     merged = parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
     written = OmegaConf.to_container(merged, resolve=False)
     _refuse_resolvers(written, str(path), allow_env)
@@ -168,17 +169,9 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
     start = path.parent if base_dir is None else base_dir
     merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
-        merged = _merged(merged, _load(inherited(parent, start), None, (*chain, path)))
-    return _merged(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
-
-
-def _merged(under: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
-    """``over`` wins; only mappings merge. Not OmegaConf's merge, which refuses to put a mapping where a list was."""
-    result = dict(under)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
-    return result
+        # not OmegaConf's merge, which refuses to put a mapping where a list was
+        merged = merge(merged, _load(inherited(parent, start), None, (*chain, path)))
+    return merge(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
 
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:

@@ -3,14 +3,17 @@ what lies at each moment on a device that policy and engine share. All sizes are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.memory import BYTES, MOMENTS, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
-from megarl.config.model_facts import ModelFacts
+from megarl.config.model_facts import ModelFacts, facts_of_policy
+from megarl.config.models import model_sections
+from megarl.config.nested import at
 from megarl.models.generation.engines import is_engine
 
 GIB = 2**30
@@ -65,7 +68,13 @@ class Moment:
         return self.policy + self.engine + self.transfer
 
 
-def device_ledger(policy: Mapping[str, Any], rank: RankMemory, engine: EngineMemory, facts: ModelFacts) -> list[Moment]:
+def device_ledger(
+    policy: Mapping[str, Any],
+    rank: RankMemory,
+    engine: EngineMemory,
+    facts: ModelFacts,
+    beside: Mapping[str, RankMemory] = MappingProxyType({}),
+) -> list[Moment]:
     """The moments of a run on a device that an engine shares, from its start to the first trained step, in their order.
 
     vLLM starts only where its whole budget is free. So the policy, which a checkpoint brings with the moments of its optimizer, leaves the
@@ -76,23 +85,26 @@ def device_ledger(policy: Mapping[str, Any], rank: RankMemory, engine: EngineMem
         rank: the rank of the policy, of the fullest stage.
         engine: the engine's part of the device.
         facts: sizes of the model.
+        beside: ranks of the models beside the policy, of their fullest stages, by the names of their sections. They take turns with it.
     """
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     # a configured size is that of both
     slots = 2 * max(SLOT_BYTES, largest) if configured is None else int(configured * GIB)
     gathered = max(GATHERED_BYTES, largest) if configured is None else 0
-    resumed, trained = POLICY_REST + rank.weights + rank.gradients + rank.optimizer, POLICY_REST + rank.peak
-    parameters = POLICY_REST + rank.weights
+    rest = POLICY_REST * (1 + len(beside))
+    resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
+    parameters = rest + rank.weights
     return [
         Moment("policy built, first start", resumed - _moment_bytes(policy, rank), 0),
         Moment("policy built, resumed", resumed, 0),
-        Moment("engine starts, policy has left", POLICY_REST, engine.budget),
+        Moment("engine starts, policy has left", rest, engine.budget),
         Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
         Moment("refit", parameters, ENGINE_REST + engine.weights, slots + gathered),
-        Moment("generation", POLICY_REST, engine.budget, slots),
+        Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.logits, ENGINE_REST, slots),
         Moment("training", trained, ENGINE_REST, slots),
+        *(Moment(f"{name} in its turn", rest + other.peak, ENGINE_REST, slots) for name, other in beside.items()),
     ]
 
 
@@ -114,21 +126,30 @@ def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
     return stage_parameters(facts, tensor, 0, layers) + experts
 
 
-def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory]) -> int:
+def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:
     """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it takes the place of; optimizer
     state and weights while an engine on the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where
-    ranks run on a CPU, everything. A checkpoint that is written while training goes on is not among it."""
+    ranks run on a CPU, everything. A checkpoint that is written while training goes on is not among it.
+
+    Args:
+        config: a checked run with its defaults.
+        ranks: of the policy.
+        beside: of each model beside it. Each leaves the device while another one is there, as the policy then does.
+    """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
     colocated = generation is not None and is_engine(generation["backend"]) and generation["colocated"]["enabled"]
-    offloads = generates(config) and (colocated or config["policy"]["offload_optimizer_for_logprob"])
+    models = list(beside)
+    colocated = colocated or bool(models)
+    offloads = (generates(config) and config["policy"]["offload_optimizer_for_logprob"]) or colocated
 
     def of_rank(rank: RankMemory) -> int:
         if on_cpu:
             return rank.peak + 2 * rank.reference_weights
         return 2 * rank.reference_weights + offloads * rank.optimizer + colocated * rank.weights
 
-    return int(config["cluster"]["gpus_per_node"] * max(of_rank(rank) for rank in ranks))
+    together = sum(max(of_rank(rank) for rank in each) for each in (ranks, *models))
+    return int(config["cluster"]["gpus_per_node"] * together)
 
 
 def checkpoint_bytes(policy: Mapping[str, Any], facts: ModelFacts) -> int:
@@ -146,6 +167,13 @@ def checkpoint_bytes(policy: Mapping[str, Any], facts: ModelFacts) -> int:
     return parameters * (element + 4 * (moments + copies))
 
 
+def checkpoint_bytes_beside(config: Mapping[str, Any]) -> int:
+    """What the trained models beside the policy add to a checkpoint; those whose sizes are not known are left out."""
+    sections = [at(config, path) for path, section in model_sections(config).items() if section.is_trained]
+    known = [(section, facts) for section in sections if (facts := facts_of_policy(section)) is not None]
+    return sum(checkpoint_bytes(section, facts) for section, facts in known)
+
+
 def checkpoints_kept(config: Mapping[str, Any]) -> int:
     """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being written."""
     section = config["checkpointing"]
@@ -158,4 +186,5 @@ def disk_bytes(config: Mapping[str, Any], facts: ModelFacts) -> int:
     """The run's directory at its largest: checkpoints, and the exported model."""
     section, policy = config["checkpointing"], config["policy"]
     exported = model_parameters(facts) * BYTES[policy["precision"]] if section["export_hf"] else 0
-    return exported + (checkpoints_kept(config) * checkpoint_bytes(policy, facts) if section["enabled"] else 0)
+    together = checkpoint_bytes(policy, facts) + checkpoint_bytes_beside(config)
+    return exported + (checkpoints_kept(config) * together if section["enabled"] else 0)

@@ -11,21 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.models import POLICY, model_sections
+from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
 
 PATIENCE_S = 30.0
 """That a place may take to say whether it is there; a server that is only busy does so in less."""
 
-_PLACES = (
-    "run_dir",
-    "policy.model_name",
-    "policy.tokenizer.name",
-    "policy.generation.model_name",
-    "policy.megatron_cfg.family_file",
-    "data.cache_dir",
-    "checkpointing.checkpoint_dir",
-    "logger.log_dir",
-)
+_OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
+_PLACES = ("data.cache_dir", "checkpointing.checkpoint_dir", "logger.log_dir")
 
 
 def require_answers(places: Mapping[str, str], patience_s: float | None = None) -> None:
@@ -67,10 +61,9 @@ _stat: Callable[[Path], object] = os.stat
 
 def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted keys of a configuration, valid or not, and their paths; a hub's id is one like any other name."""
-    for key in _PLACES:
-        value: Any = config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+    of_models = [f"{path}.{key}" for path in (POLICY, *model_sections(config)) for key in _OF_MODELS]
+    for key in ("run_dir", *of_models, *_PLACES):
+        value = at(config, key)
         if isinstance(value, str):
             yield key, value
     data = config.get("data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -18,12 +19,16 @@ from megarl.config.memory_run import (
     EngineMemory,
     Moment,
     checkpoint_bytes,
+    checkpoint_bytes_beside,
     checkpoints_kept,
     device_ledger,
     disk_bytes,
     host_memory,
 )
 from megarl.config.model_facts import ModelFacts, facts_of_policy
+from megarl.config.models import model_sections
+from megarl.config.nested import at, put
+from megarl.config.rules.models import with_model_as_policy
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validation_sets import set_plans, validation_sources
@@ -59,11 +64,31 @@ def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
     """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
-    return layout, [] if facts is None else _memory(config, facts, layout)
+    return layout, [] if facts is None else _memory(config, facts, layout, reference=has_reference_policy(config))
 
 
-def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout) -> list[RankMemory]:
-    policy, plan, reference = config["policy"], batch_plan(config, layout), has_reference_policy(config)
+def memory_of_models(config: Mapping[str, Any]) -> dict[str, list[RankMemory]]:
+    """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the dotted path of their sections;
+    those whose sizes are not known are left out."""
+    found = {}
+    for path, section in model_sections(config).items():
+        facts = facts_of_policy(at(config, path))
+        if facts is None:
+            continue
+        seen = put(with_model_as_policy(config, path), "policy.generation", None)
+        ranks = _memory(seen, facts, layout_of(View(seen)), reference=False)
+        found[path] = ranks if section.is_trained else [_without_training(rank, seen) for rank in ranks]
+    return found
+
+
+def _without_training(rank: RankMemory, config: Mapping[str, Any]) -> RankMemory:
+    """The memory of a model that is only read; Megatron has its gradient buffers all the same."""
+    gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
+    return replace(rank, gradients=gradients, optimizer=0, activations=0)
+
+
+def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
+    policy, plan = config["policy"], batch_plan(config, layout)
     if enabled_backend(policy) == "megatron":
         return estimate(policy, facts, layout, plan, reference)
     return [estimate_sharded(policy, facts, layout, plan, reference)]
@@ -88,9 +113,11 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
-    ranks = _memory(config, facts, layout)
+    ranks, beside = _memory(config, facts, layout, reference=has_reference_policy(config)), memory_of_models(config)
     console.print(memory_table(ranks))
-    console.print(surroundings_table(config, facts, ranks))
+    for path, of_model in beside.items():
+        console.print(memory_table(of_model, path))
+    console.print(surroundings_table(config, facts, ranks, beside))
     moments = ledger(config, facts, ranks)
     if moments:
         console.print(ledger_table(moments, config["cluster"]["device_memory_gib"]))
@@ -153,10 +180,12 @@ def validation_table(config: Mapping[str, Any]) -> Table:
     return table
 
 
-def memory_table(rows: list[RankMemory]) -> Table:
-    """Memory of a rank, one column a pipeline stage; of many stages the first, second and last one."""
+def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
+    """Memory of a rank, one column a pipeline stage; of many stages the first, second and last one. ``model`` names one that is not the
+    policy."""
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
-    table = Table(title="estimated memory of a rank, by pipeline stage (parameters are exact)")
+    whose = "" if model is None else f"{model}: "
+    table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")
     table.add_column("")
     for row in shown:
         table.add_column(f"stage {row.stage}", justify="right")
@@ -166,11 +195,14 @@ def memory_table(rows: list[RankMemory]) -> Table:
         table.add_row(name.replace("_", " "), *(size_text(getattr(row, name)) for row in shown))
     table.add_section()
     table.add_row("peak", *(size_text(row.peak) for row in shown))
-    table.add_row("reference policy, host memory", *(size_text(row.reference_weights) for row in shown))
+    if model is None:
+        table.add_row("reference policy, host memory", *(size_text(row.reference_weights) for row in shown))
     return table
 
 
-def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> Table:
+def surroundings_table(
+    config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]
+) -> Table:
     """Return what the run needs besides the devices of training: engine, host memory of a node, disk."""
     table = Table(title="beside the devices of training (estimated)", show_header=False)
     table.add_column("quantity")
@@ -181,9 +213,9 @@ def surroundings_table(config: Mapping[str, Any], facts: ModelFacts, ranks: list
         table.add_row("engine's weights, a device", size_text(engine.weights))
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
         table.add_row("tokens whose keys and values have room beside the weights", f"{engine.cached_tokens:,}")
-    table.add_row(f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks)))
+    table.add_row(f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks, beside.values())))
     if checkpointing["enabled"]:
-        table.add_row("a checkpoint", size_text(checkpoint_bytes(config["policy"], facts)))
+        table.add_row("a checkpoint", size_text(checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)))
         kept = f"{checkpoints_kept(config)} checkpoints at once" + (", exported model" if checkpointing["export_hf"] else "")
         table.add_row(f"disk: {kept}", size_text(disk_bytes(config, facts)))
     return table
@@ -200,7 +232,8 @@ def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]
     engine = _engine_memory(config, facts)
     if engine is None or not config["policy"]["generation"]["colocated"]["enabled"]:
         return []
-    return device_ledger(config["policy"], max(ranks, key=lambda rank: rank.peak), engine, facts)
+    fullest = {path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()}
+    return device_ledger(config["policy"], max(ranks, key=lambda rank: rank.peak), engine, facts, fullest)
 
 
 def ledger_table(moments: list[Moment], device_gib: float) -> Table:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.backend import enabled_backend
+from megarl.config.models import POLICY, as_of_policy, model_sections
+from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
 
 # The optimizer's and the schedule's state bring these values along, so that others would be ignored.
@@ -75,38 +77,49 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
     Raises:
         ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not accepted.
     """
-    changes = changed_keys(before, now)
-    violations = [*_other_backend(before, now, checkpoint), *_other_form(changes, checkpoint), *_without_effect(changes, checkpoint)]
+    changes, models = changed_keys(before, now), tuple(model_sections(now).items())
+    trained = [path for path, section in models if section.is_trained]
+    others = [path for path, section in models if not section.is_trained]
+    violations = list(_other_backend(before, now, [POLICY, *trained], checkpoint))
+    # of a model that is not trained there is no state
+    of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
+    violations += [*_other_form(of_state, trained, checkpoint), *_without_effect(of_state, trained, checkpoint)]
     if not accepted:
-        violations += _broken_promises(changes, checkpoint)
+        violations += _broken_promises(changes, [path for path, _ in models], checkpoint)
     if violations:
         raise ConfigError(violations)
     return changes
 
 
-def _other_backend(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> Iterator[Violation]:
-    old, new = enabled_backend(before["policy"]), enabled_backend(now["policy"])
-    if old != new:
-        bound = f"{checkpoint} was written by {old}, whose checkpoints {new} does not read"
-        yield Violation("the enabled backend", new, bound, f"go on with {old}, or export the weights and start another run from them")
+def _other_backend(before: Mapping[str, Any], now: Mapping[str, Any], paths: Sequence[str], checkpoint: str) -> Iterator[Violation]:
+    for path in paths:
+        if at(before, path) is None:
+            continue
+        old, new = enabled_backend(at(before, path)), enabled_backend(at(now, path))
+        if old != new:
+            bound = f"{checkpoint} was written by {old}, whose checkpoints {new} does not read"
+            key = "the enabled backend" if path == POLICY else f"the enabled backend of {path}"
+            yield Violation(key, new, bound, f"go on with {old}, or export the weights and start another run from them")
 
 
-def _other_form(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
-    for old, new in [changes[_DISTRIBUTED]] if _DISTRIBUTED in changes else []:
-        bound = f"{checkpoint} has optimizer state that was saved with {old!r}, which {new!r} does not read"
-        yield Violation(_DISTRIBUTED, new, bound, f"write {old!r}, or start another run from exported weights")
-
-
-def _without_effect(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
+def _other_form(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
-        if _is_below(key, _KEPT_BY_STATE) and not _is_below(key, _FREE):
+        if as_of_policy(key, models) == _DISTRIBUTED:
+            bound = f"{checkpoint} has optimizer state that was saved with {old!r}, which {new!r} does not read"
+            yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
+
+
+def _without_effect(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
+    for key, (old, new) in changes.items():
+        of_policy = as_of_policy(key, models)
+        if _is_below(of_policy, _KEPT_BY_STATE) and not _is_below(of_policy, _FREE):
             bound = f"{checkpoint} has optimizer state with {old!r}, which stays: the change would do nothing"
             yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
 
 
-def _broken_promises(changes: Mapping[str, tuple[Any, Any]], checkpoint: str) -> Iterator[Violation]:
+def _broken_promises(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
-        if _is_below(key, _PROMISED) and not (_is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)):
+        if _is_below(as_of_policy(key, models), _PROMISED) and not (_is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)):
             bound = f"{checkpoint} was trained with {old!r}"
             yield Violation(key, new, bound, f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one")
 

@@ -6,18 +6,23 @@ Keys of NeMo-RL's configurations (0.3 and after) that megarl does not have are r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megarl.config.algorithms import ORDER, run_type, sections_of
 from megarl.config.environments import EnvConfig, named_environments
+from megarl.config.models import POLICY, as_of_policy, in_full, model_sections
+from megarl.config.nested import at, has
 from megarl.errors import Violation
 from megarl.import_path import is_import_path
 from megarl.key import keys_of, named_section_types, section_types
 from megarl.models.policy import PolicyConfig
+
+if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import ModelSection
 
 _VLLM, _MEGATRON = "policy.generation.vllm_cfg", "policy.megatron_cfg"
 _LATER = "not in this version: remove it"
@@ -114,10 +119,31 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     violations = check_section(config, run_type(name))
     for environment, section in named.items():
         violations += check_section(section, EnvConfig, prefix=f"env.{environment}")
+    known = {violation.key for violation in violations}
+    for path, model in model_sections(config).items():
+        violations += _violations_of_model(config, path, model, known)
     if isinstance(name, str) and is_import_path(name) and not sections_of(name):
         # which sections such a run has, only its algorithm could say, and that cannot be loaded
         return [violation for violation in violations if violation.key in ORDER or "." in violation.key]
     return violations
+
+
+def _violations_of_model(config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]) -> Iterator[Violation]:
+    """Yield the violations of the shape of a section that takes from ``policy`` what it does not say, but those that it takes from there.
+
+    Args:
+        config: of the run.
+        path: of the section.
+        model: what it is for.
+        known: dotted keys of violations that are reported already.
+    """
+    policy, own = config.get(POLICY), at(config, path)
+    own = {} if own is None else own
+    if not isinstance(policy, Mapping) or not isinstance(own, Mapping):
+        return
+    for violation in check_section(in_full(policy, own, model), PolicyConfig, prefix=path):
+        if as_of_policy(violation.key, [path]) not in known or has(own, violation.key.removeprefix(f"{path}.")):
+            yield violation
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:

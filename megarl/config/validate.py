@@ -11,6 +11,8 @@ from converters.family_file import load_family_file
 from megarl.config.algorithms import ORDER
 from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.model_facts import ModelFacts, read_model_facts
+from megarl.config.models import POLICY, model_sections, renamed
+from megarl.config.nested import at
 from megarl.config.places import places_of, require_answers
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
@@ -37,14 +39,12 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
 
 def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings of values that are allowed in a checked configuration, and hardly ever meant."""
-    policy = config["policy"]
-    rates = {
-        "policy.megatron_cfg.optimizer.lr": (policy["megatron_cfg"].get("optimizer") or {}).get("lr"),
-        "policy.optimizer.kwargs.lr": ((policy["optimizer"] or {}).get("kwargs") or {}).get("lr"),
-    }
-    for key, rate in rates.items():
-        if isinstance(rate, int | float) and rate > 1:
-            yield f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is it meant?"
+    trained = [path for path, section in model_sections(config).items() if section.is_trained]
+    for path in (POLICY, *trained):
+        for key in (f"{path}.megatron_cfg.optimizer.lr", f"{path}.optimizer.kwargs.lr"):
+            rate = at(config, key)
+            if isinstance(rate, int | float) and rate > 1:
+                yield f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is it meant?"
 
 
 def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> Config:
@@ -73,28 +73,38 @@ def _finish(completed: Config, found: list[Violation], after: list[Violation]) -
         after: those of its shape with defaults: what follows from a value of the wrong type is of the wrong type too.
     """
     faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
-    facts, model_violations = facts_or_violations(completed, faulty)
-    violations = [*found, *model_violations, *check(completed, facts, faulty)]
+    facts, model_violations = facts_or_violations(completed[POLICY], faulty)
+    facts_of_models: dict[str, ModelFacts | None] = {}
+    for path in model_sections(completed):
+        facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
+        model_violations += [violation for violation in more if violation.value not in [known.value for known in model_violations]]
+    violations = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
     if violations:
         raise ConfigError(violations)
     return completed
 
 
-def facts_or_violations(config: Mapping[str, Any], faulty: set[str]) -> tuple[ModelFacts | None, list[Violation]]:
-    """The sizes of the configured model, as far as they are on this disk, and what is wrong with it."""
-    model_name = config["policy"].get("model_name")
-    megatron = config["policy"].get("megatron_cfg")
+def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:
+    """The sizes of the model that a section names, as far as they are on this disk, and what is wrong with it.
+
+    Args:
+        policy: the section, which need not be one.
+        faulty: dotted keys of values of the wrong type.
+        path: of the section.
+    """
+    policy = policy if isinstance(policy, Mapping) else {}
+    model_name, megatron = policy.get("model_name"), policy.get("megatron_cfg")
     family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
     if isinstance(family_file, str):
         try:
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [
-                Violation("policy.megatron_cfg.family_file", family_file, str(error), "megarl convert selftest checks such a file")
+                Violation(f"{path}.megatron_cfg.family_file", family_file, str(error), "megarl convert selftest checks such a file")
             ]
-    if not isinstance(model_name, str) or faulty & {"policy", "policy.model_name"}:
+    if not isinstance(model_name, str) or faulty & {path, f"{path}.model_name"}:
         return None, []
     try:
         return read_model_facts(model_name), []
     except ConfigError as error:
-        return None, list(error.violations)
+        return None, [renamed(violation, path) for violation in error.violations]

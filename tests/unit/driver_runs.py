@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
+from megarl.config.nested import at
 from tests.unit.reference_policy import ReferencePolicy
 
 STEPS = 4
@@ -92,9 +93,17 @@ class PolicyMaker:
         self.at_call = at_call
         self.policies: list[ReferencePolicy] = []
 
-    def __call__(self, config: dict[str, Any], tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR) -> ReferencePolicy:
+    def __call__(
+        self,
+        config: dict[str, Any],
+        tokenizer: Any,
+        start: ResumePoint,
+        stack: ExitStack,
+        role: Role = ACTOR,
+        beside: ReferencePolicy | None = None,
+    ) -> ReferencePolicy:
         policy = ReferencePolicy(
-            config["policy"],
+            at(config, role.section),
             tokenizer,
             *(None if path is None else str(path) for path in (start.weights_path(role), start.optimizer_path(role))),
         )

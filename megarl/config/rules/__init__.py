@@ -11,11 +11,14 @@ from typing import Any
 
 from megarl.config.algorithms import run_type
 from megarl.config.model_facts import ModelFacts
+from megarl.config.models import model_sections, renamed
+from megarl.config.nested import at
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
+from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, model_view
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
 from megarl.config.rules.view import Rule, View, apply_rules
@@ -61,16 +64,36 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: Mapping[str, Any], facts: ModelFacts | None = None, faulty: Collection[str] = ()) -> list[Violation]:
+def check(
+    config: Mapping[str, Any],
+    facts: ModelFacts | None = None,
+    faulty: Collection[str] = (),
+    facts_of_models: Mapping[str, ModelFacts | None] | None = None,
+) -> list[Violation]:
     """Every broken rule between keys.
 
     Args:
         config: plain containers, defaults filled in; keys that are absent only silence the rules that need them.
         facts: sizes of the model, for the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
+        facts_of_models: the same sizes of the models beside the policy, by the dotted path of their sections.
     """
-    view = View(config, faulty, facts)
-    refused = list(apply_rules(NOT_YET_RULES, view))
+    found = _broken((NOT_YET_RULES, RULES), View(config, faulty, facts))
+    # what a section has from the policy is reported there alone
+    known = [(violation.key, violation.value, violation.bound) for violation in found]
+    for path, section in model_sections(config).items():
+        if not isinstance(at(config, path), Mapping):
+            continue
+        view = model_view(config, path, section, faulty, (facts_of_models or {}).get(path))
+        rules = (*RANGE_RULES, *MODEL_RULES, *(TRAINED_MODEL_RULES if section.is_trained else ()))
+        for violation in _broken((NOT_YET_RULES, rules), view):
+            if (violation.key, violation.value, violation.bound) not in known:
+                found.append(renamed(violation, path))
+    return found
+
+
+def _broken(tables: tuple[tuple[Rule, ...], tuple[Rule, ...]], view: View) -> list[Violation]:
+    """The violations of two tables of rules; of a key that the first refuses, the second says nothing."""
+    refused = list(apply_rules(tables[0], view))
     refused_keys = {violation.key for violation in refused}
-    broken = [violation for violation in apply_rules(RULES, view) if violation.key not in refused_keys]
-    return refused + broken
+    return refused + [violation for violation in apply_rules(tables[1], view) if violation.key not in refused_keys]

@@ -122,7 +122,7 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
     """A run has no section of another algorithm, which would do nothing."""
     algorithm, name = view.algorithm, view["algorithm"]
     for section in OF_ALGORITHMS:
-        if section not in algorithm.SECTIONS and view.get(section) is not None:
+        if section not in {*algorithm.SECTIONS, *algorithm.MODELS} and view.get(section) is not None:
             fix = f"remove it: ~{section} on the command line, or {section}: null beside defaults"
             yield Violation(section, view[section], f"algorithm {name!r} does not read this section", fix)
 
@@ -454,11 +454,11 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
                 yield Violation(key, budget, bound, f"write {needed} or more")
 
 
+TRAINED_BATCH_RULES: tuple[Rule, ...] = (samples_fill_global_batches, global_batch_divides)
+TOKEN_RULES: tuple[Rule, ...] = (one_way_of_batching, token_budgets_given)
 BATCH_RULES: tuple[Rule, ...] = (
-    samples_fill_global_batches,
+    *TRAINED_BATCH_RULES,
     on_policy_batch_is_trained_on_once,
-    global_batch_divides,
     validation_batch_divides,
-    one_way_of_batching,
-    token_budgets_given,
+    *TOKEN_RULES,
 )

@@ -1,0 +1,75 @@
+"""Models of a run beside the policy: sections that have the keys of ``policy``, and of which absent ones are as there.
+
+Whoever checks or estimates a model sees a configuration in which its section stands in the place of ``policy``; what is found there is
+reported under the section's own name.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.algorithms import KEY, models_of, roles
+from megarl.config.nested import merge
+from megarl.config.sections import Config
+from megarl.errors import Violation
+
+if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import ModelSection, Role
+
+POLICY = "policy"
+_OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
+_NOT_INHERITED = ("generation", "reward_model_cfg")
+"""Keys that say what a model is for."""
+
+
+def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
+    """The sections of models beside the policy, by dotted path, of a run's configuration that need not be valid."""
+    found: dict[str, ModelSection] = {}
+    for name, section in models_of(config.get(KEY)).items():
+        given = config.get(name)
+        if section.by_name:
+            found |= {f"{name}.{each}": section for each in given} if isinstance(given, Mapping) else {}
+        elif given is not None or not section.is_optional:
+            found[name] = section
+    return found
+
+
+def model_roles(config: Mapping[str, Any]) -> tuple[Role, ...]:
+    """The roles of a checked run whose models have workers, the actor first."""
+    return tuple(role for role in roles(config) if role.has_workers)
+
+
+def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSection) -> Config:
+    """A section as it would be written in full: its own keys over those of ``policy``, of which sections merge key by key.
+
+    A model that scores generates nothing. Of a language model the section ``generation`` says, as of the policy, from which distribution
+    tokens are drawn, and so what its log-probabilities are.
+    """
+    of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
+    if section.scores:
+        of_policy["reward_model_cfg"] = {"enabled": True}
+    elif "generation" in policy:
+        of_policy["generation"] = policy["generation"]
+    return merge(copy.deepcopy(of_policy), copy.deepcopy(dict(own)))
+
+
+def renamed(violation: Violation, path: str) -> Violation:
+    """A violation that was found while the section at ``path`` stood in the place of ``policy``."""
+    key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
+    return Violation(path if key == POLICY else key, violation.value, bound, fix)
+
+
+def renamed_text(text: str, path: str) -> str:
+    """A text with the keys of ``policy`` in it as those of the section at ``path``."""
+    return _OF_POLICY.sub(path, text)
+
+
+def as_of_policy(key: str, paths: Iterable[str]) -> str:
+    """A dotted key of one of the sections at ``paths`` as the key of ``policy`` that it is; any other key as it is."""
+    for path in paths:
+        if key == path or key.startswith(f"{path}."):
+            return f"{POLICY}{key.removeprefix(path)}"
+    return key

@@ -1,0 +1,37 @@
+"""Nested mappings: values at dotted paths, and one mapping laid over another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def at(config: Mapping[Any, Any], path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    value: Any = config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def has(config: Mapping[Any, Any], path: str) -> bool:
+    """Whether there is a value at a dotted path, be it None."""
+    above, _, name = path.rpartition(".")
+    section = at(config, above) if above else config
+    return isinstance(section, Mapping) and name in section
+
+
+def put(config: Mapping[Any, Any], path: str, value: Any) -> dict[Any, Any]:
+    """A copy with another value at a dotted path; mappings above it are copied, all others are shared."""
+    name, _, rest = path.partition(".")
+    inner = config.get(name)
+    return {**config, name: value if not rest else put(inner if isinstance(inner, Mapping) else {}, rest, value)}
+
+
+def merge(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``over`` wins; only mappings merge."""
+    result = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merge(result[key], value) if both else value
+    return result

@@ -1,0 +1,76 @@
+"""Rules on models beside the policy: those on a policy, seen with the model's section in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.backend import scores
+from megarl.config.model_facts import ModelFacts
+from megarl.config.models import POLICY, as_of_policy
+from megarl.config.nested import at
+from megarl.config.rules.backends import BACKEND_RULES
+from megarl.config.rules.optimizer import OPTIMIZER_RULES
+from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES, training_shape
+from megarl.config.rules.run import SCORING, TOKEN_RULES, TRAINED_BATCH_RULES, megatron_trains, model_that_scores_has_no_tokens_to_score
+from megarl.config.rules.view import NotApplicableError, Rule, View
+from megarl.errors import Violation
+
+if TYPE_CHECKING:
+    from megarl.algorithms.algorithm import ModelSection
+
+_WANTED = "wanted_head"
+"""Stands beside the sections of a view: whether its model is to score."""
+
+
+def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collection[str] = ()) -> dict[str, Any]:
+    """A run's configuration with the section at ``path`` in the place of ``policy``, on the ranks of the policy: those of the cluster that
+    generation has left."""
+    cluster = config.get("cluster")
+    try:
+        nodes, ranks = training_shape(View(config, faulty))
+        cluster = {**config["cluster"], "gpus_per_node": ranks, "num_nodes": nodes, "for_training": True}
+    except NotApplicableError:
+        pass
+    return {**config, "cluster": cluster, POLICY: at(config, path)}
+
+
+def model_view(
+    config: Mapping[str, Any], path: str, section: ModelSection, faulty: Collection[str], facts: ModelFacts | None
+) -> View:
+    """A configuration as the rules on a model see it. A model that is not trained belongs to no algorithm's steps.
+
+    Args:
+        config: of the run, defaults filled in.
+        path: of the model's section.
+        section: what it is for.
+        faulty: dotted paths of values of the wrong type.
+        facts: sizes of the model.
+    """
+    seen = {**with_model_as_policy(config, path, faulty), _WANTED: section.scores}
+    if not section.is_trained:
+        seen.pop("algorithm", None)
+    own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
+    return View(seen, own, facts)
+
+
+def model_has_the_head_of_its_section(view: View) -> Iterator[Violation]:
+    """A model that is to score has a score layer, and a language model has none."""
+    view.require(not view.has_faults(SCORING) and scores(view[POLICY]) != view[_WANTED])
+    key = f"{SCORING}.enabled"
+    if view[_WANTED]:
+        yield Violation(key, view.get(key), "this model scores", "write true, or remove the line")
+    else:
+        yield Violation(key, True, "this is a language model", f"write false, or remove {SCORING}")
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    *BACKEND_RULES,
+    *PARALLEL_RULES,
+    *EXPERT_RULES,
+    *OPTIMIZER_RULES,
+    *TOKEN_RULES,
+    model_has_the_head_of_its_section,
+    model_that_scores_has_no_tokens_to_score,
+)
+TRAINED_MODEL_RULES: tuple[Rule, ...] = (*TRAINED_BATCH_RULES, megatron_trains)
