@@ -226,6 +226,30 @@ def generalized_advantages(
     return advantages, torch.where(counts, advantages + values, 0.0)
 
 
+def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | None = None) -> Tensor:
+    """[B, S] float64: the reward of an answer at the last of its tokens that count, less each token's own penalty; 0 elsewhere.
+
+    Args:
+        rewards: [B] float, read in rows in which something counts.
+        mask: [B, S], not 0 for tokens that count.
+        token_penalties: [B, S] float, read under the mask; None for none.
+    """
+    counts = mask != 0
+    behind = _to_the_end(counts.long())
+    found = torch.where(counts & (behind == 1), rewards.double()[:, None], 0.0)
+    return found if token_penalties is None else found - torch.where(counts, token_penalties.double(), 0.0)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the entries under a mask: 1 for a critic that is always right, 0 for one that knows
+    their mean alone; 0 too where all returns are alike, and there is nothing to explain."""
+    counts = mask != 0
+    found, said = returns[counts].double(), values[counts].double()
+    if not len(found) or agree(found):
+        return 0.0
+    return float(1 - (found - said).var(correction=0) / found.var(correction=0))
+
+
 def values_before(values: Tensor) -> Tensor:
     """[B, S]: column t is the value of the state before token t, from what a model says at each token, [B, S]; column 0 is 0."""
     return torch.nn.functional.pad(values[:, :-1], (1, 0))

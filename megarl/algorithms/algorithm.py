@@ -69,6 +69,7 @@ class ModelSection:
         scores: the model has a score layer and generates nothing; else it is a language model, whose log-probabilities follow from how the
             policy's answers are drawn.
         is_trained: it has an optimizer.
+        has_backbone_of_policy: it is of the policy's family, and all its sizes are the same.
         by_name: the section has several of them under names of the user's.
         is_optional: without the section there is no such model; else the model is then made by ``policy`` alone.
     """
@@ -76,6 +77,7 @@ class ModelSection:
     meaning: str
     scores: bool = False
     is_trained: bool = False
+    has_backbone_of_policy: bool = False
     by_name: bool = False
     is_optional: bool = False
 

@@ -179,7 +179,7 @@ class GRPO(Algorithm):
 
         super().__init__(parts)
         assert parts.environment is not None
-        self.run_config, self.config = parts.config, parts.config["grpo"]
+        self.run_config, self.config = parts.config, parts.config[self.section()]
         self.seed = parts.config["seed"]
         self.policy = parts.models[ACTOR]
         self.refit = parts.refit
@@ -199,7 +199,6 @@ class GRPO(Algorithm):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
-        from megarl.algorithms.train_results import step_metrics, trained_sequences
         from megarl.rollout.collector import add_metrics, part_metrics
 
         rollouts, judged, of_sampling = self._sampled(step)
@@ -223,6 +222,16 @@ class GRPO(Algorithm):
         if refusal is not None:
             raise refusal
         batch["advantages"] = advantages.expand_as(batch["token_mask"])
+        trained = self._trained(batch, step, rollouts)
+        self.done_steps = step
+        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged])}
+        own = {**trained, **of_samples, **of_sampling, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
+        return add_metrics(own, [rollouts.metrics])
+
+    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts) -> dict[str, float]:
+        """Train on a batch with its advantages; the metrics of that."""
+        from megarl.algorithms.train_results import step_metrics, trained_sequences
+
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
@@ -230,22 +239,26 @@ class GRPO(Algorithm):
             self.timer.passed(trained_sequences(batch, result, self.loss_fn))
         if self.refit is not None:
             self.refit.stale = True
-        self.done_steps = step
-        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged])}
-        own = {**step_metrics(result, self.loss_fn), **of_samples, **of_sampling, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
-        return add_metrics(own, [rollouts.metrics])
+        return step_metrics(result, self.loss_fn)
+
+    def _sampled_at_once(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
+        """Answers to the next prompts, all of which the step trains on."""
+        from megarl.rollout.samples import sampling_seeds
+
+        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
+        examples = self.train_data.select(self.sampler.take(prompts))
+        seeds = sampling_seeds(self.seed, step, prompts, generations)
+        rollouts = self.collector.collect(examples, generations, seeds, weight_version=step - 1)
+        return rollouts, rollouts.samples, {}
 
     def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
         """The samples that a step trains on, all that were judged before its last one, and metrics of how they were found."""
         from megarl.rollout.dynamic_sampling import DynamicSampling
-        from megarl.rollout.samples import sampling_seeds, seeds_from
+        from megarl.rollout.samples import seeds_from
 
-        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
         if not self.config["use_dynamic_sampling"]:
-            examples = self.train_data.select(self.sampler.take(prompts))
-            seeds = sampling_seeds(self.seed, step, prompts, generations)
-            rollouts = self.collector.collect(examples, generations, seeds, weight_version=step - 1)
-            return rollouts, rollouts.samples, {}
+            return self._sampled_at_once(step)
+        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
 
         def collect(indices: list[int], ordinal: int) -> Rollouts:
             seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
@@ -301,11 +314,11 @@ class GRPO(Algorithm):
         kept, threshold = metrics, self.config["seq_logprob_error_threshold"]
         if threshold is not None:
             batch["sample_mask"], of_sequences = masked_far_apart(
-                generation, previous, batch["token_mask"], batch["sample_mask"], threshold, step
+                generation, previous, batch["token_mask"], batch["sample_mask"], threshold, step, self.section()
             )
             kept = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
             metrics = {**metrics, **of_sequences}
-        check_mismatch(kept, self.config["max_token_mult_prob_error"], step)
+        check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
     def _advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
@@ -320,14 +333,17 @@ class GRPO(Algorithm):
         # two records with equal prompts are two groups
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
-        penalties, metrics = None, {}
-        if self.loss_fn.use_kl_in_reward:
-            penalties = self.loss_fn.kl_of_tokens(batch)
-            tokens = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:].sum()
-            metrics = {"kl_in_reward": float(penalties.sum() / tokens.clamp(min=1))}
-            penalties = self.loss_fn.kl_penalty * penalties
+        penalties, metrics = self._penalties(batch)
         advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights)
         return clipped(advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]), metrics
+
+    def _penalties(self, batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:
+        """[B, S] what the divergence from the reference takes from the reward of each token, None where it takes nothing; and metrics."""
+        if not self.loss_fn.use_kl_in_reward:
+            return None, {}
+        divergence = self.loss_fn.kl_of_tokens(batch)
+        tokens = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:].sum()
+        return self.loss_fn.kl_penalty * divergence, {"kl_in_reward": float(divergence.sum() / tokens.clamp(min=1))}
 
     def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the

@@ -18,10 +18,11 @@ from converters.families.read import read_architecture, read_plain
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.backend import enabled_backend, scores
-from megarl.config.model_facts import config_file, published_config, read_model_facts
+from megarl.config.model_facts import config_file, facts_of_policy, published_config, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed, renamed_text
 from megarl.config.nested import at
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
+from megarl.config.rules.models import backbone_is_that_of_the_policy
 from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, DataError, ModelError
 
@@ -86,10 +87,14 @@ def check_models_beside(config: Mapping[str, Any], tokenizer: PreTrainedTokenize
         ConversionError, ConfigError: as ``check_model``.
         ModelError: as ``check_model``, or a model has another vocabulary.
     """
-    for path in model_sections(config):
+    for path, kind in model_sections(config).items():
         section = at(config, path)
         with _named(path):
             vocab_size = check_model(section)
+        # a model that had to be fetched is known only now
+        facts = [facts_of_policy(each) for each in (config[POLICY], section)]
+        for fault in backbone_is_that_of_the_policy(path, kind, section["model_name"], *facts):
+            raise ConfigError([fault])
         _check_vocabulary(config[POLICY], section, path, vocab_size, tokenizer)
 
 

@@ -20,6 +20,7 @@ from megarl.config.models import model_roles
 from megarl.config.nested import at
 from megarl.config.report import has_reference_policy
 from megarl.config.rules.parallel import generation_shape, training_shape
+from megarl.config.rules.run import POLICY_WORKERS
 from megarl.config.rules.view import View
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
@@ -178,7 +179,7 @@ def start_policy(
         cluster,
         at(config, role.section),
         tokenizer,
-        **({} if role == ACTOR else {"name_prefix": role.name}),
+        name_prefix=POLICY_WORKERS if role == ACTOR else role.name,
         weights_path=_text(start.weights_path(role)),
         init_optimizer=trains,
         optimizer_path=_text(start.optimizer_path(role)) if trains else None,

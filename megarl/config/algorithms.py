@@ -26,6 +26,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
         "sft": "megarl.algorithms.sft:SFT",
         "dpo": "megarl.algorithms.dpo:DPO",
         "rm": "megarl.algorithms.rm:RM",
+        "ppo": "megarl.algorithms.ppo:PPO",
     }
 )
 """Import paths of the built-in algorithms, by the name that the configuration has for them."""
@@ -40,6 +41,8 @@ ORDER = (
     "sft",
     "dpo",
     "rm",
+    "ppo",
+    "critic",
     "loss_fn",
     "env",
     "data",
@@ -52,7 +55,7 @@ ORDER = (
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
 _NEEDED = ("SECTIONS", "MODELS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "loss_fn", "env")
+OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "ppo", "critic", "loss_fn", "env")
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 

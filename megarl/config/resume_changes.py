@@ -37,6 +37,8 @@ _PROMISED = (
     "policy.train_global_batch_size",
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",
+    "ppo.num_prompts_per_step",
+    "ppo.num_generations_per_prompt",
 )
 _PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation", "data.cache_dir", "data.cache_gib")
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")

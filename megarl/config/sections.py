@@ -81,7 +81,7 @@ class ValidationSource(DataSource):
         Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
     ]
     val_num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("answers a prompt; ``grpo.val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
+        Annotated[int, Key("answers a prompt; the algorithm's ``val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
     ]
     val_temperature: NotRequired[
         Annotated[float, Key("0 takes the likeliest token always; ``policy.generation.val_temperature`` when absent.", AT_LEAST_0)]
@@ -375,7 +375,7 @@ class RunConfig(TypedDict):
     """A whole run."""
 
     algorithm: Annotated[
-        str, Key("`grpo`, `sft`, `dpo`, `rm`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")
+        str, Key("`grpo`, `ppo`, `sft`, `dpo`, `rm`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")
     ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
     run_dir: NotRequired[
@@ -383,9 +383,9 @@ class RunConfig(TypedDict):
     ]
     deadlines: NotRequired[Annotated[DeadlinesConfig, Key("how long a phase may take.")]]
     policy: Annotated[PolicyConfig, Key("the model and its backend.")]
-    loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO.")]]
+    loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO and PPO.")]]
     data: Annotated[DataConfig, Key("the data.")]
-    env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO.")]]
+    env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO and PPO.")]]
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
     logger: NotRequired[Annotated[LoggerConfig, Key("where metrics go.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiles of some steps.")]]

@@ -199,7 +199,7 @@ def _differences(generation: Tensor, policy: Tensor) -> Tensor:
 
 
 def masked_far_apart(
-    generation: Tensor, policy: Tensor, token_mask: Tensor, sample_mask: Tensor, threshold: float, step: int
+    generation: Tensor, policy: Tensor, token_mask: Tensor, sample_mask: Tensor, threshold: float, step: int, section: str = "grpo"
 ) -> tuple[Tensor, dict[str, float]]:
     """A sample mask without the sequences whose log-probabilities of generation and training are too far apart.
 
@@ -208,7 +208,7 @@ def masked_far_apart(
         token_mask: [B, S].
         sample_mask: [B].
         threshold: of a sequence's mean over tokens of exp(|difference|), where what is not a number counts as infinite.
-        step: of the run, for the message.
+        step, section: of the run, and with its bounds, for the message.
 
     Returns:
         (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` of all sequences that counted.
@@ -223,7 +223,7 @@ def masked_far_apart(
     counted = int(counts.any(dim=1).sum())
     if counted and int(far.sum()) == counted:
         raise MismatchError(
-            f"step {step}: all {counted} sequences are above grpo.seq_logprob_error_threshold = {threshold:g}, the nearest with "
+            f"step {step}: all {counted} sequences are above {section}.seq_logprob_error_threshold = {threshold:g}, the nearest with "
             f"{float(of_sequences[far].min()):.4g}, so that nothing is left to train on. Fix: compare the precision of the engine with "
             "policy.precision, and its log-probabilities with those of transformers on the exported model; raise the threshold only if "
             "the difference is understood"
@@ -235,7 +235,7 @@ def masked_far_apart(
     }
 
 
-def check_mismatch(metrics: dict[str, float], bound: float | None, step: int) -> None:
+def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, section: str = "grpo") -> None:
     """Refuse to train on answers that another policy seems to have given.
 
     Raises:
@@ -244,7 +244,7 @@ def check_mismatch(metrics: dict[str, float], bound: float | None, step: int) ->
     error = metrics[TOKEN_MULT_PROB_ERROR]
     if bound is not None and not error <= bound:
         raise MismatchError(
-            f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above grpo.max_token_mult_prob_error = {bound:g}; the "
+            f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above {section}.max_token_mult_prob_error = {bound:g}; the "
             f"log-probabilities of generation and training differ by {metrics[MISMATCH_MEAN]:.3g} on average, by more than {FAR} for "
             f"{metrics[MISMATCH_SHARE]:.1%} of the tokens. Nothing was trained on these answers. Fix: compare the precision "
             "of the engine with policy.precision, and its log-probabilities with those of transformers on the exported model; raise the "

@@ -86,9 +86,9 @@ def write_config(path: Path, algorithm: str, material: Material, save_period: in
     config: dict[str, Any] = {
         "defaults": str(CONFIGS / f"{algorithm}.yaml"),
         "policy": {
-            "model_name": str(material.taught if algorithm == "grpo" else material.model),
-            "train_global_batch_size": 8 if algorithm == "grpo" else 6,
-            "train_micro_batch_size": 4 if algorithm == "grpo" else 3,
+            "model_name": str(material.model if algorithm == "sft" else material.taught),
+            "train_global_batch_size": 6 if algorithm == "sft" else 8,
+            "train_micro_batch_size": 3 if algorithm == "sft" else 4,
             "generation_batch_size": 13,
             "logprob_batch_size": 5,
         },
@@ -96,8 +96,8 @@ def write_config(path: Path, algorithm: str, material: Material, save_period: in
         "checkpointing": {"save_period": save_period, "keep_top_k": None},
         **changes,
     }
-    if algorithm == "grpo":
-        config["grpo"] = {
+    if algorithm != "sft":
+        config[algorithm] = {
             "num_prompts_per_step": 4,
             "num_generations_per_prompt": 6,
             "max_num_steps": STEPS,
@@ -105,6 +105,8 @@ def write_config(path: Path, algorithm: str, material: Material, save_period: in
             "val_batch_size": 4,
             "max_val_samples": 5,
         }
+        if algorithm == "ppo":
+            config["ppo"]["critic_warmup_steps"] = 1
         config["data"]["validation"] = {"path": str(material.validation), **source}
     else:
         config["sft"] = {"max_num_steps": STEPS}

@@ -72,6 +72,15 @@ def raw_grpo() -> dict[str, Any]:
     }
 
 
+def raw_ppo() -> dict[str, Any]:
+    """A PPO run on the same ranks; the critic has another learning rate and smaller micro-batches."""
+    run = raw_grpo()
+    del run["grpo"]
+    ppo = {"num_prompts_per_step": 60, "max_num_steps": 9}
+    critic = {"train_micro_batch_size": 2, "megatron_cfg": {"optimizer": {"lr": 3e-4}}}
+    return {**run, "algorithm": "ppo", "ppo": ppo, "critic": critic}
+
+
 def raw_sft() -> dict[str, Any]:
     """An SFT run on the same ranks."""
     run = _shared()

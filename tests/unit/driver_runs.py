@@ -54,7 +54,7 @@ def make_config(algorithm: str, run_dir: Path, model: str, data: str, **section:
     elif algorithm == "sft":
         config["sft"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
     else:
-        config["grpo"] = {
+        config[algorithm] = {
             "num_prompts_per_step": 4,
             "num_generations_per_prompt": 3,
             "max_num_steps": STEPS,

@@ -78,6 +78,9 @@ class ReferencePolicy:
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         self._prepared = ""
 
+    def offload_after_refit(self) -> None:
+        self._prepared = "offloaded"
+
     def memory_figures(self) -> dict[str, float]:
         return {"memory_gib": 0.5, "peak_memory_gib": 0.75}
 
@@ -122,6 +125,11 @@ class ReferencePolicy:
         logprobs = torch.nn.functional.pad(self._next_token_logprobs(model, data), (1, 0))
         inside = torch.arange(logprobs.shape[1]) < data["input_lengths"].unsqueeze(1)
         return torch.where(inside, logprobs, 0.0)
+
+    @torch.no_grad()
+    def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        self._require("logprobs")
+        return BatchedDataDict({"values": self._values(data)})
 
     def _values(self, data: Mapping[str, Any]) -> Tensor:
         """[B, S]; padding is 0."""

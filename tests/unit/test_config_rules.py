@@ -15,7 +15,7 @@ from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
-from tests.unit.config_samples import FACTS, complete, mixture, raw_dpo, raw_grpo, raw_rm, raw_sft
+from tests.unit.config_samples import FACTS, complete, mixture, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
@@ -608,6 +608,7 @@ def test_valid_runs_break_no_rule() -> None:
     assert check(complete(raw_grpo()), FACTS) == []
     assert check(complete(raw_sft()), FACTS) == []
     assert check(complete(raw_dpo()), FACTS) == []
+    assert check(complete(raw_ppo()), FACTS, (), {"critic": FACTS}) == []
     packed = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1220, "logprob_mb_tokens": 610}}
     assert check(complete(raw_dpo(), packed), FACTS) == []
     assert check(complete(raw_rm()), FACTS) == [] == check(complete(raw_rm(), PACKS), FACTS)
@@ -729,7 +730,7 @@ def test_all_broken_rules_come_at_once() -> None:
     assert keys == set(changes)
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo()], ids=["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo()], ids=["grpo", "sft", "dpo", "ppo"])
 def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
     full = complete_run(raw)
     for path in _paths(full):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megarl.config import complete_run, validate_config, validate_policy_config
 from megarl.config.algorithms import run_type
 from megarl.config.schema import check_policy, check_run, known_paths, nearest
 from megarl.errors import ConfigError, Violation
-from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_sft
+from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_ppo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -23,7 +24,7 @@ def violations_after(changes: dict[str, Any]) -> dict[str, Violation]:
     return {violation.key: violation for violation in check_run(changed(raw_grpo(), changes))}
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo()], ids=["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo()], ids=["grpo", "sft", "dpo", "ppo"])
 def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any]) -> None:
     assert check_run(raw) == []
     assert check_run(complete_run(raw)) == []
@@ -229,12 +230,16 @@ def test_configuration_needs_neither_torch_nor_ray() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def _further(path: str) -> list[Callable[[], dict[str, Any]]]:
+    return [raw_dpo] * path.startswith(("dpo", "data")) + [raw_ppo] * path.startswith(("ppo", "critic", "policy"))
+
+
 @pytest.mark.parametrize("path", known_paths(run_type(None)))
 def test_no_value_of_any_key_gives_a_traceback(path: str) -> None:
     """Also where others follow from it: a text for a batch size is one for the batch size of a validation too."""
     *sections, key = path.split(".")
     for value in ("a", -1, 3.5, None, [], {}, True, [1, "x"], float("nan")):
-        for raw in (raw_grpo, raw_sft, *([raw_dpo] if path.startswith(("dpo", "data")) else [])):
+        for raw in (raw_grpo, raw_sft, *_further(path)):
             config: Any = copy.deepcopy(raw())
             section = config
             for name in sections:

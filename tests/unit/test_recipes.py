@@ -20,7 +20,7 @@ from megarl.quickstart.material import make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
-QUICKSTART = [CONFIGS / "quickstart" / "sft.yaml", CONFIGS / "quickstart" / "grpo.yaml"]
+QUICKSTART = [CONFIGS / "quickstart" / f"{name}.yaml" for name in ("sft", "grpo", "ppo")]
 # laid over a recipe by --with: the files, and what they are laid over
 LAYERS = [
     *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],

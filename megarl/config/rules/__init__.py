@@ -18,7 +18,7 @@ from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
-from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, model_view
+from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, backbone_is_that_of_the_policy, model_view
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
 from megarl.config.rules.view import Rule, View, apply_rules
@@ -84,7 +84,9 @@ def check(
     for path, section in model_sections(config).items():
         if not isinstance(at(config, path), Mapping):
             continue
-        view = model_view(config, path, section, faulty, (facts_of_models or {}).get(path))
+        of_model = (facts_of_models or {}).get(path)
+        found += backbone_is_that_of_the_policy(path, section, at(config, path).get("model_name"), facts, of_model)
+        view = model_view(config, path, section, faulty, of_model)
         rules = (*RANGE_RULES, *MODEL_RULES, *(TRAINED_MODEL_RULES if section.is_trained else ()))
         for violation in _broken((NOT_YET_RULES, rules), view):
             if (violation.key, violation.value, violation.bound) not in known:

@@ -64,6 +64,31 @@ def model_has_the_head_of_its_section(view: View) -> Iterator[Violation]:
         yield Violation(key, True, "this is a language model", f"write false, or remove {SCORING}")
 
 
+_BACKBONE = (
+    "model_type",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "vocab_size",
+)
+
+
+def backbone_is_that_of_the_policy(
+    path: str, section: ModelSection, model_name: object, policy: ModelFacts | None, facts: ModelFacts | None
+) -> Iterator[Violation]:
+    """A model that is to have the policy's backbone has it, as far as the sizes of both are known."""
+    if not section.has_backbone_of_policy or policy is None or facts is None:
+        return
+    different = [name for name in _BACKBONE if getattr(policy, name) != getattr(facts, name)]
+    if different:
+        own, wanted = (", ".join(f"{name} {getattr(each, name)}" for name in different) for each in (facts, policy))
+        bound = f"it is of another backbone than the policy: {own}; there {wanted}"
+        yield Violation(f"{path}.model_name", model_name, bound, "remove the line, or give a model that was made of the policy's")
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     *BACKEND_RULES,
     *PARALLEL_RULES,

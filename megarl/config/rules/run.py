@@ -129,7 +129,7 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
 
 def single_turn(view: View) -> Iterator[Violation]:
     """Conversations have one turn."""
-    key = "grpo.max_rollout_turns"
+    key = f"{view.algorithm.section()}.max_rollout_turns"
     if view[key] != 1:
         yield Violation(key, view[key], "the collector takes one turn, so it must be 1", "write 1")
 
@@ -206,6 +206,13 @@ def dynamic_sampling_is_told_what_it_reads(view: View) -> Iterator[Violation]:
 
 
 _ROUNDING = 1e-9
+
+
+def critic_warm_up_ends(view: View) -> Iterator[Violation]:
+    """The actor is trained in some step."""
+    key, last = "ppo.critic_warmup_steps", view["ppo.max_num_steps"]
+    if view[key] >= last:
+        yield Violation(key, view[key], f"the run has {last} steps, and the actor would be trained in none", f"write at most {last - 1}")
 
 
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
@@ -352,6 +359,7 @@ RUN_RULES: tuple[Rule, ...] = (
     preference_loss_goes_together,
     estimator_is_told_what_it_reads,
     dynamic_sampling_is_told_what_it_reads,
+    critic_warm_up_ends,
     several_rewards_are_compared,
     reward_is_known,
     environment_is_known,

@@ -1,0 +1,237 @@
+"""Proximal policy optimisation with a critic: each token is judged by what a second model says of the states before and after it (PPO,
+arXiv 1707.06347, with generalized advantages, arXiv 1506.02438)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.algorithms.algorithm import ACTOR, CRITIC, ModelSection, Parts, Role
+from megarl.algorithms.grpo import GRPO
+from megarl.config.environments import EnvConfig
+from megarl.config.losses import ClippedPGLossConfig
+from megarl.errors import NonFiniteError
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Key
+from megarl.observe.timing import Sequences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.rollout.collector import Rollouts
+
+
+class PPOConfig(TypedDict):
+    """Proximal policy optimisation with a critic."""
+
+    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
+    num_generations_per_prompt: NotRequired[
+        Annotated[int, Key("answers a prompt. None is compared with the others, so that one is enough.", AT_LEAST_1, default=1)]
+    ]
+    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_num_epochs: NotRequired[
+        Annotated[
+            int | None,
+            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+        ]
+    ]
+    gae_gamma: NotRequired[Annotated[float, Key("discount of what comes a token later.", SHARE, default=1.0)]]
+    gae_lambda: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "0 judges a token by the critic's word on the state behind it, 1 by what really came after it; between them both count.",
+                SHARE,
+                default=0.95,
+            ),
+        ]
+    ]
+    normalize_advantages: NotRequired[
+        Annotated[bool, Key("whiten advantages over all tokens of the step; returns stay as they are.", default=True)]
+    ]
+    bootstrap_truncated: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the state behind an answer that was cut off is worth what the critic says of it; false for 0, as behind an answer that "
+                "ended: then the reward of what there is of it is all that it gets.",
+                default=False,
+            ),
+        ]
+    ]
+    value_clip: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "a value that has moved further than this from what it was when the answers were sampled has no gradient that moves it "
+                "on; null for no such bound.",
+                ABOVE_0,
+                default=0.2,
+            ),
+        ]
+    ]
+    critic_warmup_steps: NotRequired[
+        Annotated[int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)]
+    ]
+    val_period: NotRequired[
+        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0, advice="write 0 for no validation")]
+    ]
+    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
+    max_val_samples: NotRequired[
+        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
+    ]
+    val_batch_size: NotRequired[
+        Annotated[
+            int | None, Key("prompts of a validation set that are generated together; null for the whole set.", AT_LEAST_1, default=None)
+        ]
+    ]
+    val_num_generations_per_prompt: NotRequired[
+        Annotated[int, Key("answers a prompt of a validation, as of GRPO.", AT_LEAST_1, default=1)]
+    ]
+    max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
+    overlong_filtering: NotRequired[Annotated[bool, Key("answers that were cut off are left out of training.", default=False)]]
+    seq_logprob_error_threshold: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "answers whose mean over tokens of exp(|log-probability where it was generated - log-probability of the policy|) is "
+                "larger are left out of training, as in GRPO; null leaves none out.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    max_token_mult_prob_error: NotRequired[
+        Annotated[
+            float | None,
+            Key("the run stops before it trains on answers for which that mean over all tokens is larger; null never stops.", AT_LEAST_1, default=None),
+        ]
+    ]
+
+
+class PPO(GRPO):
+    """One step samples answers, asks the critic what their states are worth, and trains both models.
+
+    It differs from GRPO in where advantages come from. The critic has workers of its own on the devices of the actor; the two take turns.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"ppo": PPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
+        {
+            "critic": ModelSection(
+                "the value model of PPO: the keys of ``policy``, of which absent ones are as there. Without a ``model_name`` it begins as "
+                "the policy does, with a new score layer.",
+                scores=True,
+                is_trained=True,
+                has_backbone_of_policy=True,
+            )
+        }
+    )
+    PROMPTS = "ppo.num_prompts_per_step"
+    GENERATIONS = "ppo.num_generations_per_prompt"
+
+    def __init__(self, parts: Parts) -> None:
+        from megarl.algorithms.value_losses import ValueLoss
+
+        super().__init__(parts)
+        self.critic, self.turns = parts.models[CRITIC], parts.turns
+        # a loss of values is called with these in the place of what the protocol's type says
+        self.value_loss: Any = ValueLoss(self.config["value_clip"])
+
+    @classmethod
+    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+        """The actor, the critic, and a reference where the loss has a divergence from it."""
+        actor, *others = super().roles(config)
+        return (actor, CRITIC, *others)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Sample answers to the next prompts and train on them."""
+        self.turns.take(ACTOR)
+        return super().step(step)
+
+    def validate(self) -> dict[str, float]:
+        """Figures of all validation sets (``validation_metrics``)."""
+        self.turns.take(ACTOR)
+        return super().validate()
+
+    def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
+        return self._sampled_at_once(step)
+
+    def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """With ``values`` [B, S] as well: what the critic says at each token, before it is trained."""
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+
+        batch = super()._scored_batch(samples)
+        self.turns.take(CRITIC)
+        with self.timer.phase("values"):
+            self.critic.prepare_for_lp_inference()
+            inputs: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
+            batch["values"] = self.critic.get_values(inputs)["values"]
+            self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=int(samples["input_lengths"].sum())))
+        return batch
+
+    def _advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
+        """[B, S] float32, 0 at tokens that do not count; and metrics. The batch gets what the critic learns: ``prev_values``, its word on
+        the state before each token, and ``returns``, both [B, S] float32.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite.
+        """
+        from megarl.algorithms.advantages import (
+            explained_variance,
+            generalized_advantages,
+            rewards_of_tokens,
+            values_before,
+            whitened,
+        )
+        from megarl.algorithms.value_losses import last_values
+
+        counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
+        values = batch.pop("values")
+        before, behind = values_before(values), last_values(values, samples["input_lengths"])
+        if not bool((before.isfinite() | ~counts).all()):
+            raise NonFiniteError(
+                f"the critic says that {int((~before.isfinite() & counts).sum())} of {int(counts.sum())} states are worth a number that "
+                "is not finite. Nothing was trained on these answers. Fix: lower critic.megatron_cfg.optimizer.lr, or take "
+                "critic.precision=float32"
+            )
+        penalties, metrics = self._penalties(batch)
+        after_end = behind * samples["truncated"] if self.config["bootstrap_truncated"] else None
+        advantages, returns = generalized_advantages(
+            rewards_of_tokens(samples["reward"], counts, penalties),
+            before,
+            counts,
+            discount=self.config["gae_gamma"],
+            gae_lambda=self.config["gae_lambda"],
+            after_end=after_end,
+        )
+        metrics["explained_variance"] = explained_variance(before, returns, counts)
+        batch["prev_values"], batch["returns"] = before.where(counts, 0.0), returns.float()
+        if self.config["normalize_advantages"]:
+            advantages = whitened(advantages, counts)
+        return advantages.float(), metrics
+
+    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts) -> dict[str, float]:
+        """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
+        from megarl.algorithms.train_results import step_metrics, trained_sequences
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.samples import MODEL_INPUTS
+
+        learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
+        of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in MODEL_INPUTS}, **learned})
+        records = [record.index for record in rollouts.records]
+        with self.timer.phase("train_critic"):
+            self.turns.take(CRITIC)
+            self.critic.prepare_for_training()
+            result = self.skipped.train(self.critic, of_critic, self.value_loss, step, records, role=CRITIC)
+            self.critic.finish_training()
+            self.timer.passed(trained_sequences(of_critic, result, self.value_loss))
+        metrics = {f"critic_{name}": value for name, value in step_metrics(result, self.value_loss).items()}
+        self.turns.take(ACTOR)
+        if step <= self.config["critic_warmup_steps"]:
+            return metrics
+        return {**super()._trained(batch, step, rollouts), **metrics}

@@ -1,0 +1,262 @@
+"""PPO: whole runs of actor and critic around the plain reference policy, and what of a step can be worked out by a loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megarl.algorithms.advantages import explained_variance, rewards_of_tokens
+from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
+from megarl.algorithms.resume import ResumePoint
+from megarl.algorithms.run import run
+from megarl.config.rules import check
+from megarl.config.validate import validate_config
+from megarl.errors import ConfigError, NonFiniteError, StateError
+from tests.unit.config_samples import FACTS, complete, raw_ppo
+from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
+from tests.unit.reference_policy import ReferencePolicy
+
+REWARD = f"{Path(__file__).parents[1] / 'toys' / 'digits.py'}:reward"
+
+
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 4), length=st.integers(1, 7), penalized=st.booleans())
+@settings(max_examples=60)
+def test_the_reward_is_that_of_the_last_token(seed: int, rows: int, length: int, penalized: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(rows, length, generator=generator) < 0.5).float()
+    rewards, penalties = torch.randn(rows, generator=generator), torch.randn(rows, length, generator=generator)
+    penalties[mask == 0] = math.nan
+    found = rewards_of_tokens(rewards, mask, penalties if penalized else None)
+    assert found.dtype == torch.float64
+    for row in range(rows):
+        places = [place for place in range(length) if mask[row, place]]
+        for place in range(length):
+            wanted = float(rewards[row]) if places and place == places[-1] else 0.0
+            wanted -= float(penalties[row, place]) if penalized and place in places else 0.0
+            assert float(found[row, place]) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_explained_variance() -> None:
+    returns, mask = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0), "of the spread alone"
+    assert explained_variance(torch.zeros(2, 3), returns, mask) == pytest.approx(0.0)
+    # residuals 1, -1, 2 around 2/3 against 1, 2, 4 around 7/3
+    values = returns - torch.tensor([[1.0, -1.0, 0.0], [2.0, 0.0, 0.0]])
+    assert explained_variance(values, returns, mask) == pytest.approx(1 - (14 / 9) / (14 / 9))
+    assert explained_variance(values, torch.full((2, 3), 0.1), mask) == 0.0, "nothing to explain"
+    assert explained_variance(values, returns, torch.zeros(2, 3)) == 0.0
+
+
+class Models(PolicyMaker):
+    """Reference policies of both roles that note what they are given, and of which one at a time may be on the devices."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.by_role: dict[Role, ReferencePolicy] = {}
+        self.there: set[Role] = set()
+        self.trained: list[tuple[Role, Any, Any]] = []
+        self.values: list[torch.Tensor] = []
+        self.change_values = lambda values: values
+
+    def __call__(self, config: Any, tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, beside: Any = None) -> Any:
+        assert (beside is None) == (role == ACTOR)
+        policy = self.by_role[role] = super().__call__(config, tokenizer, start, stack, role, beside)
+        assert not self.there, "the others have left before one more is built"
+        self.there.add(role)
+        for name in ("prepare_for_training", "prepare_for_lp_inference", "prepare_for_generation", "offload_after_refit"):
+            self._watch(role, policy, name)
+        train, get_values = policy.train, policy.get_values
+
+        def noting_train(data: Any, loss_fn: Any, **options: Any) -> Any:
+            self.trained.append((role, {key: value.clone() for key, value in data.items()}, loss_fn))
+            return train(data, loss_fn, **options)
+
+        def noting_values(data: Any) -> Any:
+            found = get_values(data)
+            found["values"] = self.change_values(found["values"])
+            self.values.append(found["values"].clone())
+            return found
+
+        policy.train, policy.get_values = noting_train, noting_values  # type: ignore[method-assign]
+        return policy
+
+    def _watch(self, role: Role, policy: ReferencePolicy, name: str) -> None:
+        move = getattr(policy, name)
+
+        def moved() -> Any:
+            self.there = self.there - {role} if name.startswith("offload") else self.there | {role}
+            assert len(self.there) <= 1, f"{name}: {sorted(each.name for each in self.there)} are on the devices at once"
+            return move()
+
+        setattr(policy, name, moved)
+
+
+def ppo(run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
+    """A run of PPO without a reference policy; answers have up to three tokens, and a reward for every right digit."""
+    config = make_config("ppo", run_dir, model, data, **section)
+    config["env"] = {"reward": REWARD}
+    config["loss_fn"]["reference_policy_kl_penalty"] = 0.0
+    config["critic"] = {"megatron_cfg": {"optimizer": {"lr": 1e-2}}}
+    return config
+
+
+def critic_weights(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "checkpoints" / f"step_{step}" / "critic" / "weights" / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("bootstrap", "normalize"), [(False, True), (True, False)])
+def test_a_step_is_that_of_the_slow_form(bootstrap: bool, normalize: bool, tmp_path: Path, model: str, data: str) -> None:
+    """Of answers that ended and of such that were cut off, with a divergence in the reward: worked out again, token by token."""
+    own = {"gae_gamma": 0.9, "gae_lambda": 0.8, "normalize_advantages": normalize, "bootstrap_truncated": bootstrap, "val_at_start": False}
+    config = ppo(tmp_path, model, data, max_num_steps=1, val_period=0, **own)
+    config["loss_fn"] |= {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
+    models = Models()
+    assert run(config, models) == 0
+    [(first, of_critic, value_loss), (second, of_actor, _)] = models.trained
+    assert (first, second) == (CRITIC, ACTOR) and value_loss.value_clip == 0.2
+    assert not {"values", "returns", "prev_values"} & of_actor.keys(), "the actor is not sent what it does not read"
+    tokenizer, [row] = models.by_role[ACTOR].tokenizer, rows(tmp_path)
+    from tests.toys.digits import reward  # as the run finds it, by its path
+
+    lengths, mask = of_actor["input_lengths"].tolist(), of_actor["token_mask"]
+    answers = ["0", "2", "4", "6", "8", "10", "12"]
+    texts = [tokenizer.decode(of_actor["input_ids"][index, mask[index] > 0], skip_special_tokens=True) for index in range(12)]
+    prompts = [tokenizer.decode(of_actor["input_ids"][index, : length][mask[index, :length] == 0]) for index, length in enumerate(lengths)]
+    rewards = [reward(text, answers[int(prompt.split("+")[0].strip()[-1])]) for text, prompt in zip(texts, prompts, strict=True)]
+    assert row["train/reward"] == pytest.approx(sum(rewards) / 12)
+    ended = [int(of_actor["input_ids"][index, length - 1]) == tokenizer.eos_token_id for index, length in enumerate(lengths)]
+    assert len(set(ended)) == 2 and len(set(lengths)) > 1, "answers of both kinds, of several lengths"
+    [values] = models.values
+    advantages, returns = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)
+    for index, length in enumerate(lengths):
+        tokens = [place for place in range(length) if mask[index, place]]
+        after = float(values[index, length - 1]) if bootstrap and not ended[index] else 0.0
+        advantage = 0.0
+        for place in reversed(tokens):
+            # before the first step the policy is its own reference
+            gain = rewards[index] if place == tokens[-1] else 0.0
+            before = float(values[index, place - 1])
+            advantage = gain + 0.9 * after - before + 0.9 * 0.8 * advantage
+            advantages[index, place], returns[index, place] = advantage, advantage + before
+            after = before
+            assert float(of_critic["prev_values"][index, place]) == pytest.approx(before)
+    counted = advantages[mask > 0]
+    if normalize:
+        advantages = torch.where(mask > 0, (advantages - counted.mean()) / counted.std(correction=0), 0.0)
+    torch.testing.assert_close(of_critic["returns"].double(), returns, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(of_actor["advantages"].double(), advantages, atol=2e-6, rtol=1e-6)
+    residual = (returns - torch.nn.functional.pad(values[:, :-1], (1, 0)))[mask > 0]
+    explained = 1 - residual.var(correction=0) / returns[mask > 0].var(correction=0)
+    assert row["train/explained_variance"] == pytest.approx(float(explained), abs=1e-6)
+    assert row["train/critic_returns_mean"] == pytest.approx(float(returns[mask > 0].mean()), abs=1e-6)
+    assert row["train/kl_in_reward"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_both_models_are_trained_resumed_and_take_turns(tmp_path: Path, model: str, data: str) -> None:
+    whole, again = Models(), Models()
+    assert run(ppo(tmp_path / "whole", model, data), whole) == 0
+    assert [role.name for role, _, _ in whole.trained] == ["critic", "actor"] * STEPS
+    assert all(len(batch["input_ids"]) == 12 for _, batch, _ in whole.trained)
+    crashed = Models(crash_after=2)
+    with pytest.raises(Crash):
+        run(ppo(tmp_path / "parts", model, data), crashed)
+    assert run(ppo(tmp_path / "parts", model, data), again) == 0
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    assert same(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
+    critic = critic_weights(tmp_path / "whole")
+    assert "score.weight" in critic and not same(critic, critic_weights(tmp_path / "whole", 2))
+    assert same(critic_weights(tmp_path / "parts"), critic)
+    logged = rows(tmp_path / "whole")[-1]
+    expected = {f"train/critic_{name}" for name in ("loss", "grad_norm", "lr", "clipped_share", "values_mean", "returns_mean")}
+    expected |= {"train/loss", "train/explained_variance", "train/probs_ratio_clamped", "timing/values_s", "timing/train_critic_s"}
+    expected |= {"performance/memory_gib", "performance/critic_memory_gib", "validation/accuracy"}
+    assert expected <= logged.keys()
+    # each has a schedule of its own, which has warmed up by now
+    assert logged["train/lr"] == pytest.approx(3e-3) and logged["train/critic_lr"] == pytest.approx(1e-2)
+
+
+def test_the_critic_is_trained_alone_at_first(tmp_path: Path, model: str, data: str) -> None:
+    models = Models()
+    config = ppo(tmp_path, model, data, critic_warmup_steps=2, val_at_start=False, val_period=0)
+    assert run(config, models) == 0
+    assert [role.name for role, _, _ in models.trained] == ["critic"] * 2 + ["critic", "actor"] * 2
+    start, actor = (load_file(path / "model.safetensors") for path in (Path(model), tmp_path / "checkpoints/step_2/policy/weights"))
+    assert all(torch.equal(actor[name], start[name].float()) for name in actor)
+    assert models.by_role[ACTOR].train_calls == 2 and models.by_role[CRITIC].train_calls == STEPS
+    assert ["train/loss" in row for row in rows(tmp_path)] == [False, False, True, True]
+
+
+def test_groups_of_one_are_enough(tmp_path: Path, model: str, data: str) -> None:
+    config = ppo(tmp_path, model, data, num_prompts_per_step=6, num_generations_per_prompt=1, max_num_steps=2, val_period=0)
+    del config["ppo"]["num_generations_per_prompt"]
+    assert run(config, Models()) == 0
+    assert all(row["train/reward_std"] >= 0 for row in rows(tmp_path) if "train/reward_std" in row)
+
+
+def test_values_that_are_not_finite_end_the_run_before_anything_is_trained(tmp_path: Path, model: str, data: str) -> None:
+    models = Models()
+    models.change_values = lambda values: values.index_fill(0, torch.tensor([1]), math.nan)
+    with pytest.raises(NonFiniteError, match=r"the critic says that \d+ of \d+ states are worth a number that is not finite"):
+        run(ppo(tmp_path, model, data), models)
+    assert models.trained == []
+
+
+def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: str, data: str) -> None:
+    config = ppo(tmp_path / "run", model, data)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    content = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 3}))
+    config["critic"]["model_name"] = str(other)
+    with pytest.raises(ConfigError, match=r"critic\.model_name = .*other.*of another backbone than the policy: num_layers 3; there num_layers 2"):
+        validate_config(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, set()),
+        ({"ppo.critic_warmup_steps": 9}, {"ppo.critic_warmup_steps"}),
+        ({"ppo.gae_lambda": 1.1, "ppo.value_clip": 0.0}, {"ppo.gae_lambda", "ppo.value_clip"}),
+        ({"critic.generation": {"max_new_tokens": 3}}, {"critic.generation"}),
+        ({"critic.train_global_batch_size": 7}, {"critic.train_global_batch_size"}),
+        ({"critic.train_global_batch_size": 60}, set()),
+        ({"policy.train_global_batch_size": 7}, {"policy.train_global_batch_size"}),
+        ({"critic.megatron_cfg.sequence_parallel": True, "critic.megatron_cfg.tensor_model_parallel_size": 1}, {"critic.megatron_cfg.sequence_parallel"}),
+        ({"ppo.max_rollout_turns": 2}, {"ppo.max_rollout_turns"}),
+        ({"grpo": {"num_prompts_per_step": 1}}, {"grpo"}),
+    ],
+)
+def test_what_a_configuration_of_ppo_may_say(changes: dict[str, Any], refused: set[str]) -> None:
+    assert {violation.key for violation in check(complete(raw_ppo(), changes), FACTS)} == refused
+
+
+def test_another_algorithm_has_no_critic(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("grpo", tmp_path, model, data) | {"critic": {}}
+    with pytest.raises(ConfigError, match="algorithm 'grpo' does not read this section"):
+        validate_config(config)
+
+
+def test_a_model_is_not_used_out_of_its_turn(tmp_path: Path, model: str, data: str) -> None:
+    """The reference policy of these tests is as strict as the workers."""
+    config = validate_config(ppo(tmp_path, model, data))
+    with ExitStack() as stack:
+        critic = PolicyMaker()(config, None, ResumePoint(), stack, CRITIC)
+        critic.offload_after_refit()
+        with pytest.raises(StateError):
+            critic.get_values(None)  # type: ignore[arg-type]
