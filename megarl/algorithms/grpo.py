@@ -184,7 +184,7 @@ class GRPO(Algorithm):
         self.policy = parts.models[ACTOR]
         self.refit = parts.refit
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
-        self.timer, self.skipped = parts.timer, parts.skipped
+        self.timer, self.skipped, self.turns = parts.timer, parts.skipped, parts.turns
         self.sample_log, self.done_steps = parts.sample_log, 0
         self.loss_fn = ClippedPGLossFn(parts.config["loss_fn"])
         self.reward_weights = weights_of_rewards(parts.config["env"])
@@ -201,6 +201,7 @@ class GRPO(Algorithm):
         """Sample responses to the next prompts and train on them."""
         from megarl.rollout.collector import add_metrics, part_metrics
 
+        self.turns.take(ACTOR)
         rollouts, judged, of_sampling = self._sampled(step)
         samples = rollouts.samples
         batch = self._scored_batch(samples)
@@ -292,6 +293,7 @@ class GRPO(Algorithm):
 
         if self.validation_data is None:
             return {}
+        self.turns.take(ACTOR)
         size = self.config["val_batch_size"]
         validated = [answer_set(self.collector, each, size) for each in validation_sets(self.run_config, self.validation_data)]
         if self.refit is not None:

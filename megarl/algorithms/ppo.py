@@ -138,7 +138,7 @@ class PPO(GRPO):
         from megarl.algorithms.value_losses import ValueLoss
 
         super().__init__(parts)
-        self.critic, self.turns = parts.models[CRITIC], parts.turns
+        self.critic = parts.models[CRITIC]
         # a loss of values is called with these in the place of what the protocol's type says
         self.value_loss: Any = ValueLoss(self.config["value_clip"])
 
@@ -147,16 +147,6 @@ class PPO(GRPO):
         """The actor, the critic, and a reference where the loss has a divergence from it."""
         actor, *others = super().roles(config)
         return (actor, CRITIC, *others)
-
-    def step(self, step: int) -> dict[str, float]:
-        """Sample answers to the next prompts and train on them."""
-        self.turns.take(ACTOR)
-        return super().step(step)
-
-    def validate(self) -> dict[str, float]:
-        """Figures of all validation sets (``validation_metrics``)."""
-        self.turns.take(ACTOR)
-        return super().validate()
 
     def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
         return self._sampled_at_once(step)

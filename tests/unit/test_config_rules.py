@@ -571,6 +571,10 @@ DPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("sections_have_a_reader", {"loss_fn": {}, "sft": {"max_num_steps": 3}}, {"loss_fn", "sft"}),
 ]
 PACKS = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1300, "logprob_mb_tokens": 700}}
+PPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("critic_warm_up_ends", {"ppo.critic_warmup_steps": 9}, {"ppo.critic_warmup_steps"}),
+    ("single_turn", {"ppo.max_rollout_turns": 2}, {"ppo.max_rollout_turns"}),
+]
 RM_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg": ...}, {"policy.reward_model_cfg.enabled"}),
     ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg.enabled": False}, {"policy.reward_model_cfg.enabled"}),
@@ -648,6 +652,14 @@ def test_rule_of_a_reward_model_fires_on_its_key(rule: str, changes: dict[str, A
     assert keys_named(rule, complete(raw_rm())) == set()
 
 
+@pytest.mark.parametrize(("rule", "changes", "keys"), PPO_CASES)
+def test_rule_of_ppo_fires_on_its_key(rule: str, changes: dict[str, Any], keys: set[str]) -> None:
+    config = complete(raw_ppo(), changes)
+    assert keys_named(rule, config) == keys
+    assert keys <= {violation.key for violation in check(config)}
+    assert keys_named(rule, complete(raw_ppo())) == set()
+
+
 def test_only_an_algorithm_that_reads_pairs_has_a_model_that_scores_and_pairs() -> None:
     config = complete(raw_sft(), {"policy.reward_model_cfg": {"enabled": True}, "data.train.chosen_key": "better"})
     keys = {violation.key for violation in check(config)}
@@ -690,7 +702,7 @@ def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
 
 
 def test_no_rule_is_untested() -> None:
-    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES, *RM_CASES)}
+    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES, *RM_CASES, *PPO_CASES)}
     assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES) + len(VLLM_RULES)
 
 
