@@ -15,7 +15,7 @@ from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.errors import NonFiniteError
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Key
-from megarl.observe.timing import Sequences
+from megarl.observe.timing import TRAIN_CRITIC, Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +161,7 @@ class PPO(GRPO):
             self.critic.prepare_for_lp_inference()
             inputs: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
             batch["values"] = self.critic.get_values(inputs)["values"]
-            self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=int(samples["input_lengths"].sum())))
+            self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         return batch
 
     def _advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
@@ -207,19 +207,20 @@ class PPO(GRPO):
 
     def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts) -> dict[str, float]:
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
-        from megarl.algorithms.train_results import step_metrics, trained_sequences
+        from megarl.algorithms.train_results import step_metrics
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
         of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in MODEL_INPUTS}, **learned})
         records = [record.index for record in rollouts.records]
-        with self.timer.phase("train_critic"):
+        with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
             result = self.skipped.train(self.critic, of_critic, self.value_loss, step, records, role=CRITIC)
             self.critic.finish_training()
-            self.timer.passed(trained_sequences(of_critic, result, self.value_loss))
+            # scored by a layer with one output, which is nothing beside the others
+            self.timer.passed(Sequences(of_critic["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
         metrics = {f"critic_{name}": value for name, value in step_metrics(result, self.value_loss).items()}
         self.turns.take(ACTOR)
         if step <= self.config["critic_warmup_steps"]:

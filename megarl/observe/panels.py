@@ -71,6 +71,8 @@ PANELS = (
         fraction=True,
     ),
     Panel("Loss", "loss", (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True))),
+    Panel("Critic", "half the squared error of a token's value", (Curve(("train/critic_loss",), "training loss of the critic"),)),
+    Panel("Returns explained by the critic", "share of their variance", (Curve(("train/explained_variance",), "before the step"),)),
     Panel("KL from the reference policy", "nats a token", (Curve(("train/kl_penalty",), "KL penalty, before its weight"),)),
     Panel(
         "Entropy",

@@ -19,13 +19,22 @@ _SHORT_PHASES = {
     "reward": "rew",
     "logprobs": "logp",
     "reference_logprobs": "ref",
+    "values": "values",
+    "train_critic": "critic",
     "train": "train",
     "validation": "val",
     "checkpoint": "ckpt",
     "refit": "refit",
 }
 _TIMING_PREFIX = "timing/"
-RATED_PHASES = {"generation": "generation", "logprobs": "log-probs", "reference_logprobs": "reference", "train": "training"}
+RATED_PHASES = {
+    "generation": "generation",
+    "logprobs": "log-probs",
+    "reference_logprobs": "reference",
+    "values": "values",
+    "train_critic": "critic",
+    "train": "training",
+}
 """Phases that have rates of their own under ``performance/``, and their names for a reader."""
 
 

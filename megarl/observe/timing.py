@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GENERATION, TRAIN = "generation", "train"
+GENERATION, TRAIN, TRAIN_CRITIC = "generation", "train", "train_critic"
 """Phases whose work is counted in another way than that of a forward pass."""
 
 STEP_SECONDS = "step_s"

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.config.backend import enabled_backend
 from megarl.config.model_facts import ModelFacts
-from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, Sequences
+from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
 from megarl.throughput.flops import ModelFlops
 
 WAITING = frozenset({"reward"})
@@ -102,7 +102,7 @@ class StepThroughput:
             return 0.0, 0.0
         if phase == GENERATION:
             return math.fsum(self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed), 0.0
-        if phase != TRAIN:
+        if phase not in (TRAIN, TRAIN_CRITIC):
             return math.fsum(self.flops.forward(each.lengths, each.scored) for each in passed), 0.0
         again = math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed) if self.recomputes else 0.0
         trained = (self.flops.training(each.lengths, each.scored, frozen_routers=self.frozen_routers) for each in passed)
