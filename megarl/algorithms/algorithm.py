@@ -60,6 +60,10 @@ CRITIC = Role("critic", "critic", section="critic")
 """The model that says what the actor's states are worth."""
 
 
+REWARD_MODEL = Role("reward_model", None, section="reward_model")
+"""A model that scores answers, and is not trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSection:
     """Section of a configuration for a model beside the policy. It has the keys of ``policy``; those that are absent are as there.

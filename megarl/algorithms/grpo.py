@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, Parts, Role
+from megarl.algorithms.algorithm import ACTOR, REFERENCE, REWARD_MODEL, Algorithm, ModelSection, Parts, Role
 from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
-from megarl.errors import MismatchError
+from megarl.config.models import model_sections
+from megarl.errors import MismatchError, NonFiniteError
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 from megarl.observe.timing import Sequences
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.policy.lm_policy import Policy
     from megarl.rollout.collector import Rollouts
 
 
@@ -107,6 +109,12 @@ class GRPOConfig(TypedDict):
             ),
         ]
     ]
+    reward_model_weight: NotRequired[
+        Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
+    ]
+    env_reward_weight: NotRequired[
+        Annotated[float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)]
+    ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
     use_dynamic_sampling: NotRequired[
         Annotated[
@@ -170,6 +178,16 @@ class GRPO(Algorithm):
     """One step samples several responses to each of some prompts and trains on all of them."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
+        {
+            "reward_model": ModelSection(
+                "a model that scores answers (GRPO, PPO): the keys of ``policy``, of which absent ones are as there; ``model_name`` is a "
+                "model that `rm` has trained, or another one with a score layer.",
+                scores=True,
+                is_optional=True,
+            )
+        }
+    )
     PROMPTS = "grpo.num_prompts_per_step"
     GENERATIONS = "grpo.num_generations_per_prompt"
 
@@ -187,15 +205,17 @@ class GRPO(Algorithm):
         self.timer, self.skipped, self.turns = parts.timer, parts.skipped, parts.turns
         self.sample_log, self.done_steps = parts.sample_log, 0
         self.loss_fn = ClippedPGLossFn(parts.config["loss_fn"])
-        self.reward_weights = weights_of_rewards(parts.config["env"])
+        self.reward_model = parts.models.get(REWARD_MODEL)
+        self.reward_weights = {**weights_of_rewards(parts.config["env"]), REWARD_MODEL.name: self.config["reward_model_weight"]}
         stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
         self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
         self.pad_token_id = parts.tokenizer.pad_token_id
 
     @classmethod
     def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
-        """The actor, and a reference where the loss has a divergence from it."""
-        return (ACTOR, REFERENCE) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else (ACTOR,)
+        """The actor, a reference where the loss has a divergence from it, and a reward model where there is a section for one."""
+        reference = (REFERENCE,) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else ()
+        return (ACTOR, *reference, *((REWARD_MODEL,) if REWARD_MODEL.section in model_sections(config) else ()))
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
@@ -229,28 +249,68 @@ class GRPO(Algorithm):
         own = {**trained, **of_samples, **of_sampling, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
 
-    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts) -> dict[str, float]:
-        """Train on a batch with its advantages; the metrics of that."""
-        from megarl.algorithms.train_results import step_metrics, trained_sequences
+    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+        """Train on a batch with its advantages, so often; the metrics of that."""
+        from megarl.algorithms.train_results import metrics_of_epochs, trained_sequences
 
+        records, results = [record.index for record in rollouts.records], []
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            result = self.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
+            for _ in range(epochs):
+                results.append(self.skipped.train(self.policy, batch, self.loss_fn, step, records))
             self.policy.finish_training()
-            self.timer.passed(trained_sequences(batch, result, self.loss_fn))
+            for result in results:
+                self.timer.passed(trained_sequences(batch, result, self.loss_fn))
         if self.refit is not None:
             self.refit.stale = True
-        return step_metrics(result, self.loss_fn)
+        return metrics_of_epochs(results, self.loss_fn)
 
     def _sampled_at_once(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
         """Answers to the next prompts, all of which the step trains on."""
         from megarl.rollout.samples import sampling_seeds
 
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
-        examples = self.train_data.select(self.sampler.take(prompts))
         seeds = sampling_seeds(self.seed, step, prompts, generations)
-        rollouts = self.collector.collect(examples, generations, seeds, weight_version=step - 1)
+        rollouts = self._collected(self.sampler.take(prompts), seeds, step)
         return rollouts, rollouts.samples, {}
+
+    def _collected(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
+        """Answers to some prompts, with the score of the reward model in their rewards, where there is one."""
+        generations = self.config["num_generations_per_prompt"]
+        rollouts = self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
+        if self.reward_model is not None:
+            self.turns.take(REWARD_MODEL)
+            with self.timer.phase("reward_model"):
+                self._add_scores(rollouts.samples, self.reward_model)
+            self.turns.take(ACTOR)
+        return rollouts
+
+    def _add_scores(self, samples: BatchedDataDict[Any], model: Policy) -> None:
+        """Put the scores of the answers into ``reward``, and into ``reward/reward_model`` without their weight; how right an answer is stays
+        what the environment says.
+
+        Raises:
+            NonFiniteError: a score is NaN or infinite.
+        """
+        import torch
+
+        from megarl.algorithms.advantages import PART
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.collector import accuracies_of
+
+        model.prepare_for_lp_inference()
+        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in ("input_ids", "input_lengths")})
+        scores = model.score(inputs)["scores"]
+        self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
+        if not bool(scores.isfinite().all()):
+            raise NonFiniteError(
+                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} answers a score that is not finite. Nothing was "
+                "trained on them. Fix: give reward_model.model_name weights that compute, or another reward_model.precision"
+            )
+        weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
+        samples["accuracy"] = accuracies_of(samples)
+        samples[f"{PART}{REWARD_MODEL.name}"] = scores
+        samples["reward"] = torch.where(samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores)
 
     def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
         """The samples that a step trains on, all that were judged before its last one, and metrics of how they were found."""
@@ -263,7 +323,7 @@ class GRPO(Algorithm):
 
         def collect(indices: list[int], ordinal: int) -> Rollouts:
             seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
-            return self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
+            return self._collected(indices, seeds, step)
 
         sampling = DynamicSampling(
             prompts,

@@ -73,6 +73,10 @@ class PPOConfig(TypedDict):
             ),
         ]
     ]
+    ppo_epochs: NotRequired[
+        Annotated[int, Key("times that the actor is trained on the answers of a step, each in all its global batches.", AT_LEAST_1, default=1)]
+    ]
+    critic_ppo_epochs: NotRequired[Annotated[int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1)]]
     critic_warmup_steps: NotRequired[
         Annotated[int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)]
     ]
@@ -91,6 +95,12 @@ class PPOConfig(TypedDict):
     ]
     val_num_generations_per_prompt: NotRequired[
         Annotated[int, Key("answers a prompt of a validation, as of GRPO.", AT_LEAST_1, default=1)]
+    ]
+    reward_model_weight: NotRequired[
+        Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
+    ]
+    env_reward_weight: NotRequired[
+        Annotated[float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)]
     ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
     overlong_filtering: NotRequired[Annotated[bool, Key("answers that were cut off are left out of training.", default=False)]]
@@ -122,6 +132,7 @@ class PPO(GRPO):
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"ppo": PPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
+            **GRPO.MODELS,
             "critic": ModelSection(
                 "the value model of PPO: the keys of ``policy``, of which absent ones are as there. Without a ``model_name`` it begins as "
                 "the policy does, with a new score layer.",
@@ -205,24 +216,26 @@ class PPO(GRPO):
             advantages = whitened(advantages, counts)
         return advantages.float(), metrics
 
-    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts) -> dict[str, float]:
+    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
-        from megarl.algorithms.train_results import step_metrics
+        from megarl.algorithms.train_results import metrics_of_epochs
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
         of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in MODEL_INPUTS}, **learned})
-        records = [record.index for record in rollouts.records]
+        records, results = [record.index for record in rollouts.records], []
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
-            result = self.skipped.train(self.critic, of_critic, self.value_loss, step, records, role=CRITIC)
+            for _ in range(self.config["critic_ppo_epochs"]):
+                results.append(self.skipped.train(self.critic, of_critic, self.value_loss, step, records, role=CRITIC))
             self.critic.finish_training()
-            # scored by a layer with one output, which is nothing beside the others
-            self.timer.passed(Sequences(of_critic["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
-        metrics = {f"critic_{name}": value for name, value in step_metrics(result, self.value_loss).items()}
+            for result in results:
+                # scored by a layer with one output, which is nothing beside the others
+                self.timer.passed(Sequences(of_critic["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
+        metrics = {f"critic_{name}": value for name, value in metrics_of_epochs(results, self.value_loss).items()}
         self.turns.take(ACTOR)
         if step <= self.config["critic_warmup_steps"]:
             return metrics
-        return {**super()._trained(batch, step, rollouts), **metrics}
+        return {**super()._trained(batch, step, rollouts, self.config["ppo_epochs"]), **metrics}

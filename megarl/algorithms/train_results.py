@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megarl.algorithms.interfaces import reads_values
 from megarl.models.engine.microbatches import under_mask
-from megarl.observe.metrics import reduce_metrics
+from megarl.observe.metrics import Reduction, default_reduction, reduce_metrics, reduce_values
 from megarl.observe.timing import Sequences
 
 if TYPE_CHECKING:
@@ -27,6 +27,15 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
     if "grad_norm" not in metrics and result.get("grad_norm") is not None:
         metrics["grad_norm"] = float(torch.as_tensor(result["grad_norm"], dtype=torch.float64).mean())
     return metrics
+
+
+def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, float]:
+    """Metrics of several training calls with one batch: the least or largest of those that the loss reduces so, of others the mean; those
+    that only some of them have are of these."""
+    found = [step_metrics(result, loss_fn) for result in results]
+    values = {name: [metrics[name] for metrics in found if name in metrics] for name in dict.fromkeys(name for each in found for name in each)}
+    ways = {name: loss_fn.metric_reductions.get(name, default_reduction(name)) for name in values}
+    return {name: reduce_values(each, Reduction.MEAN if ways[name] is Reduction.SUM else ways[name]) for name, each in values.items()}
 
 
 def trained_sequences(batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction) -> Sequences:

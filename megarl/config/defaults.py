@@ -74,6 +74,8 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
             run[key] = _with_inner_sections(fill(run[key], defaults_of(section)), section)
     _complete_environments(run)
     _fill_sizes_of_validation(run)
+    if isinstance(run.get("ppo"), dict):
+        run["ppo"].setdefault("critic_ppo_epochs", run["ppo"]["ppo_epochs"])
     run["checkpointing"] = fill(_section(run, "checkpointing"), defaults_of(CheckpointingConfig))
     run["logger"] = fill(_section(run, "logger"), defaults_of(LoggerConfig))
     run["logger"]["samples"] = fill(_section(run["logger"], "samples"), defaults_of(SamplesConfig))

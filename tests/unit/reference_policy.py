@@ -131,6 +131,10 @@ class ReferencePolicy:
         self._require("logprobs")
         return BatchedDataDict({"values": self._values(data)})
 
+    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        values = self.get_values(data)["values"]
+        return BatchedDataDict({"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)})
+
     def _values(self, data: Mapping[str, Any]) -> Tensor:
         """[B, S]; padding is 0."""
         inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"].unsqueeze(1)

@@ -247,6 +247,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"grpo.advantage_clip_low"},
     ),
+    ("scores_of_answers_count", {"grpo.env_reward_weight": 0.0}, {}, {"grpo.env_reward_weight"}),
+    (
+        "scores_of_answers_count",
+        {"reward_model": {"train_micro_batch_size": 1}, "grpo.reward_model_weight": 0.0},
+        {},
+        {"grpo.reward_model_weight"},
+    ),
     ("several_rewards_are_compared", {"grpo.adv_estimator.name": "gdpo"}, {}, {"grpo.adv_estimator.name"}),
     ("loss_goes_together", {"loss_fn.sequence_level_ratio_gradient": "token"}, {}, {"loss_fn.sequence_level_ratio_gradient"}),
     ("global_batch_divides", {"policy.train_global_batch_size": 20}, {}, {"policy.train_global_batch_size"}),
@@ -574,6 +581,11 @@ PACKS = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1300, "
 PPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("critic_warm_up_ends", {"ppo.critic_warmup_steps": 9}, {"ppo.critic_warmup_steps"}),
     ("single_turn", {"ppo.max_rollout_turns": 2}, {"ppo.max_rollout_turns"}),
+    (
+        "on_policy_batch_is_trained_on_once",
+        {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 60, "ppo.ppo_epochs": 2},
+        {"loss_fn.force_on_policy_ratio"},
+    ),
 ]
 RM_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg": ...}, {"policy.reward_model_cfg.enabled"}),

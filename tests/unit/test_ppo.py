@@ -7,6 +7,7 @@ import math
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from megarl.algorithms.advantages import explained_variance, rewards_of_tokens
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
 from megarl.algorithms.resume import ResumePoint
 from megarl.algorithms.run import run
+from megarl.algorithms.train_results import metrics_of_epochs, step_metrics
 from megarl.config.rules import check
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError, NonFiniteError, StateError
+from megarl.observe.metrics import Reduction
 from tests.unit.config_samples import FACTS, complete, raw_ppo
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
@@ -199,6 +202,28 @@ def test_the_critic_is_trained_alone_at_first(tmp_path: Path, model: str, data: 
     assert all(torch.equal(actor[name], start[name].float()) for name in actor)
     assert models.by_role[ACTOR].train_calls == 2 and models.by_role[CRITIC].train_calls == STEPS
     assert ["train/loss" in row for row in rows(tmp_path)] == [False, False, True, True]
+
+
+def test_both_are_trained_on_a_step_as_often_as_they_are_told(tmp_path: Path, model: str, data: str) -> None:
+    models = Models()
+    config = ppo(tmp_path, model, data, ppo_epochs=2, critic_ppo_epochs=3, max_num_steps=1, val_period=0, val_at_start=False)
+    assert run(config, models) == 0
+    assert [role.name for role, _, _ in models.trained] == ["critic"] * 3 + ["actor"] * 2
+    batches = [batch for _, batch, _ in models.trained]
+    assert all(torch.equal(batch[name], batches[-1][name]) for batch in batches[3:] for name in batches[-1])
+    [row] = rows(tmp_path)
+    # the second time it is another policy than the one that sampled
+    assert row["train/probs_ratio_max"] > 1 > row["train/probs_ratio_min"]
+    follows = validate_config(ppo(tmp_path, model, data, ppo_epochs=4))
+    assert follows["ppo"]["critic_ppo_epochs"] == 4
+
+
+def test_metrics_of_epochs() -> None:
+    loss_fn: Any = SimpleNamespace(metric_reductions={"low": Reduction.MIN, "high": Reduction.MAX, "sum": Reduction.SUM})
+    one, other = ({"loss": [loss], "all_mb_metrics": {"low": [loss], "high": [loss], "sum": [loss, 1.0]}} for loss in (1.0, 4.0))
+    found = metrics_of_epochs([one, {**other, "grad_norm": torch.tensor(3.0)}], loss_fn)
+    assert found == {"low": 1.0, "high": 4.0, "sum": 3.5, "loss": 2.5, "grad_norm": 3.0}
+    assert metrics_of_epochs([one], loss_fn) == step_metrics(one, loss_fn)
 
 
 def test_groups_of_one_are_enough(tmp_path: Path, model: str, data: str) -> None:

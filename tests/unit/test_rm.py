@@ -67,6 +67,30 @@ def test_it_learns_which_answer_is_right(tmp_path: Path, model: str, pairs: str)
     assert after["validation/margin"] > 1
 
 
+def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, pairs: str, data: str) -> None:
+    """Its score, which transformers gives too, is a part of the reward; how right an answer is stays what the environment says."""
+    assert run(rm_config(tmp_path / "rm", model, pairs), PolicyMaker()) == 0
+    judge = tmp_path / "rm" / "hf" / "step_4"
+    config = make_config("grpo", tmp_path / "grpo", model, data, env_reward_weight=2.0, reward_model_weight=-0.5, max_num_steps=2)
+    config["reward_model"] = {"model_name": str(judge)}
+    config["logger"] = {"samples": {"token_ids": True, "num_train_samples": None}}
+    assert run(config, PolicyMaker()) == 0
+    scorer = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
+    samples = [json.loads(line) for line in (tmp_path / "grpo" / "samples" / "train_step_1.jsonl").read_text().splitlines()]
+    assert len(samples) == 12
+    for sample in samples:
+        with torch.no_grad():
+            score = float(scorer(input_ids=torch.tensor([sample["prompt_ids"] + sample["answer_ids"]])).logits)
+        assert sample["rewards"]["reward_model"] == pytest.approx(score, abs=1e-5)
+        assert sample["accuracy"] in (0.0, 1.0)
+        assert sample["reward"] == pytest.approx(2.0 * sample["accuracy"] - 0.5 * score, abs=1e-5)
+    logged = rows(tmp_path / "grpo")
+    trained = [row for row in logged if "train/reward" in row]
+    assert all({"train/reward/reward_model", "timing/reward_model_s"} <= row.keys() for row in trained)
+    assert "critic" not in {path.name for path in (tmp_path / "grpo" / "checkpoints" / "step_2").iterdir()}
+    assert not (tmp_path / "grpo" / "checkpoints" / "step_2" / "reward_model").exists(), "it is not trained"
+
+
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, model: str, pairs: str) -> None:
     run(rm_config(tmp_path / "whole", model, pairs), PolicyMaker())
     for crash_after in (1, 3):

@@ -215,6 +215,18 @@ def critic_warm_up_ends(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], f"the run has {last} steps, and the actor would be trained in none", f"write at most {last - 1}")
 
 
+def scores_of_answers_count(view: View) -> Iterator[Violation]:
+    """Where there is a reward model, its score counts; where there is none, nothing weighs one."""
+    section = view.algorithm.section()
+    ours, theirs = f"{section}.reward_model_weight", f"{section}.env_reward_weight"
+    if view.get("reward_model") is None:
+        for key in (ours, theirs):
+            if view[key] != 1:
+                yield Violation(key, view[key], "there is no section reward_model, and nothing reads it", "write 1, or add the section")
+    elif view[ours] == 0:
+        yield Violation(ours, 0, "the reward model would score answers in vain", "write another number, or take reward_model away")
+
+
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
     """Where rewards are compared one by one, there are several, of one weight each, and a divergence is none of them."""
     view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
@@ -360,6 +372,7 @@ RUN_RULES: tuple[Rule, ...] = (
     estimator_is_told_what_it_reads,
     dynamic_sampling_is_told_what_it_reads,
     critic_warm_up_ends,
+    scores_of_answers_count,
     several_rewards_are_compared,
     reward_is_known,
     environment_is_known,
@@ -406,6 +419,9 @@ def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
     if prompts * generations != size:
         bound = f"a step trains on its {prompts * generations} samples in global batches of {size}, and all but the first are off-policy"
         yield Violation(key, True, bound, f"write {GLOBAL}: {prompts * generations}, or force_on_policy_ratio: false")
+    elif view.algorithm.section() == "ppo" and view["ppo.ppo_epochs"] > 1:
+        bound = f"ppo.ppo_epochs = {view['ppo.ppo_epochs']}: the samples are trained on again, and are off-policy then"
+        yield Violation(key, True, bound, "write ppo.ppo_epochs: 1, or force_on_policy_ratio: false")
 
 
 def global_batch_divides(view: View) -> Iterator[Violation]:
