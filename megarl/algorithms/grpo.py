@@ -113,7 +113,9 @@ class GRPOConfig(TypedDict):
         Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
     ]
     env_reward_weight: NotRequired[
-        Annotated[float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)]
+        Annotated[
+            float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)
+        ]
     ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
     use_dynamic_sampling: NotRequired[
@@ -286,7 +288,7 @@ class GRPO(Algorithm):
         return rollouts
 
     def _add_scores(self, samples: BatchedDataDict[Any], model: Policy) -> None:
-        """Put the scores of the answers into ``reward``, and into ``reward/reward_model`` without their weight; how right an answer is stays
+        """Put the scores of answers into ``reward``, and into ``reward/reward_model`` without their weight; how right an answer is stays
         what the environment says.
 
         Raises:
@@ -304,8 +306,8 @@ class GRPO(Algorithm):
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError(
-                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} answers a score that is not finite. Nothing was "
-                "trained on them. Fix: give reward_model.model_name weights that compute, or another reward_model.precision"
+                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} answers a score that is not finite. Nothing "
+                "was trained on them. Fix: give reward_model.model_name weights that compute, or another reward_model.precision"
             )
         weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
         samples["accuracy"] = accuracies_of(samples)

@@ -113,8 +113,11 @@ def _named(path: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError([renamed(violation, path) for violation in error.violations] or renamed_text(str(error), path)) from error
-    except (ModelError, ConversionError) as error:
-        raise type(error)(f"{path}: {renamed_text(str(error), path)}") from error
+    except ConversionError as error:
+        details = [renamed_text(detail, path) for detail in error.details]
+        raise ConversionError(f"{path}: {renamed_text(error.what, path)}", renamed_text(error.fix, path), details) from error
+    except ModelError as error:
+        raise ModelError(f"{path}: {renamed_text(str(error), path)}") from error
 
 
 def _check_vocabulary(

@@ -74,7 +74,9 @@ class PPOConfig(TypedDict):
         ]
     ]
     ppo_epochs: NotRequired[
-        Annotated[int, Key("times that the actor is trained on the answers of a step, each in all its global batches.", AT_LEAST_1, default=1)]
+        Annotated[
+            int, Key("times that the actor is trained on the answers of a step, each in all its global batches.", AT_LEAST_1, default=1)
+        ]
     ]
     critic_ppo_epochs: NotRequired[Annotated[int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1)]]
     critic_warmup_steps: NotRequired[
@@ -93,14 +95,14 @@ class PPOConfig(TypedDict):
             int | None, Key("prompts of a validation set that are generated together; null for the whole set.", AT_LEAST_1, default=None)
         ]
     ]
-    val_num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("answers a prompt of a validation, as of GRPO.", AT_LEAST_1, default=1)]
-    ]
+    val_num_generations_per_prompt: NotRequired[Annotated[int, Key("answers a prompt of a validation, as of GRPO.", AT_LEAST_1, default=1)]]
     reward_model_weight: NotRequired[
         Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
     ]
     env_reward_weight: NotRequired[
-        Annotated[float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)]
+        Annotated[
+            float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)
+        ]
     ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
     overlong_filtering: NotRequired[Annotated[bool, Key("answers that were cut off are left out of training.", default=False)]]
@@ -118,7 +120,11 @@ class PPOConfig(TypedDict):
     max_token_mult_prob_error: NotRequired[
         Annotated[
             float | None,
-            Key("the run stops before it trains on answers for which that mean over all tokens is larger; null never stops.", AT_LEAST_1, default=None),
+            Key(
+                "the run stops before it trains on answers for which that mean over all tokens is larger; null never stops.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
 
@@ -139,7 +145,7 @@ class PPO(GRPO):
                 scores=True,
                 is_trained=True,
                 has_backbone_of_policy=True,
-            )
+            ),
         }
     )
     PROMPTS = "ppo.num_prompts_per_step"

@@ -30,9 +30,9 @@ MOST_KEPT = 20
 class SkippedBatches:
     """Trains, and keeps what could not be trained on.
 
-    For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json`` of another role (what was seen first on which rank, in which
-    micro-batch and rows) and ``step_N.safetensors`` (those rows of the batch, all columns, and their numbers as ``row``; where nobody
-    knows the rows, the whole global batch). The first twenty steps are kept.
+    For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json`` of another role (what was
+    seen first on which rank, in which micro-batch and rows) and ``step_N.safetensors`` beside it (those rows of the batch, all columns, and
+    their numbers as ``row``; where nobody knows the rows, the whole global batch). The first twenty steps are kept.
 
     Attributes:
         directory: made when it is needed; None keeps nothing.
@@ -75,9 +75,7 @@ class SkippedBatches:
             self._keep(batch, result["skipped"], step, records, name)
         return result
 
-    def _keep(
-        self, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int], name: str
-    ) -> None:
+    def _keep(self, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int], name: str) -> None:
         for found in skipped:
             figures = f"loss = {found['loss']}, gradient norm = {found['grad_norm']}"
             logger.warning("step %d: no optimizer step was taken: %s; weights are as before", step, figures)

@@ -33,7 +33,9 @@ def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunctio
     """Metrics of several training calls with one batch: the least or largest of those that the loss reduces so, of others the mean; those
     that only some of them have are of these."""
     found = [step_metrics(result, loss_fn) for result in results]
-    values = {name: [metrics[name] for metrics in found if name in metrics] for name in dict.fromkeys(name for each in found for name in each)}
+    values = {
+        name: [metrics[name] for metrics in found if name in metrics] for name in dict.fromkeys(name for each in found for name in each)
+    }
     ways = {name: loss_fn.metric_reductions.get(name, default_reduction(name)) for name in values}
     return {name: reduce_values(each, Reduction.MEAN if ways[name] is Reduction.SUM else ways[name]) for name, each in values.items()}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Role
-    from megarl.models.policy.interfaces import ColocatablePolicyInterface
+    from megarl.models.policy.lm_policy import Policy
 
 
 class Turns:
@@ -17,7 +17,7 @@ class Turns:
         models: by role; those that have workers. Any of them may be on the devices.
     """
 
-    def __init__(self, models: Mapping[Role, ColocatablePolicyInterface]) -> None:
+    def __init__(self, models: Mapping[Role, Policy]) -> None:
         self._models = models
         self._may_be_there = set(models)
 

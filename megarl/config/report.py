@@ -213,7 +213,9 @@ def surroundings_table(
         table.add_row("engine's weights, a device", size_text(engine.weights))
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
         table.add_row("tokens whose keys and values have room beside the weights", f"{engine.cached_tokens:,}")
-    table.add_row(f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks, beside.values())))
+    table.add_row(
+        f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks, beside.values()))
+    )
     if checkpointing["enabled"]:
         table.add_row("a checkpoint", size_text(checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)))
         kept = f"{checkpoints_kept(config)} checkpoints at once" + (", exported model" if checkpointing["export_hf"] else "")

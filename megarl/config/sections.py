@@ -375,7 +375,8 @@ class RunConfig(TypedDict):
     """A whole run."""
 
     algorithm: Annotated[
-        str, Key("`grpo`, `ppo`, `sft`, `dpo`, `rm`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there.")
+        str,
+        Key("`grpo`, `ppo`, `sft`, `dpo`, `rm`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there."),
     ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
     run_dir: NotRequired[

@@ -1,5 +1,5 @@
-"""PPO as a whole program on Megatron, actor and critic in turns on the same ranks: it runs in one layout as in another, and killed at random
-moments it ends with both models as if nobody had disturbed it."""
+"""PPO as a whole program on Megatron, actor and critic in turns on the same ranks: it runs in one layout as in another, and killed at
+random moments it ends with both models as if nobody had disturbed it."""
 
 from __future__ import annotations
 

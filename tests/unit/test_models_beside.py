@@ -1,4 +1,4 @@
-"""Models beside the policy: sections that take from ``policy`` what they do not say, whose turn it is on the devices, what a resume is told."""
+"""Models beside the policy: sections that take from ``policy`` what they do not say, whose turn it is, what a resume is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megarl.errors import ConfigError, ModelError, Violation
 from megarl.quickstart.material import make_model
 from tests.unit.config_samples import FACTS, changed, raw_grpo
 
-ALGORITHM = '''
+ALGORITHM = """
 from typing import ClassVar
 from typing_extensions import TypedDict
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Algorithm, ModelSection, Role
@@ -50,7 +50,7 @@ class Several(Algorithm):
 
     def step(self, step):
         return {}
-'''
+"""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_absent_keys_are_those_of_the_policy(raw: dict[str, Any]) -> None:
     assert critic["megatron_cfg"]["tensor_model_parallel_size"] == 2 and critic["model_name"] == policy["model_name"]
     assert critic["reward_model_cfg"]["enabled"] is True and policy["reward_model_cfg"] is None and critic["generation"] is None
     assert teachers["same"] == policy, "a language model's log-probabilities follow from how answers are drawn"
-    assert teachers["large"]["generation"]["model_name"] == "owner/larger"
+    assert teachers["large"]["model_name"] == "owner/larger" and teachers["large"]["generation"] == policy["generation"]
     # 6 ranks share a layer, and a sequence is cut for them
     assert teachers["large"]["make_sequence_length_divisible_by"] == 6
     assert "guide" not in run and set(model_sections(run)) == {"critic", "teachers.same", "teachers.large"}

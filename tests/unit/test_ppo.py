@@ -127,6 +127,7 @@ def test_a_step_is_that_of_the_slow_form(bootstrap: bool, normalize: bool, tmp_p
     """Of answers that ended and of such that were cut off, with a divergence in the reward: worked out again, token by token."""
     own = {"gae_gamma": 0.9, "gae_lambda": 0.8, "normalize_advantages": normalize, "bootstrap_truncated": bootstrap, "val_at_start": False}
     config = ppo(tmp_path, model, data, max_num_steps=1, val_period=0, **own)
+    config["data"]["max_input_seq_length"], config["policy"]["generation"]["max_new_tokens"] = 8, 12
     config["loss_fn"] |= {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
     models = Models()
     assert run(config, models) == 0
@@ -139,7 +140,7 @@ def test_a_step_is_that_of_the_slow_form(bootstrap: bool, normalize: bool, tmp_p
     lengths, mask = of_actor["input_lengths"].tolist(), of_actor["token_mask"]
     answers = ["0", "2", "4", "6", "8", "10", "12"]
     texts = [tokenizer.decode(of_actor["input_ids"][index, mask[index] > 0], skip_special_tokens=True) for index in range(12)]
-    prompts = [tokenizer.decode(of_actor["input_ids"][index, : length][mask[index, :length] == 0]) for index, length in enumerate(lengths)]
+    prompts = [tokenizer.decode(of_actor["input_ids"][index, :length][mask[index, :length] == 0]) for index, length in enumerate(lengths)]
     rewards = [reward(text, answers[int(prompt.split("+")[0].strip()[-1])]) for text, prompt in zip(texts, prompts, strict=True)]
     assert row["train/reward"] == pytest.approx(sum(rewards) / 12)
     ended = [int(of_actor["input_ids"][index, length - 1]) == tokenizer.eos_token_id for index, length in enumerate(lengths)]
@@ -248,7 +249,9 @@ def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: 
     content = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 3}))
     config["critic"]["model_name"] = str(other)
-    with pytest.raises(ConfigError, match=r"critic\.model_name = .*other.*of another backbone than the policy: num_layers 3; there num_layers 2"):
+    with pytest.raises(
+        ConfigError, match=r"critic\.model_name = .*other.*of another backbone than the policy: num_layers 3; there num_layers 2"
+    ):
         validate_config(config)
 
 
@@ -262,7 +265,10 @@ def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: 
         ({"critic.train_global_batch_size": 7}, {"critic.train_global_batch_size"}),
         ({"critic.train_global_batch_size": 60}, set()),
         ({"policy.train_global_batch_size": 7}, {"policy.train_global_batch_size"}),
-        ({"critic.megatron_cfg.sequence_parallel": True, "critic.megatron_cfg.tensor_model_parallel_size": 1}, {"critic.megatron_cfg.sequence_parallel"}),
+        (
+            {"critic.megatron_cfg": {"sequence_parallel": True, "tensor_model_parallel_size": 1}, "critic.train_micro_batch_size": 5},
+            {"critic.megatron_cfg.sequence_parallel"},
+        ),
         ({"ppo.max_rollout_turns": 2}, {"ppo.max_rollout_turns"}),
         ({"grpo": {"num_prompts_per_step": 1}}, {"grpo"}),
     ],

@@ -16,9 +16,9 @@ from megarl.config.nested import at
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.generation import GENERATION_RULES
+from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, backbone_is_that_of_the_policy, model_view
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
-from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, backbone_is_that_of_the_policy, model_view
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
 from megarl.config.rules.view import Rule, View, apply_rules

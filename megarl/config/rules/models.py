@@ -35,9 +35,7 @@ def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collectio
     return {**config, "cluster": cluster, POLICY: at(config, path)}
 
 
-def model_view(
-    config: Mapping[str, Any], path: str, section: ModelSection, faulty: Collection[str], facts: ModelFacts | None
-) -> View:
+def model_view(config: Mapping[str, Any], path: str, section: ModelSection, faulty: Collection[str], facts: ModelFacts | None) -> View:
     """A configuration as the rules on a model see it. A model that is not trained belongs to no algorithm's steps.
 
     Args:
