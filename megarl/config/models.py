@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
-_NOT_INHERITED = ("generation", "reward_model_cfg")
+_NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg")
 """Keys that say what a model is for."""
 
 
@@ -51,8 +51,8 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
     of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
     if section.scores:
         of_policy["reward_model_cfg"] = {"enabled": True}
-    elif "generation" in policy:
-        of_policy["generation"] = policy["generation"]
+    else:
+        of_policy |= {key: policy[key] for key in ("generation", "generation_batch_size") if key in policy}
     return merge(copy.deepcopy(of_policy), copy.deepcopy(dict(own)))
 
 

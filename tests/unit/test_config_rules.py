@@ -413,7 +413,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("stop_strings_say_something", {"g.stop_strings": ["end", ""]}, {}, {"g.stop_strings"}),
     ("stop_strings_say_something", {"g.stop_strings": ["x", ""]}, {}, {"g.stop_strings"}),
     ("token_ids_exist", {"g.stop_token_ids": [1002, 1003], "g.pad_token_id": 1003}, {}, {"g.stop_token_ids", "g.pad_token_id"}),
-    ("algorithm_is_known", {"algorithm": "ppo"}, {}, {"algorithm"}),
+    ("algorithm_is_known", {"algorithm": "poo"}, {}, {"algorithm"}),
     ("sections_of_algorithm", {"loss_fn": ..., "env": ..., "g": None}, {}, {"loss_fn", "env", "g"}),
     (
         "steps_are_counted",

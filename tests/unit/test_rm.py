@@ -80,7 +80,9 @@ def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, p
     assert len(samples) == 12
     for sample in samples:
         with torch.no_grad():
-            score = float(scorer(input_ids=torch.tensor([sample["prompt_ids"] + sample["answer_ids"]])).logits)
+            # at the last token, also where that is the one which pads
+            hidden = scorer.model(input_ids=torch.tensor([sample["prompt_ids"] + sample["answer_ids"]])).last_hidden_state
+            score = float(scorer.score(hidden[0, -1]))
         assert sample["rewards"]["reward_model"] == pytest.approx(score, abs=1e-5)
         assert sample["accuracy"] in (0.0, 1.0)
         assert sample["reward"] == pytest.approx(2.0 * sample["accuracy"] - 0.5 * score, abs=1e-5)
