@@ -51,6 +51,7 @@ PARTS: Mapping[str, Part] = {
     "kernels": Part("Triton kernels, interpreted and compiled", ("unit/test_logprob_kernels.py",), TRITON, spread="no"),
     "units": Part("converters, checkpoints, weight transport", ("unit/*",)),
     **{f"resume-{k + 1}": Part("runs killed at every step and moment", RESUME, share=(k, 3), spread="no") for k in range(3)},
+    "ppo": Part("PPO killed at random moments, in several layouts", ("system/test_ppo.py",), spread="no"),
     **{f"vllm-{k + 1}": Part("vLLM engines, refitted by every backend", VLLM_ENGINES, VLLM, (k, 2), "no") for k in range(2)},
     "vllm-faults": Part("vLLM engines killed, out of memory, on devices", ("system/test_vllm_*",), VLLM, spread="no"),
     **{f"slurm-{k + 1}": Part("jobs on a real Slurm", REAL_SLURM, SLURM, (k, 2), "no") for k in range(2)},
