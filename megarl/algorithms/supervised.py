@@ -64,8 +64,8 @@ class Supervised(Algorithm):
         rows = [record for record in records for _ in range(self.rows_of_record)]
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            sizes = self._rows(self.global_batch_size, self.micro_batch_size)
-            result = self.skipped.train(self.policy, batch, self.loss_fn, step, rows, **sizes)
+            gbs, mbs = self._rows(self.global_batch_size, self.micro_batch_size)
+            result = self.skipped.train(self.policy, batch, self.loss_fn, step, rows, gbs=gbs, mbs=mbs)
             self.policy.finish_training()
             self.timer.passed(trained_sequences(batch, result, self.loss_fn))
         return {**self.metrics(result), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
@@ -76,13 +76,13 @@ class Supervised(Algorithm):
             return {}
         size, batches = self.config["val_global_batch_size"], self.config["val_batches"]
         records = len(self.validation_data) if batches is None else min(len(self.validation_data), batches * size)
-        sizes = self._rows(size, self.config["val_micro_batch_size"])
+        gbs, mbs = self._rows(size, self.config["val_micro_batch_size"])
         sums, weights = dict.fromkeys(self.validated(), 0.0), 0.0
         for start in range(0, records, size):
             chosen = range(start, min(start + size, records))
-            batch = self.batch(self.validation_data, chosen, rows=sizes["gbs"])
+            batch = self.batch(self.validation_data, chosen, rows=gbs)
             self.policy.prepare_for_training()
-            metrics = self.metrics(self.policy.train(batch, self.loss_fn, eval_mode=True, **sizes))
+            metrics = self.metrics(self.policy.train(batch, self.loss_fn, eval_mode=True, gbs=gbs, mbs=mbs))
             weight = self.weight(batch)
             weights += weight
             for name in sums:
@@ -109,6 +109,6 @@ class Supervised(Algorithm):
         """What the metrics of a batch are means over: its records."""
         return float(batch["sample_mask"].sum()) / self.rows_of_record
 
-    def _rows(self, global_batch: int, micro_batch: int) -> dict[str, int]:
+    def _rows(self, global_batch: int, micro_batch: int) -> tuple[int, int]:
         """Sizes of batches in rows."""
-        return {"gbs": self.rows_of_record * global_batch, "mbs": self.rows_of_record * micro_batch}
+        return self.rows_of_record * global_batch, self.rows_of_record * micro_batch
