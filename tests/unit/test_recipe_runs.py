@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,14 @@ from pyarrow import parquet
 from megarl.algorithms.run import run
 from megarl.cli import load_and_check
 from megarl.config import load_config
+from megarl.config.environments import rewards_of
 from megarl.config.recipes import find
 from megarl.config.validation_sets import set_plans
 from megarl.data.datasets import Reading, load_dataset
 from megarl.data.records import read_records
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
+from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from tests.small_recipes import ANSWERS, RECIPES, ROWS, STEPS, make_small_model, small
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, rows
@@ -74,6 +77,21 @@ def test_aime_is_sampled_and_each_problem_asked_once(recipe: str, tmp_path: Path
     asked = [(record.prompt, record.answer) for record in read_records({"name": "DAPOMathAIME2024", "path": str(path)})]
     assert len(asked) == len(set(asked)) == min(30, len(stored("dapo-math-17k.jsonl")))
     assert len(list(read_records({"name": "DAPOMathAIME2024", "path": str(path), "max_samples": 7}))) == 7
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "dapo17k" in recipe])
+def test_the_reward_of_dapo_is_that_of_its_paper_but_for_a_constant(recipe: str) -> None:
+    """Equations 7 and 13 of arXiv 2503.14476: 1 or -1, and a penalty down to -1; advantages within a group know of no constant."""
+    config = load_and_check(str(find(recipe)), [])
+    longest, cache = config["policy"]["generation"]["max_new_tokens"], 512
+    rewards = [(section, get_reward(RewardSpec.of_section(section))) for section in rewards_of(config["env"]).values()]
+    beyond = set()
+    for answer, length in itertools.product(("34", "35"), (1, longest - cache, longest - 300, longest, longest + 1)):
+        penalty = 0.0 if length <= longest - cache else -1.0 if length > longest else (longest - cache - length) / cache
+        task = Task(f"Answer: {answer}", "34", length)
+        given = sum(section.get("weight", 1) * reward.judge(task) for section, reward in rewards)
+        beyond.add(round(given - penalty - (1.0 if answer == "34" else -1.0), 12))
+    assert len(beyond) == 1
 
 
 @pytest.mark.parametrize("name", SHIPPED)
