@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.algorithms import run as algorithms_run
@@ -22,6 +23,7 @@ from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
 from megarl.observe.launches import read_launches
+from megarl.observe.sample_files import list_samples, read_samples
 from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
@@ -500,6 +502,62 @@ def test_records_with_equal_prompts_are_groups_of_their_own(tmp_path: Path, mode
     [row] = rows(tmp_path / "run")
     assert row["train/reward_std"] > 50, "the records have different rewards"
     assert -3 <= row["train/advantages_min"] <= row["train/advantages_max"] <= 3
+
+
+VERIFIERS = """
+import os
+import time
+import zlib
+
+
+def fate(response, index):
+    if index > 1:
+        return "dies" if index == 2 and zlib.crc32(response.encode()) % 2 else "is judged"
+    return ("hangs", "dies")[index]
+
+
+def harsh(prompt, response, record):
+    kind = fate(response, record["index"])
+    if kind == "dies":
+        os.kill(os.getpid(), 9)
+    while kind == "hangs":
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+    return float(len(response))
+
+
+def mild(prompt, response, record):
+    if fate(response, record["index"]) != "is judged":
+        raise KeyError(response)
+    return float(len(response))
+"""
+
+
+def test_a_verifier_that_hangs_or_dies_costs_its_own_samples_alone(tmp_path: Path, model: str) -> None:
+    """The rest of the run is, to the bit, that with a function which only raises where the other one hangs or kills its process."""
+    data, path = few_records(tmp_path / "four.jsonl", model, 4), tmp_path / "verifiers.py"
+    path.write_text(VERIFIERS)
+    told: dict[str, Any] = {}
+    exec(VERIFIERS, told)
+    logged = {}
+    for name in ("harsh", "mild"):
+        config = make_config("grpo", tmp_path / name, model, str(data), max_num_steps=1, val_period=0, val_at_start=False, val_at_end=False)
+        config["env"] = {"reward": f"{path}:{name}", "processes": 2, "timeout_s": 1.0, "on_timeout": "mask"}
+        assert run(config, PolicyMaker()) == 0
+        [logged[name]] = comparable(tmp_path / name)
+        [(_, file)] = list_samples(tmp_path / name / "samples", "train")
+        samples = read_samples(file)
+        fates = [told["fate"](row["answer"], row["record"]) for row in samples]
+        assert fates.count("hangs") == 3 and fates.count("dies") >= 3 and fates.count("is judged") >= 3
+        assert [row["masked"] for row in samples] == [fate != "is judged" for fate in fates]
+        assert all((row["reward"] is None) == row["masked"] for row in samples)
+        faults = [logged[name].pop(f"train/{key}") for key in ("reward_timeouts", "reward_errors")]
+        assert faults == ([fates.count("hangs"), fates.count("dies")] if name == "harsh" else [0, len(fates) - fates.count("is judged")])
+    assert logged["harsh"] == logged["mild"] and logged["mild"]["train/grad_norm"] > 0
+    weights = [load_file(tmp_path / name / "hf" / "step_1" / "model.safetensors") for name in logged]
+    assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(tmp_path: Path, models: dict[str, str], data: str) -> None:
