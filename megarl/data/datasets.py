@@ -20,7 +20,7 @@ import numpy as np
 from megarl import env
 from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
 from megarl.data.records import Fingerprint, Record, read_preferences, read_records, texts_of
-from megarl.data.rows import changed_while_read, content_digest, source_name
+from megarl.data.rows import changed_while_read, content_digest, named_set, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
 from megarl.errors import DataError
@@ -269,7 +269,7 @@ def _load_source(source: DataSource, reading: Reading) -> Table:
     if table is None:
         table = _Tokenization(source, reading, encoder, directory, digest).run()
     elif reading.fault_of_answer is not None and not _marker(table, source, reading).exists():
-        _refuse_useless_answers(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")))
+        _refuse_useless_answers(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source)
     if table.directory is not None and reading.fault_of_answer is not None:
         # a cache that others have made may be closed to writing: then the answers are judged at every start
         with contextlib.suppress(OSError):
@@ -539,12 +539,15 @@ class _Tokenization:
 
     def _refuse(self) -> None:
         """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence."""
-        _refuse_useless(self._useless, self._seen)
+        _refuse_useless(self._useless, self._seen, self._source)
         what = "pairs" if self._reading.pairs else "prompts with answers" if self._reading.with_answers else "prompts"
         if self._empty.count:
+            fix = "remove them"
+            if self._empty.count == self._seen > 1:
+                fix = "give policy.tokenizer.chat_template a template that writes the messages, where the records have some"
             raise DataError(
-                f"{self._empty.count} of {self._seen} {what} have no tokens, at least 1 is needed. Fix: remove them. "
-                f"They are: {self._empty}"
+                f"{source_name(self._source)}: {self._empty.count} of {self._seen} {what} have no tokens, at least 1 is needed. "
+                f"Fix: {fix}. They are: {self._empty}"
             )
         if self._equal.count:
             raise DataError(
@@ -622,20 +625,22 @@ def _characters(record: Record) -> int:
     return sum(map(len, texts_of(record.prompt))) + len(record.answer)
 
 
-def _refuse_useless_answers(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | None] | None) -> None:
+def _refuse_useless_answers(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | None] | None, source: DataSource) -> None:
     useless = _Offenders()
     for example in examples:
         fault = None if find is None else find(example.answer, example.fields)
         if fault is not None:
             useless.add(f"index {example.index}: {example.answer[:80]!r}: {fault}")
-    _refuse_useless(useless, len(examples))
+    _refuse_useless(useless, len(examples), source)
 
 
-def _refuse_useless(useless: _Offenders, seen: int) -> None:
+def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
     if useless.count:
+        known = named_set(source)
+        field = known.answer_key if known is not None else source.get("answer_key") or source.get("messages_key")
         raise DataError(
-            f"{useless.count} of {seen} reference answers are of no use to env.reward: every answer to those prompts would be "
-            f"wrong. Fix: correct or remove them. They are: {useless}"
+            f"{source_name(source)}: {useless.count} of {seen} reference answers are of no use to env.reward: every answer to those "
+            f"prompts would be wrong. Fix: correct {field!r} of these records, or remove them. They are: {useless}"
         )
 
 

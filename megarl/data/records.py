@@ -9,10 +9,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data_sources import key_steps
-from megarl.data.rows import NamedSet, named_set, rows_of, source_name, value_at
+from megarl.data.rows import AS_LINES, NamedSet, named_set, rows_of, source_name, value_at
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
 """Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools, each with its answer."""
 
 _EXACT_WHOLE = 2**53
+_RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,10 @@ class Fingerprint:
 
 def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
     if not isinstance(row, Mapping):
-        fields = [source.get(key) or "..." for key in ("prompt_key", "answer_key")]
-        raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {{{fields[0]!r}: ..., {fields[1]!r}: ...}}")
+        given = (known.prompt_key, known.answer_key) if known is not None else [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
+        form = ", ".join(f"{key!r}: ..." for key in given)
+        lines = AS_LINES if isinstance(row, list) else ""
+        raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {{{form}}}{lines}")
     if source.get("messages_key") is not None:
         return _conversation_record(row, source, origin)
     prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
@@ -186,6 +190,10 @@ def text_of(value: Any, key: str, origin: str) -> str:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
         return str(int(value)) if value.is_integer() and abs(value) < _EXACT_WHOLE else repr(value)
+    if isinstance(value, Decimal) and value.is_finite():
+        # a column of a table may hold exact ones, with zeros up to its scale
+        text = f"{value or Decimal(0):f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
     fix = "write a text or a number"
     if isinstance(value, list) and value:
         fix = f"name one of its members, for example by {key}[0]"
@@ -219,7 +227,7 @@ def prompt_of(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...
     Raises:
         DataError: it is none of them; names the key.
     """
-    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, str) or (isinstance(value, int | float | Decimal) and not isinstance(value, bool)):
         return text_of(value, key, origin)
     is_chat = isinstance(value, list) and bool(value)
     if not is_chat or not all(isinstance(message, Mapping) and _is_message(message) for message in value):

@@ -25,7 +25,9 @@ Row = tuple[str, Any]
 _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
 """Characters that a line of a data file may have: more than the four million tokens of any context are."""
-_AS_LINES = "; jq -c '.[]' makes lines of one list"
+_NAMING = "such as prompt_key, answer_key or messages_key"
+AS_LINES = "; jq -c '.[]' makes lines of one list"
+_IN_ONE_LINE = "; jq -c . makes a line of each object"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 if len(line) > LONGEST_LINE:
                     raise DataError(
                         f"{origin} has more than {LONGEST_LINE:,} characters, which no record has; it starts {line[:60]!r}. Fix: write one "
-                        f"JSON object a line{_AS_LINES if line.lstrip().startswith('[') else ''}"
+                        f"JSON object a line{AS_LINES if line.lstrip().startswith('[') else ''}"
                     )
                 if number % _READ_TOGETHER == 0:
                     # one that somebody appends to faster than it is read would have no end
@@ -141,7 +143,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                     yield origin, _parse(line, origin)
             _require_size(path, lines.fileno(), size)
     except UnicodeDecodeError as error:
-        fix = "convert it to UTF-8, or unpack it where it is compressed"
+        fix = "convert it to UTF-8, or unpack it where it is compressed; of a parquet file the name ends in .parquet"
         raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: {fix}") from error
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
@@ -169,7 +171,7 @@ def _parse(line: str, origin: str) -> Any:
     except (ValueError, RecursionError, ConversionError) as error:
         too_deep = isinstance(error, RecursionError | ConversionError)
         problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
-        fix = "write one JSON object a line" + (_AS_LINES if line.lstrip().startswith("[") else "")
+        fix = "write one JSON object a line" + (AS_LINES if line.lstrip().startswith("[") else _IN_ONE_LINE if line.strip() == "{" else "")
         raise DataError(
             f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts {line[:60]!r}. Fix: {fix}"
         ) from error
@@ -251,7 +253,7 @@ def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], ori
             )
         elif step not in value:
             has = f"{where}has {sorted(map(str, value))}"
-            raise DataError(f"{origin} has no key {key!r}; {has}. Fix: add it, or set prompt_key and answer_key")
+            raise DataError(f"{origin} has no key {key!r}; {has}. Fix: add it, or correct the key of the source that names it, {_NAMING}")
         value = value[step]
         walked += f"[{step}]" if isinstance(step, int) else f".{step}" if walked else step
     return value

@@ -215,7 +215,10 @@ FAULTS = [
     Case(
         "a missing key",
         lambda model, directory: one_record(directory, '{"question": "1+1=", "answer": "2"}'),
-        [r"odd\.jsonl line 1 has no key 'prompt'; it has \['answer', 'question'\]", "Fix: add it, or set prompt_key"],
+        [
+            r"odd\.jsonl line 1 has no key 'prompt'; it has \['answer', 'question'\]",
+            "Fix: add it, or correct the key of",
+        ],
     ),
     Case(
         "a record that is a list",
@@ -235,7 +238,11 @@ FAULTS = [
     Case(
         "an answer without text",
         lambda model, directory: one_record(directory, '{"prompt": "1+1=", "answer": " "}'),
-        [r"1 of 1 reference answers are of no use to env\.reward", r"index 0 \(\S*odd\.jsonl line 1\): ' ': it is empty", "Fix"],
+        [
+            r"1 of 1 reference answers are of no use to env\.reward",
+            r"index 0 \(\S*odd\.jsonl line 1\): ' ': it is empty",
+            "Fix: correct 'answer'",
+        ],
     ),
     Case(
         "a list over many lines",
@@ -368,6 +375,14 @@ FAULTS = [
         "chat template that refuses",
         fixed("""policy.tokenizer.chat_template="{{ raise_exception('no users here') }}\""""),
         ["policy.tokenizer.chat_template", "no users here", "Fix"],
+    ),
+    Case(
+        "chat template that writes nothing",
+        fixed("policy.tokenizer.chat_template='{# nothing #}'"),
+        [
+            r"data file \S+: (\d+) of \1 prompts have no tokens",
+            "Fix: give policy.tokenizer.chat_template a template that writes",
+        ],
     ),
     Case("no tokenizer", without_tokenizer, [r"policy\.tokenizer\.name = '[^']*bare'", "no tokenizer", "Fix: .*policy.tokenizer.name"]),
     Case("token ids", small_vocabulary, [r"token id \d+", r"\[0, 211\)", "Fix"]),

@@ -57,7 +57,8 @@ def test_chat_prompts(tmp_path: Path) -> None:
     [
         ("{not json", r"line 2 is not JSON"),
         ('{"question": "a", "target": "b"', r"line 2 is not JSON"),
-        ("[1, 2]", r"line 2 is a list, expected an object"),
+        ("[1, 2]", r"line 2 is a list, expected an object\. Fix: write \{'question': \.\.\., 'target': \.\.\.\}; jq"),
+        ("{", r"line 2 is not JSON: .* Fix: write one JSON object a line; jq -c \. makes"),
         ("null", r"line 2 is a NoneType"),
         ('{"question": "a"}', r"line 2 has no key 'target'; it has \['question'\]"),
         ('{"target": "a"}', r"line 2 has no key 'question'"),

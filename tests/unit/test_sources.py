@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def test_a_key_that_leads_nowhere_says_how_far(tmp_path: Path, key: str, message
 def test_numbers_become_text(tmp_path: Path, number: float, text: str) -> None:
     found = records(write(tmp_path / "a.jsonl", [{"p": number, "a": number}], prompt_key="p", answer_key="a"))
     assert (found[0].prompt, found[0].answer) == (text, text)
+
+
+@pytest.mark.parametrize("number", ["33.000", "-2.500", "0.000", "100.000", "1234567890123456789012345678901234.125"])
+def test_exact_numbers_of_a_table_become_text(tmp_path: Path, number: str) -> None:
+    table = pyarrow.table({name: pyarrow.array([Decimal(number)], pyarrow.decimal256(40, 3)) for name in ("p", "a")})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    [found] = records({"path": str(tmp_path / "a.parquet"), "prompt_key": "p", "answer_key": "a"})
+    shortest = {"33.000": "33", "-2.500": "-2.5", "0.000": "0", "100.000": "100"}.get(number, number)
+    assert (found.prompt, found.answer) == (shortest, shortest)
 
 
 def test_the_last_turn_of_the_assistant_is_the_answer(tmp_path: Path) -> None:
