@@ -364,6 +364,20 @@ def test_every_turn_of_the_assistant_is_learned(tmp_path: Path, template: str) -
     assert found.examples[0].answer == "three two"
 
 
+@pytest.mark.parametrize("template", [TURN_TEMPLATE, MARKED_TEMPLATE], ids=["by beginnings", "by marks"])
+def test_answers_of_several_tools_are_not_learned(tmp_path: Path, template: str) -> None:
+    """Two in a row after one turn of the assistant, and one after another."""
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    calls = {**TOOL_CALL, "content": "plus"}
+    turns = [USER, calls, TOOL, {"role": "tool", "content": "three"}, {**calls, "content": "be"}, {"role": "tool", "content": "kind"}, BOT]
+    found = load(write(tmp_path / "a.jsonl", [{"m": turns}], messages_key="m"), tokenizer, with_answers=True)
+    batch = supervised_batch(list(found.examples), 0)
+    assert words(batch["input_ids"][batch["token_mask"] > 0].tolist()) == "plus </s> be </s> five </s>"
+    assert words(batch["input_ids"][0].tolist()) == (
+        "<user> two <bot> plus </s> Q <user> two <user> three <bot> be </s> Q <user> kind <bot> five </s> Q"
+    )
+
+
 def test_a_last_turn_without_an_end_gets_one(tmp_path: Path, tokenizer: Any) -> None:
     turns = [{"role": "user", "content": "two "}, {"role": "assistant", "content": "five "}, {"role": "user", "content": "Q "}, BOT]
     found = load(write(tmp_path / "a.jsonl", [{"m": turns}], messages_key="m"), tokenizer, with_answers=True)
