@@ -17,6 +17,7 @@ import fcntl
 import gc
 import io
 import json
+import logging
 import math
 import os
 import select
@@ -38,8 +39,13 @@ from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematic
 from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward, verdict
 from megarl.time_limit import OutOfTimeError, time_limit
 
+logger = logging.getLogger(__name__)
+
 START_SECONDS = 300.0
 """How long a process may take to start and to import what the function needs, from when it is waited for."""
+
+STARTS = 3
+"""Of a process in a row that may end before one is ready: something else may have killed it, such as the kernel for want of memory."""
 
 GRACE_SECONDS = 1.0
 """Between the alarm and the kill."""
@@ -95,6 +101,7 @@ class RewardPool:
         self._sent = 0
         self._looked = -math.inf
         self._seconds: dict[int, float] = {}
+        self._failed_starts = [0] * processes
         self._processes = [self._started() for _ in range(processes)]
         with self._closed_on_error():
             # a built-in function is there; its processes may start while the workers do
@@ -139,7 +146,7 @@ class RewardPool:
         """
         process = self._processes[place]
         process.receive()
-        process.check_start()
+        self._check_start(place)
         for given, score, seconds in process.finished:
             scores[given.row] = score
             self._seconds[given.which] = (self._seconds.get(given.which, seconds) + seconds) / 2
@@ -159,6 +166,21 @@ class RewardPool:
             process.kill()
             self._processes[place] = process = self._started()
             process.expect_start()
+
+    def _check_start(self, place: int) -> None:
+        """Count a process that ended before it was ready, and refuse the last of ``STARTS`` in a row, or one that takes too long.
+
+        Raises:
+            RewardError: it is the last, or takes too long.
+        """
+        process = self._processes[place]
+        if process.is_ready:
+            self._failed_starts[place] = 0
+        elif process.has_ended and self._failed_starts[place] + 1 < STARTS:
+            self._failed_starts[place] += 1
+            logger.warning("a process of rewards ended before it was ready, with %s; another takes its place", process.exit_code())
+        else:
+            process.check_start()
 
     def _give(self, process: _Process, tasks: Sequence[tuple[int, Task]], waiting: deque[int]) -> None:
         """Give a process work, if it has room for it."""

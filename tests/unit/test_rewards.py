@@ -262,6 +262,30 @@ def test_a_process_that_died_of_something_else_costs_no_response(users: str, poo
     assert scored(pools[0], [("a", ""), ("dies once", str(tmp_path / "died"))]) == [Score(1 / 8), Score(9 / 8)]
 
 
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_process_that_is_killed_while_it_starts_is_replaced(
+    kills: int, users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice in a row; a third one is a fault of what is started."""
+    pools.append(pool_of(users, 1, 5.0))
+    started, begin = list[Any](), pools[0]._started
+
+    def start_or_die() -> Any:
+        started.append(begin())
+        if len(started) <= kills:
+            os.kill(started[-1].child.pid, signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(pools[0], "_started", start_or_die)
+    os.kill(pools[0]._processes[0].child.pid, signal.SIGKILL)
+    if kills < reward_pool.STARTS:
+        assert scored(pools[0], [("a", ""), ("bb", "")]) == [Score(1 / 8), Score(2 / 8)]
+        assert len(started) == kills + 1
+        return
+    with pytest.raises(RewardError, match="ended before it was ready, with signal 9"):
+        scored(pools[0], [("a", "")])
+
+
 def test_a_pool_that_cannot_be_used_says_so(users: str, pools: list[RewardPool]) -> None:
     with pytest.raises(ValueError, match="a pool of 0 processes"):
         pool_of(users, 0, 1.0)
