@@ -155,6 +155,7 @@ const draw = () => {
   const {steps, written} = data[kind.value];
   const wanted = {text: text.value, set: set.value, order: order.value, only: only.value};
   let rows = choose(steps[step.value].slice(), wanted);
+  const ordered = rows.length;
   let others = null;
   if (against.value) {
     others = paired(steps[step.value], steps[against.value]);
@@ -165,6 +166,8 @@ const draw = () => {
   more.hidden = rows.length <= limit;
   const count = Object.keys(steps).length, here = steps[step.value].length, there = data[kind.value].rows[step.value];
   const notes = [`${rows.length} of ${here} samples.`];
+  const unordered = choose(steps[step.value].slice(), {...wanted, order: ""}).length - ordered;
+  if (unordered) notes.push(`${unordered} more are masked, without a reward to be ordered by.`);
   if (others && !rows.length) notes.push("The two steps have no prompt in common.");
   if (here < there) notes.push(`Of this step the page has the first ${here} of ${there} samples.`);
   if (count < written) notes.push(`The page has ${count} of ${written} steps; megarl samples shows all.`);

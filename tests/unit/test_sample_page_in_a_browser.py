@@ -97,6 +97,10 @@ def test_what_a_user_chooses_is_shown(page: Browser, rows: dict[str, dict[int, l
     for place, order in enumerate(ORDERS, 1):
         choose(page, "order", place)
         assert all_shown(page) == [row["answer"] for row in ordered(newest, order)], order  # type: ignore[arg-type]
+        masked = 0 if order == "longest" else sum(row["masked"] for row in newest)
+        assert page.value(NOTE).startswith(f"{47 - masked} of 47 samples.") and (f" {masked} more are masked" in page.value(NOTE)) == (
+            masked > 0
+        )
     for place, only in enumerate(ONLY, 1):
         choose(page, "only", place)
         wanted = [row["answer"] for row in ordered(newest, "longest") if row[only]]
