@@ -47,6 +47,9 @@ class LossFunction(Protocol):
             metric. Log-probabilities are then not computed there, and are 0.
         needs_entropies: optional; True asks for the keyword argument ``next_token_entropies`` too, [B, S-1] float, differentiable: column i
             has the entropy, in nats, of the distribution that token i+1 is drawn from, with the temperature and what top-k and top-p keep.
+        scored_tokens: optional; a key of the data, [B, S, K] token ids, asks for the keyword argument ``scored_logprobs`` too, [B, S-1, K]
+            float, differentiable: column i has the log-probabilities that the distribution of token i+1 gives to the tokens in column i of
+            the data. Sampling has to keep all tokens.
     """
 
     loss_type: LossType

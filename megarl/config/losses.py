@@ -175,6 +175,34 @@ class DPOLossConfig(TypedDict):
     sft_average_log_probs: NotRequired[Annotated[bool, Key("that likelihood is a mean over tokens, not their sum.", default=False)]]
 
 
+class DistillationLossConfig(TypedDict):
+    """Divergence of the policy from a teacher over the teacher's most likely tokens: the loss."""
+
+    kl_type: NotRequired[
+        Annotated[
+            Literal["forward", "reverse", "mixed"],
+            Key(
+                "`forward` is KL(teacher || policy), `reverse` KL(policy || teacher), `mixed` the sum of both by ``mixed_kl_weight``.",
+                default="reverse",
+            ),
+        ]
+    ]
+    mixed_kl_weight: NotRequired[
+        Annotated[float, Key("weight of the forward divergence in `mixed`; the reverse one has the rest of 1.", SHARE, default=0.5)]
+    ]
+    outside_topk: NotRequired[
+        Annotated[
+            Literal["rest", "renormalize"],
+            Key(
+                "probability of all other tokens: with `rest` it counts as that of one more token, so that the divergence is a lower bound "
+                "of that over the whole vocabulary; `renormalize` leaves it out and divides by what is left, so that nothing keeps the "
+                "policy from other tokens.",
+                default="rest",
+            ),
+        ]
+    ]
+
+
 def faults_of_loss(loss: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield what does not go together in a clipped policy gradient: settings that would do nothing, or whose combination has no meaning.
 

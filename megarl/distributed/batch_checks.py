@@ -76,6 +76,29 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
     return problems
 
 
+def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> None:
+    """Refuse a column of further tokens to be scored that a worker could not use: no rank has a column for one out of range, and its
+    logit would count as 0.
+
+    Args:
+        data: a batch that ``check_batch`` has passed.
+        key: of the column, integers [B, S, K].
+        vocab_size: tokens lie in [0, vocab_size).
+
+    Raises:
+        BatchError: its type, its dimensions or a token.
+    """
+    tokens = data[key]
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 3 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.shape[2]:
+        raise BatchError(f"{key}: expected an integer tensor [B, S, K] of K tokens a position, got {_describe(tokens)}")
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
+        raise BatchError(
+            f"{key}{wrong} = {int(tokens[tuple(wrong)])}: token ids lie in [0, {vocab_size}). Fix: score the tokens of a model that has this "
+            "vocabulary"
+        )
+
+
 def check_sequence_dimension(data: Mapping[str, Any]) -> None:
     """Refuse a batch of which a tensor has other rows or columns than its ``input_ids``; what a worker asks of what it is given itself.
 

@@ -8,7 +8,7 @@ vocabulary columns of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from megarl.models.engine.logprobs import TokenScores, VocabularyShard, vocab_pa
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.normalizers import Normalizers
 from megarl.models.engine.output_layer import Request
+from megarl.models.engine.topk import largest_tokens
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 
 
@@ -65,35 +66,53 @@ class LogprobHead:
         sampling: how tokens are drawn in generation, and so scored here.
         chunk_size: positions whose logits are there at a time (``policy.logprob_chunk_size``); None for all of a micro-batch.
         with_entropies: make the entropies of the distributions that the tokens count as drawn from, too.
+        further: key of a micro-batch [b, S, K] of integers: tokens whose log-probabilities are made too, entry i by the distribution that
+            token i+1 is drawn from; None for none.
+        largest: make those of so many of the most likely tokens instead; 0 for none.
     """
 
     shard: VocabularyShard
     sampling: SamplingSettings = MODEL_ITSELF
     chunk_size: int | None = None
     with_entropies: bool = False
+    further: str | None = None
+    largest: int = 0
 
     def asks(self, model_input: ModelInput) -> Request | None:
         """See ``Head``."""
         index = model_input.scored
         if index is None and self.chunk_size is None:
             return None
-        targets = model_input.targets.flatten()
-        targets = targets if index is None else targets.index_select(0, index)
-        return Request(index, targets, self.shard, self.sampling, self.chunk_size, self.with_entropies)
+        targets, further = model_input.targets.flatten(), self._further(model_input)
+        if index is not None:
+            targets = targets.index_select(0, index)
+            further = None if further is None else further.index_select(0, index)
+        return Request(index, targets, self.shard, self.sampling, self.chunk_size, self.with_entropies, further, self.largest)
+
+    def _further(self, model_input: ModelInput) -> torch.Tensor | None:
+        """[n x t, K] int64: the further tokens; None where there are none, as on pipeline stages that compute no loss."""
+        rows = None if self.further is None else model_input.micro_batch.data.get(self.further)
+        return None if rows is None else model_input.of_tokens(rows).flatten(0, 1).long()
 
     def next_token_scores(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> TokenScores:
-        """[b, S-1] float32: entry i is of token i+1 given tokens up to i; 0 where the request leaves it out."""
-        if request is not None:
-            scores, index = request.scores(output), request.index
+        """[b, S-1] float32: entry i is of token i+1 given tokens up to i; 0 where the request leaves it out. Of further tokens
+        [b, S-1, K]."""
+        if request is None:
+            scores = self._scores_of_logits(output, model_input)
         else:
-            # every position has a target, also a last one: cutting the logits instead would copy the largest tensor there is
-            given, index = (output, model_input.targets, self.shard, self.sampling), None
-            scores = vocab_parallel_scores(*given, overwrite=True, with_entropies=self.with_entropies)
+            scores = request.scores(output).each(lambda values: model_input.spread(values, request.index))
+        return scores.each(model_input.to_rows)
 
-        def of_rows(values: torch.Tensor) -> torch.Tensor:
-            return model_input.to_rows(values if request is None else model_input.spread(values, index))
-
-        return TokenScores(of_rows(scores.logprobs), None if scores.entropies is None else of_rows(scores.entropies))
+    def _scores_of_logits(self, logits: torch.Tensor, model_input: ModelInput) -> TokenScores:
+        """[n, t] of all positions: every one has a target, also a last one; cutting the logits instead would copy the largest tensor there
+        is."""
+        targets, further = model_input.targets, self._further(model_input)
+        if self.largest:
+            further = largest_tokens(logits.detach().flatten(0, 1), self.shard, self.largest)
+        further = None if further is None else further.view(*targets.shape, -1)
+        given = (logits, targets, self.shard, self.sampling)
+        scores = vocab_parallel_scores(*given, overwrite=True, with_entropies=self.with_entropies, further=further)
+        return replace(scores, largest=further) if self.largest else scores
 
     def next_token_logprobs(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> torch.Tensor:
         """The log-probabilities of ``next_token_scores``."""
@@ -101,10 +120,44 @@ class LogprobHead:
 
     def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
         """``logprobs`` [b, S] float32: column 0, everything beyond ``input_lengths`` and what the request leaves out exactly 0."""
-        logprobs = F.pad(self.next_token_logprobs(output, model_input, request), (1, 0))
-        positions = torch.arange(logprobs.shape[1], device=logprobs.device)
-        inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
-        return HeadOutput(tensors={"logprobs": logprobs.detach().where(inside, torch.zeros_like(logprobs))})
+        return HeadOutput(tensors={"logprobs": _with_first_token(self.next_token_logprobs(output, model_input, request), model_input)})
+
+
+def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
+    """[b, S] from [b, S-1] of the tokens but the first, detached; column 0 and everything beyond ``input_lengths`` exactly 0."""
+    logprobs = F.pad(values, (1, 0))
+    positions = torch.arange(logprobs.shape[1], device=logprobs.device)
+    inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
+    return logprobs.detach().where(inside, torch.zeros_like(logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class TopkHead:
+    """The most likely tokens at each position, with their log-probabilities, beside those of the tokens that are there.
+
+    Attributes:
+        scores: makes them; its ``largest`` is how many.
+    """
+
+    scores: LogprobHead
+
+    def asks(self, model_input: ModelInput) -> Request | None:
+        """See ``Head``."""
+        return self.scores.asks(model_input)
+
+    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+        """``logprobs`` [b, S] as of ``LogprobHead``; ``topk_logits`` [b, S, K] float32 and ``topk_indices`` [b, S, K] int64, entry i of the
+        distribution of token i+1: 0 where there is no such token, or the request leaves it out."""
+        found = self.scores.next_token_scores(output, model_input, request)
+        assert found.further is not None and found.largest is not None, "the most likely tokens were not asked for"
+        followed = torch.arange(1, found.logprobs.shape[1] + 1, device=found.logprobs.device)
+        inside = (followed[None, :] < model_input.micro_batch.data["input_lengths"][:, None])[..., None]
+
+        def of_positions(values: torch.Tensor) -> torch.Tensor:
+            return F.pad(values.detach().where(inside, torch.zeros_like(values)), (0, 0, 0, 1))
+
+        tensors = {"topk_logits": of_positions(found.further), "topk_indices": of_positions(found.largest)}
+        return HeadOutput(tensors={"logprobs": _with_first_token(found.logprobs, model_input), **tensors})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +166,8 @@ class LossHead:
 
     Attributes:
         loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``next_token_logprobs`` [b, S-1]; where the
-            log-probabilities come with entropies, with ``next_token_entropies`` [b, S-1] too.
+            log-probabilities come with entropies, with ``next_token_entropies`` [b, S-1] too, and where they come with those of further
+            tokens, with ``scored_logprobs`` [b, S-1, K].
         logprobs: makes the log-probabilities.
         normalizers: of the global batch.
     """
@@ -131,6 +185,8 @@ class LossHead:
         given = {"next_token_logprobs": scores.logprobs}
         if scores.entropies is not None:
             given["next_token_entropies"] = scores.entropies
+        if scores.further is not None:
+            given["scored_logprobs"] = scores.further
         return _loss_of(self.loss_fn, model_input, self.normalizers, **given)
 
 

@@ -15,6 +15,9 @@ On a CUDA device with Triton one kernel reads the logits once forward, another r
 (``megarl.models.engine.logprob_kernels``). The PyTorch code here runs elsewhere, and is their reference; the environment variable
 ``MEGARL_LOGPROB_KERNEL`` (0 or 1) chooses one of them by hand.
 
+Further tokens may be scored at each position, by the same maximum and sum: a gather of their columns and an all-reduce of their logits, no
+second pass. The derivative of each is that of a target.
+
 Where tokens are drawn with top-k or top-p, the sum goes over the columns that these keep, and
 over y, which was drawn and therefore was kept: rounding, or a step of the optimizer, may since have moved it over the edge, and a
 probability of zero would have no gradient that leads back.
@@ -24,8 +27,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +73,7 @@ def working_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
+def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
     """Rows and their first ``own`` columns, divided by the temperature: one buffer, overwritten by each next chunk."""
     tokens, dtype = logits.shape[0], working_dtype(logits)
     step = min(max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * own)), max(tokens, 1))
@@ -142,7 +145,7 @@ def _local_statistics(
     local_targets = targets - shard.start
     mine = (local_targets >= 0) & (local_targets < own)
     safe_targets = local_targets.clamp(0, own - 1)
-    for rows, scaled in _scaled_chunks(logits, own, temperature):
+    for rows, scaled in scaled_chunks(logits, own, temperature):
         # finite even where all columns are minus infinity, so that their exponentials are 0 and not undefined
         maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(dtype).min)
         statistics[0, rows] = maximum
@@ -230,6 +233,34 @@ def score(
     return relative - total.log(), SoftmaxSums(maximum, total, left_out / total, bounds, entropies)
 
 
+def score_further(
+    logits: torch.Tensor, tokens: torch.Tensor, shard: VocabularyShard, temperature: float, sums: SoftmaxSums
+) -> torch.Tensor:
+    """Log-probabilities [T, K] of ``tokens`` [T, K] by ``logits`` [T, V], which autograd does not see.
+
+    Args:
+        logits, shard, temperature: as given to ``score``; sampling has to keep all tokens.
+        tokens: int64 vocabulary indices below ``shard.size``, the same on all ranks of the group.
+        sums: what ``score`` returned.
+    """
+    assert sums.bounds is None, "of tokens that sampling leaves out there is no log-probability"
+    dtype, own = working_dtype(logits), shard.own(logits.shape[1])
+    found = torch.zeros(tokens.shape, dtype=dtype, device=logits.device)
+    if own > 0:
+        places, mine = _own_places(tokens, shard, own)
+        picked = logits.gather(1, places).to(dtype)
+        found = (picked if temperature == 1.0 else _divided(picked, temperature)).where(mine, found)
+    if shard.ranks > 1 and found.numel():
+        dist.all_reduce(found, group=shard.group)
+    return found - sums.maximum[:, None] - sums.total.log()[:, None]
+
+
+def _own_places(tokens: torch.Tensor, shard: VocabularyShard, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of this rank for vocabulary indices, any where another rank has them; and where this one has, bool."""
+    places = tokens - shard.start
+    return places.clamp(0, own - 1), (places >= 0) & (places < own)
+
+
 def gradient_of_logits(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -238,6 +269,7 @@ def gradient_of_logits(
     sums: SoftmaxSums,
     grad_output: torch.Tensor,
     grad_entropies: torch.Tensor | None = None,
+    further: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     overwrite: bool,
 ) -> torch.Tensor:
@@ -248,6 +280,7 @@ def gradient_of_logits(
         logits, targets, shard, temperature: as given to ``score``.
         sums: what it returned.
         grad_output, grad_entropies: float32; the latter None where there are no entropies.
+        further: the tokens [T, K] of ``score_further``, and the weights [T, K] float32 of their log-probabilities; None for none.
         overwrite: write the gradient over the logits, and return these.
     """
     columns = logits.shape[1]
@@ -256,6 +289,8 @@ def gradient_of_logits(
     if own == 0:
         return gradient.zero_()
     weights = _weights_of_gradient(temperature, sums, grad_output, grad_entropies)
+    if further is not None:
+        weights = replace(weights, constant=weights.constant - further[1].sum(dim=1) / temperature / sums.total)
     kernels = _kernels_for(logits)
     if kernels is not None:
         place = (logits, targets, shard.start, own, temperature, sums.bounds)
@@ -263,12 +298,15 @@ def gradient_of_logits(
         if overwrite:
             # autograd sees torch's own writes alone; with this it refuses a second backward pass over what is no longer logits
             torch.autograd.graph.increment_version(logits)
+        if further is not None:
+            places, here = _own_places(further[0], shard, own)
+            gradient.scatter_add_(1, places, (further[1] / temperature * here).to(gradient.dtype))
         return gradient
     gradient[:, own:] = 0
     local_targets = targets - shard.start
     mine = (local_targets >= 0) & (local_targets < own)
     safe_targets = local_targets.clamp(0, own - 1)
-    for rows, scaled in _scaled_chunks(logits, own, temperature):
+    for rows, scaled in scaled_chunks(logits, own, temperature):
         if sums.bounds is not None:
             scaled.masked_fill_(scaled < sums.bounds[rows, None], -torch.inf)
         relative = scaled.sub_(sums.maximum[rows, None])
@@ -278,6 +316,9 @@ def gradient_of_logits(
         part = relative.exp_().mul_(factors)
         # a target that is not among the columns kept has its own share of the sum
         part.scatter_add_(1, safe_targets[rows, None], (weights.at_target * mine)[rows, None])
+        if further is not None:
+            places, here = _own_places(further[0][rows], shard, own)
+            part.scatter_add_(1, places, further[1][rows] / temperature * here)
         gradient[rows, :own] = part
     return gradient
 
@@ -309,27 +350,33 @@ def _weights_of_gradient(
 
 
 class _VocabParallelScores(torch.autograd.Function):
+    """Log-probabilities, entropies where they are wanted, and those of further tokens where there are some."""
+
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
+        further: torch.Tensor | None,
         shard: VocabularyShard,
         sampling: SamplingSettings,
         overwrite: bool,
         with_entropies: bool,
-    ) -> Any:
+    ) -> tuple[torch.Tensor, ...]:
         values, ctx.sums = score(logits, targets, shard, sampling, with_entropies=with_entropies)
-        ctx.save_for_backward(logits, targets)
-        ctx.shard, ctx.temperature, ctx.overwrite = shard, sampling.temperature, overwrite
+        ctx.save_for_backward(logits, targets, further)
+        ctx.shard, ctx.temperature, ctx.overwrite, ctx.with_entropies = shard, sampling.temperature, overwrite, with_entropies
         # a copy: what is returned knows this node, which would keep itself alive
-        return (values, ctx.sums.entropies.clone()) if with_entropies else values
+        entropies = (ctx.sums.entropies.clone(),) if with_entropies else ()
+        return values, *entropies, *(() if further is None else (score_further(logits, further, shard, sampling.temperature, ctx.sums),))
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor, grad_entropies: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
-        logits, targets = ctx.saved_tensors
-        given = (targets, ctx.shard, ctx.temperature, ctx.sums, grad_output, grad_entropies)
-        return gradient_of_logits(logits.detach(), *given, overwrite=ctx.overwrite), None, None, None, None, None
+    def backward(ctx: Any, grad_output: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, further = ctx.saved_tensors
+        grad_entropies = others[0] if ctx.with_entropies else None
+        of_further = None if further is None else (further, others[-1])
+        given = (targets, ctx.shard, ctx.temperature, ctx.sums, grad_output, grad_entropies, of_further)
+        return gradient_of_logits(logits.detach(), *given, overwrite=ctx.overwrite), None, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,10 +386,19 @@ class TokenScores:
     Attributes:
         logprobs: of the token.
         entropies: of the distribution that it counts as drawn from; None where nobody wants them.
+        further: log-probabilities, by that distribution, of K further tokens, in one more dimension; None where there are none.
+        largest: [..., K] int64, those tokens where they are the most likely ones (``megarl.models.engine.topk``), else None.
     """
 
     logprobs: torch.Tensor
     entropies: torch.Tensor | None = None
+    further: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenScores:
+        """The scores with ``change`` made to each tensor that is there."""
+        others = (self.entropies, self.further, self.largest)
+        return TokenScores(change(self.logprobs), *(None if values is None else change(values) for values in others))
 
 
 def vocab_parallel_scores(
@@ -353,6 +409,7 @@ def vocab_parallel_scores(
     *,
     overwrite: bool = False,
     with_entropies: bool = False,
+    further: torch.Tensor | None = None,
 ) -> TokenScores:
     """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that it counts as drawn from.
 
@@ -365,16 +422,20 @@ def vocab_parallel_scores(
         overwrite: nobody reads the logits after the backward pass, which may write their gradient into their memory. A second backward
             pass is then a RuntimeError of autograd.
         with_entropies: entropies are asked for, in nats.
+        further: [..., K] int64, tokens whose log-probabilities are asked for too; ``sampling`` has to keep all tokens.
 
     Returns:
         [...] float32 (of float64 float64), the same on all ranks of the group; differentiable with respect to ``logits``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    found = _VocabParallelScores.apply(rows, targets.reshape(-1), shard, sampling, overwrite, with_entropies)
-    if not with_entropies:
-        return TokenScores(found.view(targets.shape))
-    return TokenScores(*(values.view(targets.shape) for values in found))
+    tokens = None if further is None else further.reshape(-1, further.shape[-1])
+    logprobs, *others = _VocabParallelScores.apply(rows, targets.reshape(-1), tokens, shard, sampling, overwrite, with_entropies)
+    return TokenScores(
+        logprobs.view(targets.shape),
+        others[0].view(targets.shape) if with_entropies else None,
+        None if further is None else others[-1].view(further.shape),
+    )
 
 
 def vocab_parallel_logprobs(

@@ -49,6 +49,8 @@ class ModelInput:
         longest: the longest (padded) sequence, over all context-parallel ranks.
         places: of the rows; None when they are not packed.
         scored: [k] int64, ascending: the positions whose targets' log-probabilities are wanted, counted through [n, t]; None for all.
+        sources: [2t] int64, where the tokens and then their targets stand in the rows, each of which is followed by one place more; None
+            when they are not packed.
     """
 
     micro_batch: MicroBatch
@@ -59,22 +61,33 @@ class ModelInput:
     longest: int
     places: Places | None = None
     scored: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
+
+    def of_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, t, ...]: what stands at ``tokens``, of rows [b, S, ...]; 0 where no row has anything."""
+        if self.sources is not None:
+            followed = F.pad(rows, [0, 0] * (rows.ndim - 2) + [0, 1])
+            return followed.flatten(0, 1).index_select(0, self.sources[: self.tokens.numel()])[None]
+        context = self.layout.context
+        return rows if context.size == 1 else rows.index_select(1, context.index((0, self.micro_batch.length), rows.device))
 
     def spread(self, values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """[n, t] from the values [k] at the positions ``index``, 0 elsewhere; from those of all positions without one. Differentiable."""
+        """[n, t, ...] from the values [k, ...] at the positions ``index``, 0 elsewhere; from those of all positions without one.
+        Differentiable."""
+        shape = (*self.targets.shape, *values.shape[1:])
         if index is None:
-            return values.view(self.targets.shape)
-        return values.new_zeros(self.targets.numel()).index_copy(0, index, values).view(self.targets.shape)
+            return values.view(shape)
+        return values.new_zeros(self.targets.numel(), *values.shape[1:]).index_copy(0, index, values).view(shape)
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to ``targets``, [n, t], as rows [b, S-1]: entry i belongs to token i+1. Differentiable.
+        """Return what belongs to ``targets``, [n, t, ...], as rows [b, S-1, ...]: entry i belongs to token i+1. Differentiable.
 
         All context-parallel ranks get all of it, and have to compute the same from it. Where a packed row is shorter than S, 0.
         """
         return self._rows(values, self.micro_batch.input_ids.shape[1] - 1)
 
     def to_token_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to ``tokens``, [n, t], as rows [b, S]: entry i belongs to token i. As ``to_rows`` otherwise."""
+        """Return what belongs to ``tokens``, [n, t, ...], as rows [b, S, ...]: entry i belongs to token i. As ``to_rows`` otherwise."""
         return self._rows(values, self.micro_batch.input_ids.shape[1])
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
@@ -83,8 +96,10 @@ class ModelInput:
         if self.places is None:
             return whole[:, :width]
         index = self.places.begin[:, None] + torch.arange(width, device=values.device)
-        taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(index.shape)
-        return taken.where(index < self.places.end[:, None], torch.zeros_like(taken))
+        taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(*index.shape, *whole.shape[2:])
+        inside = index < self.places.end[:, None]
+        inside = inside if taken.ndim == 2 else inside[..., None]
+        return taken.where(inside, torch.zeros_like(taken))
 
 
 def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> ModelInput:
@@ -167,7 +182,8 @@ def _packed(micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: I
     at, positions, begin, end = (next(sent) for _ in plan.arrays)
     tokens, targets = F.pad(micro_batch.input_ids, (0, 1)).flatten().index_select(0, at).view(2, 1, -1)
     longest = max(end - start for start, end in itertools.pairwise(plan.starts))
-    return ModelInput(micro_batch, tokens, positions[None], targets, SequenceLayout(plan.starts, context), longest, Places(begin, end))
+    layout = SequenceLayout(plan.starts, context)
+    return ModelInput(micro_batch, tokens, positions[None], targets, layout, longest, Places(begin, end), sources=at)
 
 
 def _rows_as_they_are(micro_batch: MicroBatch, context: ContextShare) -> ModelInput:

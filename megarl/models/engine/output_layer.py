@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from megarl.models.engine.logprobs import (
     VocabularyShard,
     gradient_of_logits,
     score,
+    score_further,
     vocab_parallel_scores,
     working_dtype,
 )
+from megarl.models.engine.topk import largest_tokens
 from megarl.models.generation.sampling import SamplingSettings
 
 
@@ -42,6 +44,8 @@ class Request:
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of them, which are then what the output layer gives.
         with_entropies: entropies are wanted beside the log-probabilities.
+        further: [k, K] int64, tokens that are scored at each of them too; None for none.
+        largest: K, where these are the most likely ones, which a pass without gradients finds; 0 where they are given, or there are none.
     """
 
     index: torch.Tensor | None
@@ -50,6 +54,8 @@ class Request:
     sampling: SamplingSettings
     chunk_size: int | None
     with_entropies: bool = False
+    further: torch.Tensor | None = None
+    largest: int = 0
     _answer: tuple[int, torch.Size] | None = None
 
     def rows(self, hidden: torch.Tensor, *, sequence_first: bool = False) -> torch.Tensor:
@@ -63,8 +69,8 @@ class Request:
         return hidden.flatten(0, 1).index_select(0, index)
 
     def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[1, k, V] logits of ``rows`` [k, h], or with a chunk size, in float32, [1, k, 1] log-probabilities, [1, k, 2] with entropies.
-        Differentiable.
+        """[1, k, V] logits of ``rows`` [k, h]; or with a chunk size, in float32, [1, k, 1] log-probabilities, with entropies behind them,
+        and with those of K further tokens behind both. Differentiable.
 
         Args:
             rows: of all tensor-parallel ranks the same; whoever brings them together adds up their gradient over these ranks.
@@ -73,6 +79,8 @@ class Request:
         """
         if self.chunk_size is None:
             return F.linear(rows, weight, bias)[None]
+        if self.largest:
+            self.further = self.targets.new_empty(len(rows), self.largest)
         answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self)[None]  # type: ignore[no-untyped-call]
         self._answer = answer.data_ptr(), answer.shape
         return answer
@@ -82,10 +90,37 @@ class Request:
         return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
 
     def scores(self, output: torch.Tensor) -> TokenScores:
-        """[k] float32 of the targets, from what ``output`` gave."""
-        if self.chunk_size is not None:
-            return TokenScores(*output[0].unbind(-1))
-        return vocab_parallel_scores(output[0], self.targets, self.shard, self.sampling, overwrite=True, with_entropies=self.with_entropies)
+        """[k] float32 of the targets, from what ``output`` gave; with further tokens [k, K] of these."""
+        if self.chunk_size is None:
+            if self.largest:
+                self.further = largest_tokens(output[0].detach(), self.shard, self.largest)
+            given = output[0], self.targets, self.shard, self.sampling
+            scores = vocab_parallel_scores(*given, overwrite=True, with_entropies=self.with_entropies, further=self.further)
+        else:
+            first, others = 1 + self.with_entropies, output[0]
+            scores = TokenScores(
+                others[:, 0], others[:, 1] if self.with_entropies else None, None if self.further is None else others[:, first:]
+            )
+        return replace(scores, largest=self.further) if self.largest else scores
+
+    def of_chunk(self, chunk: slice, logits: torch.Tensor) -> tuple[torch.Tensor, SoftmaxSums]:
+        """Scores [c, 1 or more] of the positions of a chunk by their logits [c, V], and what their gradient needs. Finds the most likely
+        tokens where they are wanted."""
+        scored = (logits, self.targets[chunk], self.shard, self.sampling)
+        values, sums = score(*scored, with_entropies=self.with_entropies)
+        columns = [values[:, None], *([] if sums.entropies is None else [sums.entropies[:, None]])]
+        if self.further is not None:
+            if self.largest:
+                self.further[chunk] = largest_tokens(logits, self.shard, self.largest)
+            columns.append(score_further(logits, self.further[chunk], self.shard, self.sampling.temperature, sums))
+        return torch.cat(columns, dim=1), sums
+
+    def gradient_of_chunk(self, chunk: slice, logits: torch.Tensor, sums: SoftmaxSums, grad_output: torch.Tensor) -> torch.Tensor:
+        """[c, V]: the gradient of a chunk's logits, in the memory of these, from that of its scores."""
+        grad_entropies = grad_output[:, 1] if self.with_entropies else None
+        further = None if self.further is None else (self.further[chunk], grad_output[:, 1 + self.with_entropies :])
+        given = (self.targets[chunk], self.shard, self.sampling.temperature, sums, grad_output[:, 0], grad_entropies, further)
+        return gradient_of_logits(logits, *given, overwrite=True)
 
 
 _ANSWERS = "answers_requests"
@@ -140,8 +175,8 @@ def answers_requests(layer: nn.Module) -> bool:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Log-probabilities [k, 1] of targets from hidden states [k, h] and the output layer's weight, a chunk of positions at a time; for
-    entropies [k, 2].
+    """Scores of tokens from hidden states [k, h] and the output layer's weight, a chunk of positions at a time: log-probabilities [k, 1] of
+    targets, with one more column for entropies, and K more for further tokens.
 
     Backward computes the logits of each chunk once more, writes their gradient over them, and adds up the weight's: in float32, so that a
     sum over many chunks loses nothing that one product over all positions would keep.
@@ -152,13 +187,10 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         ctx.request = request
         ctx.sums = []
-        values = torch.empty(len(hidden), 1 + request.with_entropies, dtype=working_dtype(hidden), device=hidden.device)
+        columns = 1 + request.with_entropies + (0 if request.further is None else request.further.shape[1])
+        values = torch.empty(len(hidden), columns, dtype=working_dtype(hidden), device=hidden.device)
         for chunk in _chunks(len(hidden), request):
-            logits = F.linear(hidden[chunk], weight, bias)
-            targets = request.targets[chunk]
-            values[chunk, 0], sums = score(logits, targets, request.shard, request.sampling, with_entropies=request.with_entropies)
-            if sums.entropies is not None:
-                values[chunk, 1] = sums.entropies
+            values[chunk], sums = request.of_chunk(chunk, F.linear(hidden[chunk], weight, bias))
             ctx.sums.append(sums)
         return values
 
@@ -170,7 +202,7 @@ class _ChunkedScores(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias)) if wants_bias else None
         for chunk, sums in zip(_chunks(len(hidden), ctx.request), ctx.sums, strict=True):
-            gradient = _gradient_of_chunk(hidden[chunk], weight, bias, ctx.request, chunk, sums, grad_output[chunk])
+            gradient = ctx.request.gradient_of_chunk(chunk, F.linear(hidden[chunk], weight, bias), sums, grad_output[chunk])
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[chunk])
             if of_weight is not None:
@@ -183,21 +215,6 @@ class _ChunkedScores(torch.autograd.Function):
             None if of_bias is None else of_bias.to(bias.dtype),
             None,
         )
-
-
-def _gradient_of_chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    request: Request,
-    chunk: slice,
-    sums: SoftmaxSums,
-    grad_output: torch.Tensor,
-) -> torch.Tensor:
-    """[c, V]: the gradient of one chunk's logits, in the memory of these, from that of its scores [c, 1] or [c, 2]."""
-    logits = F.linear(hidden, weight, bias)
-    given = (request.targets[chunk], request.shard, request.sampling.temperature, sums)
-    return gradient_of_logits(logits, *given, *grad_output.unbind(-1), overwrite=True)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -8,16 +8,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.algorithms.interfaces import reads_values
-from megarl.errors import LOGPROB, TRAINING, BatchError, NonFiniteError
+from megarl.errors import LOGPROB, TRAINING, BatchError, ConfigError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
-from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead, ValueHead, ValueLossHead
+from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead, TopkHead, ValueHead, ValueLossHead
 from megarl.models.engine.microbatches import HOST_LENGTHS, WANTED, fit_sequences
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
@@ -101,7 +102,51 @@ def logprobs_of_batch(
         BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one of them perhaps no rows.
     """
     head = LogprobHead(backend.vocabulary, sampling, chunk_size)
-    return _of_batch(backend, data, batching, head, "logprobs", memory or MicroBatchMemory())
+    return _of_batch(backend, data, batching, head, LOGPROBS, memory or MicroBatchMemory())["logprobs"]
+
+
+def topk_of_batch(
+    backend: Backend,
+    data: Mapping[str, Any],
+    batching: Batching,
+    *,
+    count: int,
+    sampling: SamplingSettings,
+    chunk_size: int | None = None,
+    memory: MicroBatchMemory | None = None,
+) -> dict[str, torch.Tensor]:
+    """The most likely tokens after each token of a batch under the present weights, in the pass of the log-probabilities.
+
+    Args:
+        backend, data, batching, chunk_size, memory: as for ``logprobs_of_batch``.
+        count: K, tokens a position; at most the vocabulary.
+        sampling: the temperature; it has to keep all tokens.
+
+    Returns:
+        ``logprobs`` [B, S] as of ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest first: logarithms of probabilities,
+        which are logits whose exponentials add up to 1 over the vocabulary. ``topk_indices`` [B, S, K] int64, their tokens, of equally
+        likely ones the lower first. Entry i is of the token that follows token i; where none does, 0; so is what is not wanted, unless the
+        output layer cannot leave it out.
+
+    Raises:
+        BatchError: as ``logprobs_of_batch``; ``count`` is not between 1 and the vocabulary.
+        ConfigError: sampling leaves tokens out.
+    """
+    size = backend.vocabulary.size
+    if not 1 <= count <= size:
+        raise BatchError(f"k = {count}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give a number of these")
+    _require_all_tokens(sampling, size, "the most likely tokens")
+    head = TopkHead(LogprobHead(backend.vocabulary, sampling, chunk_size, largest=count))
+    columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}
+    return _of_batch(backend, data, batching, head, columns, memory or MicroBatchMemory())
+
+
+def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> None:
+    if not sampling.keeps_all(size):
+        raise ConfigError(
+            f"policy.generation: top_k = {sampling.top_k}, top_p = {sampling.top_p} leave tokens out, and those have no log-probability: "
+            f"{what} cannot be scored. Fix: write top_k: null and top_p: 1.0"
+        )
 
 
 def values_of_batch(
@@ -121,31 +166,38 @@ def values_of_batch(
     Raises:
         BatchError: as ``logprobs_of_batch``.
     """
-    return _of_batch(backend, data, batching, ValueHead(), "values", memory or MicroBatchMemory())
+    return _of_batch(backend, data, batching, ValueHead(), {"values": ((), torch.float32)}, memory or MicroBatchMemory())["values"]
+
+
+_Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""What a head gives of each token: by name, the dimensions behind [B, S] and the dtype."""
+LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
 
 def _of_batch(
-    backend: Backend, data: Mapping[str, Any], batching: Batching, head: LogprobHead | ValueHead, name: str, memory: MicroBatchMemory
-) -> torch.Tensor:
-    """[B, S] float32: the tensor of that name that a head gives for each micro-batch, in the order of ``data``."""
+    backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns, memory: MicroBatchMemory
+) -> dict[str, torch.Tensor]:
+    """[B, S, ...] each: the tensors that a head gives for each micro-batch, in the order of ``data``."""
     rows, length = data["input_ids"].shape
+    device = data["input_ids"].device
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
-        return torch.zeros(0, length, dtype=torch.float32, device=data["input_ids"].device)
-    parts: list[torch.Tensor] = []
+        return {name: torch.zeros(0, length, *shape, dtype=dtype, device=device) for name, (shape, dtype) in columns.items()}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in columns}
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
             outputs, _, _ = memory.run(backend, cut, head, LOGPROB)
-            rectangles = [fit_sequences({name: output.tensors[name]}, length)[name] for output in outputs]
-            parts.extend([torch.cat(rectangles)[: chunk.rows]] if rectangles else [])
-    if backend.groups.is_last_stage:
-        found = torch.cat(parts)
-    else:
-        found = torch.empty(rows, length, dtype=torch.float32, device=data["input_ids"].device)
-    return backend.groups.from_last_stage(found)
+            rectangles = [fit_sequences(output.tensors, length) for output in outputs]
+            for name, found in parts.items() if rectangles else ():
+                found.append(torch.cat([rectangle[name] for rectangle in rectangles])[: chunk.rows])
+    joined = {}
+    for name, (shape, dtype) in columns.items():
+        here = torch.cat(parts[name]) if backend.groups.is_last_stage else torch.empty(rows, length, *shape, dtype=dtype, device=device)
+        joined[name] = backend.groups.from_last_stage(here)
+    return joined
 
 
 def train_on_batch(
@@ -183,8 +235,11 @@ def train_on_batch(
     skipped: list[SkippedBatch] = []
     steps = positions = 0
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
-    with_entropies = getattr(loss_fn, "needs_entropies", False)
-    reads = ValueHead() if reads_values(loss_fn) else LogprobHead(backend.vocabulary, sampling, chunk_size, with_entropies)
+    with_entropies, further = getattr(loss_fn, "needs_entropies", False), getattr(loss_fn, "scored_tokens", None)
+    if further is not None:
+        _require_all_tokens(sampling, backend.vocabulary.size, f"the tokens of {further}")
+    of_language = LogprobHead(backend.vocabulary, sampling, chunk_size, with_entropies, further)
+    reads = ValueHead() if reads_values(loss_fn) else of_language
     chunks = batching.chunks(data)
     with mode:
         for number, chunk in enumerate(chunks):

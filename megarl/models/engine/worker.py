@@ -34,7 +34,7 @@ from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, 
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.out_of_memory import MicroBatchMemory
-from megarl.models.engine.step import logprobs_of_batch, train_on_batch, values_of_batch
+from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
@@ -75,7 +75,9 @@ class StepTrace:
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01
-_OF_LANGUAGE_MODELS = frozenset({"get_logprobs", "generate", "prepare_refit_info", "prepare_weights_for_ipc", "init_collective"})
+_OF_LANGUAGE_MODELS = frozenset(
+    {"get_logprobs", "get_topk_logits", "generate", "prepare_refit_info", "prepare_weights_for_ipc", "init_collective"}
+)
 """Methods that a model which scores has no answer to; engines that weights are sent to generate."""
 
 
@@ -297,6 +299,42 @@ class EngineWorker(ABC):
         found = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size, memory=self._memory)
         logprobs = found.cpu()
         return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[Any]:
+        """The ``k`` most likely tokens behind each token under the present weights, on the CPU.
+
+        Args:
+            data: as for ``get_logprobs``.
+            k: at most the vocabulary.
+            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+            skip_masked: nothing is computed for tokens under a mask of 0; where one would follow, there is 0.
+
+        Returns:
+            As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32, ``topk_indices`` [B, S, k] int64, and
+            ``logprobs`` [B, S] of the tokens that are there.
+        """
+        self._require("get_topk_logits")
+        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
+        check_sequence_dimension(data)
+        wanted = under_mask(data) if skip_masked else None
+        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
+        found = topk_of_batch(
+            self.backend,
+            batch,
+            self._plan_of(data) or FixedRows(rows),
+            count=k,
+            sampling=self.sampling,
+            chunk_size=self.cfg["logprob_chunk_size"],
+            memory=self._memory,
+        )
+        columns = {name: values.cpu() for name, values in found.items()}
+        if wanted is not None:
+            followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
+            places = {"logprobs": wanted, **dict.fromkeys(("topk_logits", "topk_indices"), followed[..., None])}
+            columns = {name: values.where(places[name], torch.zeros_like(values)) for name, values in columns.items()}
+        return BatchedDataDict(columns)
 
     def get_values(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
         """``values`` [B, S] float32 on the CPU under the present weights, of a model that scores: entry i is what it says at token i, from

@@ -28,6 +28,19 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: torch.Tensor
 
 
+class TopkLogitsOutputSpec(TypedDict):
+    """``topk_logits``: float32 [B, S, k], the largest first; position i holds those of the distribution of token i+1, as logarithms of
+    probabilities: logits less what makes their exponentials add up to 1 over the whole vocabulary. ``topk_indices``: int64 [B, S, k], their
+    tokens, of equally likely ones the lower first. Both are 0 where no token follows. ``logprobs``: as in ``LogprobOutputSpec``.
+
+    The log-softmax over the k is the same as of NeMo-RL's ``get_topk_logits``, which gives the logits as they are.
+    """
+
+    topk_logits: torch.Tensor
+    topk_indices: torch.Tensor
+    logprobs: torch.Tensor
+
+
 class ValueOutputSpec(TypedDict):
     """``values``: float32 [B, S]; position i holds what a model that scores says at token i, from all tokens up to it; padding is 0."""
 

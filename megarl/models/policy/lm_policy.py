@@ -20,7 +20,7 @@ from megarl import env
 from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend, scores
-from megarl.distributed.batch_checks import check_batch
+from megarl.distributed.batch_checks import check_batch, check_scored_tokens
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.deadlines import PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
@@ -39,6 +39,7 @@ from megarl.models.policy.interfaces import (
     LogprobOutputSpec,
     ReferenceLogprobOutputSpec,
     ScoreOutputSpec,
+    TopkLogitsOutputSpec,
     ValueOutputSpec,
 )
 from megarl.throughput.peaks import known_peak
@@ -170,6 +171,27 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
+    def get_topk_logits(
+        self, data: BatchedDataDict[GenerationDatumSpec], k: int, micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """The ``k`` most likely tokens behind each token of ``data``, in its order, and what ``get_logprobs`` gives, in one pass.
+
+        Args:
+            data: as for ``get_logprobs``.
+            k: at most the vocabulary; ``policy.generation`` has to keep all tokens.
+            micro_batch_size: replaces ``logprob_batch_size``.
+            skip_masked: as for ``get_logprobs``; there is 0 where a token would follow whose mask is 0.
+
+        Raises:
+            BatchError: the batch cannot be used, or ``k`` is not between 1 and the vocabulary.
+            ConfigError: the model scores, or sampling leaves tokens out.
+        """
+        if not 1 <= k <= self._vocab_size:
+            raise BatchError(f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {self._vocab_size}")
+        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
+        options = {"k": k, "micro_batch_size": rows, "skip_masked": skip_masked}
+        return self._of_tokens("get_topk_logits", ("topk_logits", "topk_indices", "logprobs"), data, options)
+
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
         """What a model that scores (``policy.reward_model_cfg``) says at each token of ``data``, in its order."""
         return self._logprobs("get_values", "values", data, {})
@@ -180,13 +202,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return BatchedDataDict({"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)})
 
     def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
+        return self._of_tokens(method, (key,), data, options)
+
+    def _of_tokens(self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
         skips = options.get("skip_masked", False)
         self._check(data, required=["token_mask"] if skips else [])
         masks = [name for name in ("token_mask", "sample_mask") if skips and name in data]
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths", *masks)})
         sharded = shard_batch(needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size)
         results = self._call_sharded(method, sharded.dealt, options)
-        return BatchedDataDict({key: sharded.restore([result[key] for result in results])})
+        return BatchedDataDict({key: sharded.restore([result[key] for result in results]) for key in keys})
 
     # training
 
@@ -212,7 +237,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """
         check_loss(loss_fn, scores=scores(self.cfg))
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
-        self._check(data, required=["sample_mask", *(["token_mask"] if token_level else [])])
+        scored = getattr(loss_fn, "scored_tokens", None)
+        self._check(data, required=["sample_mask", *(["token_mask"] if token_level else []), *([] if scored is None else [scored])])
+        if scored is not None:
+            check_scored_tokens(data, scored, self._vocab_size)
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
         together = getattr(loss_fn, "rows_together", 1)

@@ -1,0 +1,79 @@
+"""The k most likely tokens of each position, by logits that are split over the vocabulary.
+
+Each rank finds the k largest of its own columns; these are gathered over the tensor-parallel group, and the k largest of them are those of
+the vocabulary. Of equal logits the lower token id comes first, so that the choice depends neither on the layout nor on how a device sorts.
+
+Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding, R tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.engine.logprobs import VocabularyShard, scaled_chunks, working_dtype
+
+_NO_COLUMN = -(2**63)
+"""Key of a column that is not there: less than that of any logit."""
+_IDS = 2**32 - 1
+
+
+def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> torch.Tensor:
+    """[T, count] int64: the vocabulary indices of the largest logits, the largest first; of equal ones the lower index first.
+
+    Padding columns are never among them. Where a logit is not a number, neither is any log-probability, and the tokens are any.
+
+    Args:
+        logits: [T, V] this rank's columns, any floating dtype.
+        shard: which columns these are.
+        count: at most ``shard.size``.
+    """
+    if working_dtype(logits) == torch.float32:
+        keys = _gathered(_largest_keys(logits, shard, count), shard)
+        return _IDS - (keys.topk(count, dim=1).values & _IDS)
+    values, tokens = _largest_pairs(logits, shard, count)
+    return _first_pairs(_gathered(values, shard), _gathered(tokens, shard), count)[1]
+
+
+def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> torch.Tensor:
+    """[T, count] int64: keys of the largest of the own columns, in whose order a larger logit, and of equal ones a lower index, is more."""
+    own = shard.own(logits.shape[1])
+    here = min(count, own)
+    keys = torch.full((len(logits), count), _NO_COLUMN, dtype=torch.int64, device=logits.device)
+    if here == 0:
+        return keys
+    ids = _IDS - torch.arange(shard.start, shard.start + own, device=logits.device)
+    for rows, values in scaled_chunks(logits, own, 1.0):
+        # minus zero becomes zero; the bits of floats order as integers do, those of negative ones the other way round
+        bits = (values + 0.0).view(torch.int32).long()
+        ordered = torch.where(bits < 0, -(2**31) - 1 - bits, bits)
+        keys[rows, :here] = (ordered * 2**32 + ids).topk(here, dim=1).values
+    return keys
+
+
+def _largest_pairs(logits: torch.Tensor, shard: VocabularyShard, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, count] values and indices of the largest of the own columns, of float64, whose bits leave a key no room for the index."""
+    own = shard.own(logits.shape[1])
+    values = logits.new_full((len(logits), count), -torch.inf)
+    tokens = torch.full_like(values, shard.size, dtype=torch.int64)
+    ids = torch.arange(shard.start, shard.start + own, device=logits.device).expand(len(logits), own)
+    here = min(count, own)
+    values[:, :here], tokens[:, :here] = _first_pairs(logits[:, :own], ids, here)
+    return values, tokens
+
+
+def _first_pairs(values: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``count`` pairs of each row, in the order of falling values, and rising indices of equal values."""
+    by_token = tokens.argsort(dim=1, stable=True)
+    values, tokens = values.gather(1, by_token), tokens.gather(1, by_token)
+    by_value = values.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return values.gather(1, by_value), tokens.gather(1, by_value)
+
+
+def _gathered(candidates: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
+    """[T, R x count] from the [T, count] of each rank."""
+    if shard.ranks == 1 or not candidates.numel():
+        return candidates
+    found = torch.empty(shard.ranks, *candidates.shape, dtype=candidates.dtype, device=candidates.device)
+    dist.all_gather_into_tensor(found.view(-1, candidates.shape[1]), candidates, group=shard.group)
+    return found.transpose(0, 1).flatten(1)
