@@ -64,14 +64,17 @@ def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) ->
         total = math.fsum(math.exp(float(x)) for x in logits[row, place])
         q = [math.exp(float(x)) / total for x in logits[row, place]]
         chosen = batch["teacher_topk_indices"][row, place].tolist()
+        others = [v for v in range(len(q)) if v not in chosen]
         p_of = dict(zip(chosen, (math.exp(float(x)) for x in batch["teacher_topk_logits"][row, place]), strict=True))
         mass_p, mass_q = math.fsum(p_of.values()), math.fsum(q[v] for v in chosen)
+        # not the difference from 1, which has fewer digits
+        rest_p, rest_q = math.fsum(math.exp(float(batch["teacher"][row, place, v])) for v in others), math.fsum(q[v] for v in others)
         out["teacher_mass"] += mass_p / TOKENS
         out["policy_mass"] += mass_q / TOKENS
         if outside == "renormalize":
             pairs = [(p_of[v] / mass_p, q[v] / mass_q) for v in chosen]
         else:
-            pairs = [(p_of[v], q[v]) for v in chosen] + ([(1 - mass_p, 1 - mass_q)] if len(chosen) < len(q) else [])
+            pairs = [(p_of[v], q[v]) for v in chosen] + ([(rest_p, rest_q)] if others else [])
         forward = math.fsum(p * math.log(p / q_) for p, q_ in pairs)
         reverse = math.fsum(q_ * math.log(q_ / p) for p, q_ in pairs)
         out["forward_kl"] += forward / TOKENS
@@ -87,7 +90,7 @@ def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) ->
                 elif number < len(chosen):
                     slope = (chosen[number] == w) - q[w]
                 else:
-                    slope = (0.0 if w in chosen else q[w] / (1 - mass_q)) - q[w]
+                    slope = (0.0 if w in chosen else q[w] / rest_q) - q[w]
                 slopes.append(by_outcome[number] * slope)
             gradient[row, place, w] = math.fsum(slopes) / TOKENS
     return {**out, "num_valid_samples": float(batch["sample_mask"].sum())}, gradient
@@ -105,7 +108,7 @@ def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) ->
 def test_values_and_gradients_equal_the_sums(
     kind: str, weight: float, outside: str, vocabulary: int, seed: int, data: st.DataObject
 ) -> None:
-    batch = drawn(seed, 3, 4, vocabulary, data.draw(st.integers(1, vocabulary)))
+    batch = drawn(seed, 3, 4, vocabulary, data.draw(st.integers(1, vocabulary)), spread=1.0)
     loss, metrics = computed(batch, kl_type=kind, mixed_kl_weight=weight, outside_topk=outside)
     loss.backward()
     expected, gradient = worked_out(batch, kind, weight, outside)
@@ -186,8 +189,9 @@ def test_in_float32_a_confident_teacher_makes_no_infinity(scale: float) -> None:
         exact, _ = computed(batch, kl_type=kind)
         loss.backward()
         assert torch.isfinite(single["logits"].grad).all()
-        # where the exact rest is below what float32 can tell from 0, its logarithm is that of the least one
-        assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-4 if scale == 1.0 else 0.8)
+        # where the exact rest is below what float32 can tell from 0, it counts as that much, and divergences from it are less
+        least = 1 - 1e-4 if scale == 1.0 else 0.0
+        assert least * float(exact.detach()) <= float(loss.detach()) <= (1 + 1e-4) * float(exact.detach())
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:

@@ -1,0 +1,64 @@
+"""What the pool's processes run for the most likely tokens: of logits cut over ranks, and of workers on any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
+from megarl.models.engine.topk import largest_tokens
+from megarl.models.generation.sampling import SamplingSettings
+from tests.dist.scoring_jobs import build, deal
+
+
+def _own(logits: torch.Tensor, size: int) -> tuple[torch.Tensor, VocabularyShard]:
+    rank, columns = dist.get_rank(), logits.shape[1] // dist.get_world_size()
+    shard = VocabularyShard(size, rank * columns, dist.group.WORLD)
+    return logits[:, rank * columns : (rank + 1) * columns].clone(), shard
+
+
+def largest_of_shards(logits: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """The most likely tokens when ``logits`` [T, columns] are cut over all ranks."""
+    return largest_tokens(*_own(logits, size), count)
+
+
+def scores_of_shards(
+    logits: torch.Tensor, targets: torch.Tensor, further: torch.Tensor, weights: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [T, 1 + K] of targets and further tokens, and this rank's gradient of their sum by ``weights``."""
+    mine, shard = _own(logits, size)
+    mine.requires_grad_()
+    scores = vocab_parallel_scores(mine, targets, shard, SamplingSettings(temperature=0.7), further=further)
+    values = torch.cat([scores.logprobs[:, None], scores.further], dim=1)
+    (values * weights).sum().backward()
+    return values.detach(), mine.grad
+
+
+def topk(config: Mapping[str, Any], batch: Mapping[str, Any], k: int, skip_masked: bool) -> dict[str, torch.Tensor]:
+    """What ``get_topk_logits`` gives of the whole batch, in its order; and the log-probabilities of ``get_logprobs``."""
+    worker = build(config, init_optimizer=False)
+    groups = worker.backend.groups
+    sharded = deal(worker, batch, "logprob")
+    mine = dict(worker.get_topk_logits(data=sharded.shards[groups.data_rank], k=k, skip_masked=skip_masked))
+    mine["plain"] = worker.get_logprobs(data=sharded.shards[groups.data_rank], skip_masked=skip_masked)["logprobs"]
+    shares: list[Any] = [None] * groups.data_size
+    dist.all_gather_object(shares, mine, group=groups.data)
+    worker.backend.close()
+    return {name: sharded.restore([share[name] for share in shares]) for name in mine}
+
+
+def refusals(config: Mapping[str, Any], batch: Mapping[str, Any], ks: list[int]) -> list[str]:
+    """What a worker says when it is asked for so many tokens."""
+    worker = build(config, init_optimizer=False)
+    said = []
+    for k in ks:
+        try:
+            worker.get_topk_logits(data=deal(worker, batch, "logprob").shards[worker.backend.groups.data_rank], k=k)
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    worker.backend.close()
+    return said
