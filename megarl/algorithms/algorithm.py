@@ -125,6 +125,7 @@ class Algorithm(ABC):
     Attributes:
         SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes first and has
             ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start`` or ``val_at_end``, a run heeds them.
+        OPTIONAL: those of them that a run may lack; rules say when.
         MODELS: sections of models beside the policy, by name; a role names its own as ``section``, ``NAME`` or ``NAME.NAME_OF_THE_USER``.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
         PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
@@ -139,6 +140,7 @@ class Algorithm(ABC):
     """
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType({})
     GENERATES: ClassVar[bool] = True
     PAIRS: ClassVar[bool] = False

@@ -27,6 +27,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
         "dpo": "megarl.algorithms.dpo:DPO",
         "rm": "megarl.algorithms.rm:RM",
         "ppo": "megarl.algorithms.ppo:PPO",
+        "distillation": "megarl.algorithms.distillation:Distillation",
     }
 )
 """Import paths of the built-in algorithms, by the name that the configuration has for them."""
@@ -44,6 +45,9 @@ ORDER = (
     "ppo",
     "critic",
     "reward_model",
+    "distillation",
+    "teacher",
+    "teachers",
     "loss_fn",
     "env",
     "data",
@@ -55,8 +59,10 @@ ORDER = (
 )
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
-_NEEDED = ("SECTIONS", "MODELS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "loss_fn", "env")
+_NEEDED = ("SECTIONS", "OPTIONAL", "MODELS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
+OF_ALGORITHMS = (
+    *("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "distillation", "teacher", "teachers", "loss_fn", "env"),
+)
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 

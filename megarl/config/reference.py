@@ -201,6 +201,7 @@ def _example(size: int) -> dict[str, Any]:
         "dpo": {"max_num_steps": size},
         "rm": {"max_num_steps": size},
         "ppo": {"num_prompts_per_step": size, "max_num_steps": size, "ppo_epochs": size // 8},
+        "distillation": {"num_prompts_per_step": size, "max_num_steps": size},
         "loss_fn": {},
         "env": {"reward": "exact_match"},
         "data": {"train": source, "max_input_seq_length": size},

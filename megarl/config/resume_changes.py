@@ -39,6 +39,9 @@ _PROMISED = (
     "grpo.num_generations_per_prompt",
     "ppo.num_prompts_per_step",
     "ppo.num_generations_per_prompt",
+    "distillation.num_prompts_per_step",
+    "distillation.num_generations_per_prompt",
+    "distillation.teacher_of_source",
 )
 _PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation", "data.cache_dir", "data.cache_gib")
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")

@@ -18,6 +18,7 @@ _PHASE_OF: Mapping[str, str] = MappingProxyType(
         "train": STEP,
         "get_logprobs": LOGPROBS,
         "get_reference_policy_logprobs": LOGPROBS,
+        "get_topk_logits": LOGPROBS,
         "get_values": LOGPROBS,
         "generate": GENERATE,
         "save_checkpoint": SAVE,

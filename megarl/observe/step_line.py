@@ -21,6 +21,7 @@ _SHORT_PHASES = {
     "reference_logprobs": "ref",
     "values": "values",
     "train_critic": "critic",
+    "teacher_logprobs": "teach",
     "train": "train",
     "validation": "val",
     "checkpoint": "ckpt",

@@ -15,6 +15,7 @@ from megarl.config.models import model_sections, renamed
 from megarl.config.nested import at
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.data import DATA_RULES
+from megarl.config.rules.distillation import DISTILLATION_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, backbone_is_that_of_the_policy, model_view
 from megarl.config.rules.not_yet import NOT_YET_RULES
@@ -61,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     *GENERATION_RULES,
     *RUN_RULES,
     *DATA_RULES,
+    *DISTILLATION_RULES,
 )
 
 

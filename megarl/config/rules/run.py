@@ -48,7 +48,7 @@ def sections_of_algorithm(view: View) -> Iterator[Violation]:
     """The sections that the algorithm needs are there."""
     algorithm, name = view.algorithm, view["algorithm"]
     for section in algorithm.SECTIONS:
-        if not view.written(section):
+        if section not in algorithm.OPTIONAL and not view.written(section):
             yield Violation(section, ABSENT, f"algorithm {name!r} needs this section", "add it")
     if algorithm.GENERATES and view.has("policy") and view.get("policy.generation") is None and not _faulty(view, "policy.generation"):
         yield Violation("policy.generation", None, f"algorithm {name!r} generates answers and needs this section", "add it")

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -112,6 +112,7 @@ def topk_of_batch(
     *,
     count: int,
     sampling: SamplingSettings,
+    vocabulary_size: int | None = None,
     chunk_size: int | None = None,
     memory: MicroBatchMemory | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -121,6 +122,8 @@ def topk_of_batch(
         backend, data, batching, chunk_size, memory: as for ``logprobs_of_batch``.
         count: K, tokens a position; at most the vocabulary.
         sampling: the temperature; it has to keep all tokens.
+        vocabulary_size: the model counts as one that has no tokens from this on, where its output layer has more rows than that of whoever
+            is to read them; None for all of its own.
 
     Returns:
         ``logprobs`` [B, S] as of ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest first: logarithms of probabilities,
@@ -132,11 +135,12 @@ def topk_of_batch(
         BatchError: as ``logprobs_of_batch``; ``count`` is not between 1 and the vocabulary.
         ConfigError: sampling leaves tokens out.
     """
-    size = backend.vocabulary.size
+    size = min(backend.vocabulary.size, vocabulary_size or backend.vocabulary.size)
     if not 1 <= count <= size:
         raise BatchError(f"k = {count}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give a number of these")
     _require_all_tokens(sampling, size, "the most likely tokens")
-    head = TopkHead(LogprobHead(backend.vocabulary, sampling, chunk_size, largest=count))
+    shard = replace(backend.vocabulary, size=size)
+    head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
     columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}
     return _of_batch(backend, data, batching, head, columns, memory or MicroBatchMemory())
 

@@ -301,7 +301,13 @@ class EngineWorker(ABC):
         return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, *, skip_masked: bool = False
+        self,
+        data: BatchedDataDict[Any],
+        k: int,
+        micro_batch_size: int | None = None,
+        *,
+        skip_masked: bool = False,
+        vocabulary_size: int | None = None,
     ) -> BatchedDataDict[Any]:
         """The ``k`` most likely tokens behind each token under the present weights, on the CPU.
 
@@ -310,6 +316,7 @@ class EngineWorker(ABC):
             k: at most the vocabulary.
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
             skip_masked: nothing is computed for tokens under a mask of 0; where one would follow, there is 0.
+            vocabulary_size: tokens from this on count as none; None for all.
 
         Returns:
             As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32, ``topk_indices`` [B, S, k] int64, and
@@ -326,6 +333,7 @@ class EngineWorker(ABC):
             self._plan_of(data) or FixedRows(rows),
             count=k,
             sampling=self.sampling,
+            vocabulary_size=vocabulary_size,
             chunk_size=self.cfg["logprob_chunk_size"],
             memory=self._memory,
         )

@@ -158,6 +158,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Data-parallel replicas of the model."""
         return self.sharding_annotations.get_axis_size("data_parallel")
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has an output for."""
+        return self._vocab_size
+
     # log-probabilities
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False) -> BatchedDataDict[LogprobOutputSpec]:
@@ -172,7 +177,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
     def get_topk_logits(
-        self, data: BatchedDataDict[GenerationDatumSpec], k: int, micro_batch_size: int | None = None, *, skip_masked: bool = False
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        k: int,
+        micro_batch_size: int | None = None,
+        *,
+        skip_masked: bool = False,
+        vocabulary_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """The ``k`` most likely tokens behind each token of ``data``, in its order, and what ``get_logprobs`` gives, in one pass.
 
@@ -181,15 +192,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             k: at most the vocabulary; ``policy.generation`` has to keep all tokens.
             micro_batch_size: replaces ``logprob_batch_size``.
             skip_masked: as for ``get_logprobs``; there is 0 where a token would follow whose mask is 0.
+            vocabulary_size: of a model that is to learn from them. Rows of the output layer from there on, which some models have more of
+                than others of one tokenizer, count as padding. None for all.
 
         Raises:
             BatchError: the batch cannot be used, or ``k`` is not between 1 and the vocabulary.
             ConfigError: the model scores, or sampling leaves tokens out.
         """
-        if not 1 <= k <= self._vocab_size:
-            raise BatchError(f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {self._vocab_size}")
+        size = min(self.vocab_size, vocabulary_size or self.vocab_size)
+        if not 1 <= k <= size:
+            raise BatchError(f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give a number of these")
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
-        options = {"k": k, "micro_batch_size": rows, "skip_masked": skip_masked}
+        options = {"k": k, "micro_batch_size": rows, "skip_masked": skip_masked, "vocabulary_size": vocabulary_size}
         return self._of_tokens("get_topk_logits", ("topk_logits", "topk_indices", "logprobs"), data, options)
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:

@@ -1,0 +1,135 @@
+"""Rules on distillation: who teaches what, and what each way of learning reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megarl.config.distillation import OF_SOURCE, SECTION, TEACHER, TEACHERS, source_key, train_sources
+from megarl.config.environments import fault_of_name
+from megarl.config.losses import DistillationLossConfig
+from megarl.config.models import POLICY
+from megarl.config.rules.view import Rule, View
+from megarl.config.schema import ABSENT
+from megarl.errors import Violation
+from megarl.key import defaults_of
+
+_LOSS = "loss_fn"
+_TOPK_LOGITS_K = f"{SECTION}.topk_logits_k"
+_SAMPLING = {"top_p": 1.0, "top_k": None}
+
+
+def _teachers(view: View) -> dict[str, str]:
+    """Paths of the sections of the teachers, by name. The rule does not apply where the algorithm has none."""
+    view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys() and not view.has_faults(TEACHERS))
+    if view.get(TEACHER) is not None:
+        return {TEACHER: TEACHER}
+    named = view.get(TEACHERS)
+    return {name: f"{TEACHERS}.{name}" for name in named} if isinstance(named, Mapping) else {}
+
+
+def somebody_teaches(view: View) -> Iterator[Violation]:
+    """There is one teacher, or there are teachers by name."""
+    paths, algorithm = _teachers(view), view["algorithm"]
+    if view.get(TEACHER) is not None and view.get(TEACHERS) is not None:
+        yield Violation(TEACHERS, list(view[TEACHERS]), f"there is a section {TEACHER} too", f"move that under {TEACHERS}, or remove one")
+    elif not paths:
+        bound = f"algorithm {algorithm!r} needs a model that the policy learns from"
+        yield Violation(TEACHER, view.get(TEACHERS, ABSENT), bound, f"add {TEACHER}: {{model_name: ...}}, or {TEACHERS} by name")
+    for name, path in paths.items():
+        if path != TEACHER:
+            yield from fault_of_name(path, name)
+
+
+def sources_have_teachers(view: View) -> Iterator[Violation]:
+    """Each source of the training data has one of several teachers, and each of them has a source."""
+    names = list(_teachers(view))
+    view.require(view.get(TEACHER) is None and bool(names) or view.get(OF_SOURCE) is not None)
+    chosen = view[OF_SOURCE]
+    if view.get(TEACHER) is not None:
+        yield Violation(OF_SOURCE, chosen, f"{TEACHER} has all sources, and nothing reads it", f"write null, or {TEACHERS} by name")
+        return
+    if chosen is None:
+        if len(names) > 1:
+            yield Violation(OF_SOURCE, None, f"the teachers are {', '.join(names)}, and nothing says whose a source is", "map all sources")
+        return
+    view.require(view.has("data.train") and not view.has_faults("data.train"))
+    keys = [source_key(source) for source in train_sources({"data": view["data"]})]
+    for key in dict.fromkeys(keys):
+        if key not in chosen:
+            yield Violation(OF_SOURCE, chosen, f"the source {key!r} of data.train has no teacher", f"add {key}: {' or '.join(names)}")
+    for key, name in chosen.items():
+        if key not in keys:
+            bound = f"data.train has no such source; its sources are {', '.join(dict.fromkeys(keys))}"
+            yield Violation(f"{OF_SOURCE}.{key}", name, bound, "remove it, or write the name of one")
+        elif name not in names:
+            yield Violation(f"{OF_SOURCE}.{key}", name, f"the teachers are {', '.join(names)}", "write one of them")
+    for name in names:
+        if name not in chosen.values():
+            yield Violation(f"{TEACHERS}.{name}", ABSENT, "no source of data.train has this teacher", f"remove it, or map one in {OF_SOURCE}")
+
+
+def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iterator[Violation]:
+    """Probabilities of teacher and policy are compared at one temperature, and of all tokens: one that sampling leaves out has none."""
+    paths = _teachers(view)
+    generation = f"{POLICY}.generation"
+    for key, default in _SAMPLING.items():
+        value = view.get(f"{generation}.{key}", default)
+        if value != default:
+            bound = "the policy's probabilities are compared with the teacher's, and a token that sampling leaves out has none"
+            yield Violation(f"{generation}.{key}", value, bound, f"write {'null' if default is None else default}")
+    temperature = view[f"{generation}.temperature"]
+    for path in paths.values():
+        own = view.get(f"{path}.generation.temperature", temperature)
+        if own != temperature:
+            bound = f"{generation}.temperature is {temperature}, and distributions of two temperatures differ whatever is learned"
+            yield Violation(f"{path}.generation.temperature", own, bound, "remove it")
+        for key in _SAMPLING:
+            value, of_policy = view.get(f"{path}.generation.{key}"), view.get(f"{generation}.{key}")
+            if view.has(f"{path}.generation.{key}") and value != of_policy:
+                yield Violation(f"{path}.generation.{key}", value, f"{generation}.{key} is {of_policy}", "remove it")
+
+
+def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
+    """Nothing that is told of the other way of learning does nothing."""
+    _teachers(view)
+    view.require(not view.has_faults(SECTION))
+    mode = view[f"{SECTION}.mode"]
+    if mode == "topk":
+        if view.get(_LOSS) is not None:
+            yield Violation(_LOSS, view[_LOSS], f"{SECTION}.mode is topk, whose loss is in {SECTION}", f"remove it: {_LOSS}: null")
+        unread, other = {"advantage_clip_low": None, "advantage_clip_high": None}, "reverse_kl_advantage"
+        if view[f"{SECTION}.kl_type"] != "mixed":
+            unread_here, value = f"{SECTION}.mixed_kl_weight", view[f"{SECTION}.mixed_kl_weight"]
+            if value != defaults_of(DistillationLossConfig)["mixed_kl_weight"]:
+                yield Violation(unread_here, value, f"{SECTION}.kl_type is {view[f'{SECTION}.kl_type']}", "remove it, or write mixed")
+    else:
+        if not view.written(_LOSS):
+            yield Violation(_LOSS, ABSENT, f"{SECTION}.mode is {mode}, a policy gradient", "add the section")
+        if view.get(f"{_LOSS}.use_kl_in_reward"):
+            bound = "advantages are made of the teacher's log-probabilities, and no reward is read"
+            yield Violation(f"{_LOSS}.use_kl_in_reward", True, bound, "write false")
+        unread, other = {**defaults_of(DistillationLossConfig), "topk_logits_k": 64}, "topk"
+    for name, default in unread.items():
+        value = view.get(f"{SECTION}.{name}", default)
+        if value != default:
+            bound = f"{SECTION}.mode is {mode}, which does not read it"
+            yield Violation(f"{SECTION}.{name}", value, bound, f"remove it, or write mode: {other}")
+    if view.get(f"{SECTION}.advantage_clip_low") == 0 and view.get(f"{SECTION}.advantage_clip_high") == 0:
+        yield Violation(f"{SECTION}.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
+
+
+def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
+    """The most likely tokens are some of the vocabulary."""
+    _teachers(view)
+    value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size
+    if value > size:
+        yield Violation(_TOPK_LOGITS_K, value, f"the vocabulary has {size} tokens", f"write {size} or less")
+
+
+DISTILLATION_RULES: tuple[Rule, ...] = (
+    somebody_teaches,
+    sources_have_teachers,
+    teachers_see_the_distribution_that_tokens_are_drawn_from,
+    way_of_learning_is_told_what_it_reads,
+    teacher_has_so_many_tokens,
+)
