@@ -60,6 +60,9 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     if case.loss_kind == "value":
         before = torch.nn.functional.pad(logprobs[:, :-1], (1, 0))
         return {**batch, "prev_values": near(before, 0.3), "returns": near(before, 1.0)}
+    if case.loss_kind == "distill":
+        teacher = torch.randn(*logprobs.shape, case.vocab, generator=generator).log_softmax(-1).topk(case.likeliest)
+        return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
     if case.loss_kind == "dpo":
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
     previous = near(logprobs, 0.3)

@@ -44,6 +44,7 @@ LOSS_OPTIONS = {
     "dpo": ("sft", "mean"),
     "rm": (),
     "value": ("clip",),
+    "distill": ("renorm",),
 }
 """Options of a loss, each drawn by itself."""
 SCORING = ("rm", "value")
@@ -54,6 +55,7 @@ LOSS_VARIANTS = {
     "nll": (),
     "pg": ("gspo", "gspo-token", "cispo", "constant", "forced", "k1", "k2", "tis", "icepop", "seq-mask", "entropy"),
     "dpo": ("ipo",),
+    "distill": ("forward", "mixed"),
     **dict.fromkeys(SCORING, ()),
 }
 """Further ones, drawn as far as the settings of the loss go together.
@@ -62,8 +64,10 @@ LOSS_VARIANTS = {
 each sequence by a constant (Dr.GRPO); ``forced`` takes the current log-probabilities for the previous ones, which it does not get; ``k1``
 and ``k2`` estimate the divergence; ``tis``, ``icepop`` and ``seq-mask`` bound the weights of ``is``; ``entropy`` adds an entropy bonus.
 ``ipo`` has IPO's square in the place of DPO's logarithm.
+``distill`` is the reverse divergence from a teacher over its most likely tokens, ``forward`` the other one, ``mixed`` a sum of both; other
+tokens are one outcome, and with ``renorm`` none.
 """
-LOSS_CHOICES = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"))
+LOSS_CHOICES = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
 """Of each of these a loss has one at most."""
 
 
@@ -115,7 +119,7 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg``, ``dpo``, ``rm`` or ``value`` with options behind plus signs, for example ``pg+kl+dual``; with the last two
+        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options behind plus signs, as ``pg+kl+dual``; with the last two
             the model scores, and values are compared where otherwise log-probabilities are.
         advantages: of a policy gradient: ``given``, or made of rewards by that estimator; ``reinforce`` is REINFORCE++.
         temperature: the sampling temperature.
@@ -282,13 +286,18 @@ class Case:
 
     @property
     def loss_kind(self) -> str:
-        """``nll``, ``pg``, ``dpo``, ``rm`` or ``value``."""
+        """``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value``."""
         return self.loss.split("+")[0]
 
     @property
     def scores(self) -> bool:
         """Whether the model scores."""
         return self.loss_kind in SCORING
+
+    @property
+    def likeliest(self) -> int:
+        """Most likely tokens that a policy is asked for, and that a teacher gives; 0 where there is no teacher."""
+        return min(3, self.vocab) if self.loss_kind == "distill" else 0
 
     @property
     def loss_options(self) -> frozenset[str]:
@@ -338,6 +347,7 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "plain": ("chunk",),
     "nll": ("advantages",),
     "dpo": ("advantages",),
+    "distill": ("advantages", "keep", "nucleus"),
     **dict.fromkeys(SCORING, ("advantages", "temperature", "keep", "nucleus", "reference", "chunk")),
 }
 """What a backend, a family, a way of batching or an optimizer has no use for."""

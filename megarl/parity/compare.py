@@ -9,7 +9,7 @@ or to the size of terms that cancel in it (``Expected.norm_scales``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -23,7 +23,7 @@ from megarl.parity.case import Case
 from megarl.parity.errors import BOUND, relative_error, root_mean_square, tensor_error, token_errors
 from megarl.parity.jobs import Share
 from megarl.parity.losses import make_loss
-from megarl.parity.noise import LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT, Bounds
+from megarl.parity.noise import LIKELIEST, LIKELIEST_AFTER, LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT, Bounds
 from megarl.parity.reference import Expected
 
 
@@ -89,6 +89,9 @@ def compare(
     for number, when in enumerate(("before", "after")) if case.reference else ():
         again = [share.reference_logprobs[number] for share in by_data_rank]
         found += _restored(f"reference log-probabilities {when} training", dealt, again, wanted, bounds)
+    for number, what in enumerate((LIKELIEST, LIKELIEST_AFTER)) if case.likeliest else ():
+        parts = [share.likeliest[number] for share in by_data_rank]
+        found += _likeliest(case, what, dealt, parts, batch, expected.distributions[number][rows], bounds)
     found += [_repeated(rank, share) for rank, share in enumerate(shares)]
     if case.evaluate:
         found += _evaluation([share.evaluation for share in by_data_rank], expected, bounds)
@@ -109,6 +112,33 @@ def _repeated(rank: int, share: Share) -> Difference:
     told = "the same" if share.repeated else "others"
     what = f"rank {rank} log-probabilities after those of the reference policy"
     return Difference(what, "logprobs", 0.0 if share.repeated else math.inf, BOUND, told, "the same, to the bit")
+
+
+def _likeliest(
+    case: Case,
+    what: str,
+    dealt: ShardedBatch,
+    parts: Sequence[Mapping[str, torch.Tensor]],
+    batch: Mapping[str, torch.Tensor],
+    distributions: torch.Tensor,
+    bounds: Bounds,
+) -> Iterator[Difference]:
+    """The most likely tokens: their log-probabilities are the largest there are, and those of the tokens that are said to have them. Of two
+    that are equal to rounding either may come first, but neither twice."""
+    logits, tokens = (dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices"))
+    follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
+    if case.is_fast:
+        wanted = (batch["token_mask"] != 0) & (batch["sample_mask"][:, None] != 0)
+        follows = follows & torch.nn.functional.pad(wanted[: len(logits), 1:], (0, 1))
+    nothing = torch.zeros_like(logits)
+    logarithms = torch.nn.functional.pad(distributions, (0, 0, 0, 1))
+    largest = logarithms.topk(case.likeliest).values.where(follows[..., None], nothing)
+    inside = (tokens >= 0) & (tokens < case.vocab)
+    of_tokens = logarithms.gather(2, tokens.clamp(0, case.vocab - 1)).where(follows[..., None] & inside, nothing)
+    for name, other in (("", largest), (", of their tokens", of_tokens)):
+        yield _logprobs(what + name, logits.flatten(1), other.flatten(1), bounds.of(what))
+    twice = (tokens.sort(dim=2).values.diff(dim=2) == 0).any(2) & follows
+    yield Difference(f"{what}, each once", "logprobs", math.inf if bool(twice.any()) else 0.0, BOUND, "some twice", "each once")
 
 
 def _restored(

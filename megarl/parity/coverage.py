@@ -17,6 +17,7 @@ _LOSS_NAMES = {
     "dpo": "loss: DPO",
     "rm": "loss: Bradley-Terry, of a model that scores",
     "value": "loss: of a value model",
+    "distill": "loss: divergence from a teacher",
 }
 _VARIANT_NAMES = {
     "clip": "values clipped",
@@ -32,6 +33,9 @@ _VARIANT_NAMES = {
     "k2": "divergence: k2",
     "entropy": "entropy bonus",
     "ipo": "preferences: IPO",
+    "renorm": "divergence from a teacher: its tokens alone",
+    "forward": "divergence from a teacher: forward",
+    "mixed": "divergence from a teacher: mixed",
 }
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
 FEATURES = (

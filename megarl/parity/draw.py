@@ -42,7 +42,7 @@ PACKERS = (
 ATTEMPTS = 2000
 PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
-SPARSE_SHARE, HALF_SHARE, SCORING_SHARE = 0.45, 0.3, 0.12
+SPARSE_SHARE, HALF_SHARE, SCORING_SHARE, TEACHING_SHARE = 0.45, 0.3, 0.12, 0.12
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -104,7 +104,7 @@ class Drawer:
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
         fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
         fields |= _layout(generator, backend, self._max_world) | self.fixed
-        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _variant, _scoring):
+        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _variant, _scoring, _teaching):
             fields |= drawn(generator, fields) | self.fixed
         return Case(**fields)
 
@@ -329,3 +329,16 @@ def _scoring(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
     rows = {"mbs": 2 * -(-fields["mbs"] // 2)} if pairs else {}
     room = {"room": fields["room"] + fields["length"]} if pairs and fields["batching"] != "fixed" else {}
     return {"loss": "+".join([kind, *options]), **idle, **rows, **room}
+
+
+def _teaching(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Drawn by a generator of its own, so that all else stays what a seed gave: a teacher in the place of another loss of a language model,
+    which sees all tokens."""
+    kind, *options = fields["loss"].split("+")
+    own = random.Random(f"{fields['seed']}/teacher")
+    if kind != "distill":
+        if kind in SCORING or own.random() >= TEACHING_SHARE:
+            return {}
+        kind, direction = "distill", own.choice(("", "forward", "mixed"))
+        options = [*(option for option in LOSS_OPTIONS[kind] if own.random() < 0.4), *[direction] * bool(direction)]
+    return {"loss": "+".join([kind, *options]), "advantages": "given", "keep": 0, "nucleus": 1.0}

@@ -38,6 +38,8 @@ class Share:
         under_mask: those that ``skip_masked`` gave, before and after training; empty on plain paths.
         repeated: whether log-probabilities were the same to the bit when they were asked for again, the reference policy's in between.
         reference_logprobs: those of the reference policy, before and after training; empty without one.
+        likeliest: what ``get_topk_logits`` gave, on fast paths with ``skip_masked``, before and after training; empty where the case asks
+            for none.
         evaluation: what ``train(eval_mode=True)`` answered; None where it was not asked.
         calls: what each ``train()`` answered.
         weights: full tensors by Hugging Face name.
@@ -49,6 +51,7 @@ class Share:
     under_mask: Sequence[torch.Tensor]
     repeated: bool
     reference_logprobs: Sequence[torch.Tensor]
+    likeliest: Sequence[Mapping[str, torch.Tensor]]
     evaluation: Mapping[str, Any] | None
     calls: Sequence[Mapping[str, Any]] = field(default_factory=list)
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -117,6 +120,7 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
 
     references: list[torch.Tensor] = []
     under_mask: list[torch.Tensor] = []
+    likeliest: list[Mapping[str, torch.Tensor]] = []
 
     def score() -> tuple[torch.Tensor, bool]:
         """Log-probabilities, and whether they are the same again after the reference policy's; of a model that scores its values."""
@@ -126,6 +130,8 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
         first: torch.Tensor = worker.get_logprobs(data=asked)["logprobs"]
         if case.is_fast:
             under_mask.append(worker.get_logprobs(data=asked, skip_masked=True)["logprobs"])
+        if case.likeliest:
+            likeliest.append(dict(worker.get_topk_logits(data=asked, k=case.likeliest, skip_masked=case.is_fast)))
         if not case.reference:
             return first, True
         references.append(worker.get_reference_policy_logprobs(data=asked)["reference_logprobs"])
@@ -139,4 +145,4 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
     logprobs_after, repeated_after = score()
     repeated = repeated and repeated_after
-    return Share(data_rank, logprobs, logprobs_after, under_mask, repeated, references, evaluation, calls, weights)
+    return Share(data_rank, logprobs, logprobs_after, under_mask, repeated, references, likeliest, evaluation, calls, weights)

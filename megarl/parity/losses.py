@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from megarl.algorithms.distillation_loss import DistillationLossFn
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss
-from megarl.config.losses import ClippedPGLossConfig
+from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig
 from megarl.parity.case import Case
 
 # float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and the step be skipped. In one of
@@ -52,6 +53,8 @@ def _loss(case: Case) -> Any:
         return PreferenceLoss()
     if case.loss_kind == "value":
         return ValueLoss(VALUE_CLIP if "clip" in options else None)
+    if case.loss_kind == "distill":
+        return DistillationLossFn(distillation_settings(case))
     if case.loss_kind == "dpo":
         return DPOLossFn(
             {
@@ -66,6 +69,19 @@ def _loss(case: Case) -> Any:
     return ClippedPGLossFn(policy_gradient_settings(case))
 
 
+def distillation_settings(case: Case) -> DistillationLossConfig:
+    """The settings of a divergence from a teacher that a case names."""
+    options = case.loss_options
+    config: DistillationLossConfig = {
+        "kl_type": "forward" if "forward" in options else "mixed" if "mixed" in options else "reverse",
+        "mixed_kl_weight": MIXED,
+        "outside_topk": "renormalize" if "renorm" in options else "rest",
+    }
+    return config
+
+
+MIXED = 0.3
+"""Weight of the forward divergence in a sum of both."""
 VALUE_CLIP = 0.2
 TRUNCATIONS = {"tis": ("tis", 1.1, None), "icepop": ("icepop", 1.15, 0.85), "seq-mask": ("seq-mask-tis", 1.05, 0.93)}
 """Type, upper and lower bound by the option of a case."""

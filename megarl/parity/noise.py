@@ -40,6 +40,7 @@ LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**16}
 """Both backends with loss scaling start there."""
 LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = "log-probabilities", "log-probabilities after training", ", root mean square", "weight "
 MEAN_LOGPROBS = LOGPROBS + MEAN
+LIKELIEST, LIKELIEST_AFTER = "most likely tokens", "most likely tokens after training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,9 @@ def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.T
     after = token_errors(member.logprobs[rows], expected.logprobs[rows])
     errors[LOGPROBS_AFTER] = float(after.max())
     errors[LOGPROBS_AFTER + MEAN] = root_mean_square(after[expected.logprobs[rows] != 0])
+    for what, noisy, exact in zip((LIKELIEST, LIKELIEST_AFTER), member.distributions, expected.distributions, strict=False):
+        chosen = exact[rows].topk(case.likeliest).indices
+        errors[what] = float(token_errors(noisy[rows].gather(2, chosen), exact[rows].gather(2, chosen)).max())
     for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):
         what, losses = f"call {call} ", member.losses[call]
         for name, value in metrics.items():

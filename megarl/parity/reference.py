@@ -115,6 +115,8 @@ class Expected:
             may be much smaller, when they cancel.
         weights: afterwards, by Hugging Face name.
         logprobs: [B, S] afterwards.
+        distributions: [B, S-1, V] logarithms of what the next tokens are drawn from, before and after training, where the case asks for
+            the most likely ones.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -124,6 +126,7 @@ class Expected:
     scales: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     logprobs: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    distributions: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,11 @@ class ReferenceTrainer:
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
 
     def _scores(self, data: Mapping[str, Any]) -> list[torch.Tensor]:
-        """What the loss reads of the model, differentiable: log-probabilities and perhaps entropies, or values."""
+        """What the loss reads of the model, differentiable: log-probabilities, perhaps with entropies or those of further tokens, or
+        values."""
+        if self._loss_fn.scored_tokens is not None:
+            logarithms = distributions(self.model, data, self._sampling)
+            return [_of_next_tokens(logarithms, data), logarithms.gather(2, data[self._loss_fn.scored_tokens][:, :-1])]
         if not getattr(self._loss_fn, "needs_entropies", False):
             return [read_by_loss(self.model, data, self._sampling)]
         logarithms = distributions(self.model, data, self._sampling)
@@ -283,12 +290,20 @@ def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> to
 
 def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:
     """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
-    trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale)
     expected = Expected()
+
+    def look() -> None:
+        if case.likeliest:
+            with torch.no_grad():
+                expected.distributions.append(distributions(model.eval(), batch, case.sampling))
+
+    look()
+    trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale)
     for number, data in enumerate(calls_of(case, batch)):
         rows = case.global_batch
         steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
         trainer.call(steps, number, expected)
     expected.weights = saved_weights(model)
     expected.logprobs = token_logprobs(model.eval(), batch, case.sampling)
+    look()
     return expected

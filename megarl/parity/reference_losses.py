@@ -21,6 +21,7 @@ Rows = Iterator[tuple[int, Tensor]]
 _LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
 _CONSTANT, _ENTROPY = 6.0, 0.3
 _VALUE_CLIP = 0.2
+_MIXED = 0.3
 _BOUNDS = {"tis": (0.0, 1.1), "icepop": (0.85, 1.15), "seq-mask": (0.93, 1.05)}
 # log_ratio_clamp_value, kl_output_clamp_value: an estimate of the divergence is past its own before its argument is past 20
 _LOG_RATIO_CLAMP, _KL_CLAMP = 20.0, 10.0
@@ -32,9 +33,10 @@ class ReferenceLoss:
 
     Attributes:
         compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] or values [B, S] float64) -> (loss, metrics), in float64;
-            entropies [B, S-1] float64 come last, where it needs them.
+            entropies [B, S-1] float64 come last, where it needs them, or log-probabilities [B, S-1, K] of further tokens.
         weight: factor of the loss.
         needs_entropies: of the distributions that tokens are drawn from.
+        scored_tokens: key of those further tokens; None for none.
         rows_together: consecutive rows that it reads together.
         rounded: (data, valid sequences, valid tokens, log-probabilities) -> by metric, the sum of the sizes of the numbers that cancel in
             it, where they do within one token: rounding errors are relative to these and not to what is left.
@@ -43,6 +45,7 @@ class ReferenceLoss:
     compute: Callable[..., tuple[Tensor, dict[str, Any]]]
     weight: float = 1.0
     needs_entropies: bool = False
+    scored_tokens: str | None = None
     rows_together: int = 1
     rounded: Callable[[Mapping[str, Any], float, float, Tensor], dict[str, float]] = lambda *given: {}
 
@@ -60,10 +63,11 @@ class ReferenceLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,
-        next_token_entropies: Tensor | None = None,
+        *others: Tensor,
+        **named: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See the class; a loss of values gets these in the place of log-probabilities. The loss is float32 again."""
-        scores = [next_token_logprobs.double(), *([] if next_token_entropies is None else [next_token_entropies.double()])]
+        scores = [values.double() for values in (next_token_logprobs, *others, *named.values())]
         loss, metrics = self.compute(data, float(global_valid_seqs), float(global_valid_toks), *scores)
         return loss.float() * self.weight, {**metrics, "loss": float(loss.detach()) * self.weight}
 
@@ -78,6 +82,11 @@ def reference_loss(case: Case) -> ReferenceLoss:
     if case.loss_kind == "value":
         clip = _VALUE_CLIP if "clip" in options else None
         return ReferenceLoss(lambda *given: _value_error(*given, clip=clip), weight, rounded=_rounded_in_returns)
+    if case.loss_kind == "distill":
+        share = 1.0 if "forward" in options else _MIXED if "mixed" in options else 0.0
+        return ReferenceLoss(
+            lambda *given: _from_teacher(*given, share=share, renorm="renorm" in options), weight, scored_tokens="teacher_topk_indices"
+        )
     if case.loss_kind == "dpo":
         sft = _SFT if "sft" in options else 0.0
         return ReferenceLoss(
@@ -203,6 +212,29 @@ def _value_error(
             sums["values_mean"] += float(value.detach()) / count
             sums["returns_mean"] += target / count
     return total / count, {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
+
+
+def _from_teacher(
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, scored: Tensor, *, share: float, renorm: bool
+) -> tuple[Tensor, dict[str, Any]]:
+    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome, all others: token by
+    token, by the definition of the divergence."""
+    total = scored.new_zeros(()) + 0.0 * scored.sum()
+    sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
+    for row, places in _counted(data):
+        for place in places.tolist():
+            # the teacher's column of a token stands at the token before it
+            teacher, policy = data["teacher_topk_logits"][row, place].double().exp(), scored[row, place].exp()
+            if renorm:
+                both = teacher / teacher.sum(), policy / policy.sum()
+            else:
+                both = torch.cat([teacher, 1 - teacher.sum()[None]]), torch.cat([policy, 1 - policy.sum()[None]])
+            forward = (both[0] * torch.log(both[0] / both[1])).sum()
+            reverse = (both[1] * torch.log(both[1] / both[0])).sum()
+            total = total + share * forward + (1 - share) * reverse
+            for name, value in zip(sums, (forward, reverse, teacher.sum(), policy.sum()), strict=True):
+                sums[name] += float(value.detach()) / max(tokens, 1e-8)
+    return total / max(tokens, 1e-8), {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
 
 
 def _policy_gradient(

@@ -60,6 +60,12 @@ FIXED = (
     "length=13 loss=rm masked=some",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=dynamic mbs=2 room=12 round=4 length=11 "
     "loss=value+clip clip=0.05",
+    "family=qwen2 tied=1 layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 pp=2 first=2 last=1 batching=packed mbs=2 micro=2 room=15 "
+    "length=13 loss=distill+mixed masked=some temperature=0.7 chunk=5",
+    "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=dynamic mbs=2 room=12 round=4 length=11 "
+    "loss=distill+renorm clip=0.05",
+    "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
+    "loss=distill+forward together=1 evaluate=1",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
@@ -82,6 +88,8 @@ FAULTS = {
     "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
     "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=4 loss=value",
     "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
+    "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill",
+    "teachers-columns-shifted": "dp=2 mbs=2 length=8 loss=distill",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

@@ -120,6 +120,32 @@ class ReferencePolicy:
         self._require("logprobs")
         return BatchedDataDict({"reference_logprobs": self._padded_logprobs(self.reference, data)})
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @torch.no_grad()
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[Any],
+        k: int,
+        micro_batch_size: int | None = None,
+        *,
+        skip_masked: bool = False,
+        vocabulary_size: int | None = None,
+    ) -> BatchedDataDict[Any]:
+        self._require("logprobs")
+        best = self._distributions(self.model, data)[..., :vocabulary_size].topk(k)
+        follows = torch.arange(1, data["input_ids"].shape[1]) < data["input_lengths"].unsqueeze(1)
+        if skip_masked:
+            follows = follows & (data["token_mask"] * data["sample_mask"].unsqueeze(1))[:, 1:].bool()
+
+        def of_positions(values: Tensor) -> Tensor:
+            return torch.nn.functional.pad(torch.where(follows.unsqueeze(-1), values, 0), (0, 0, 0, 1))
+
+        tops = {"topk_logits": of_positions(best.values), "topk_indices": of_positions(best.indices)}
+        return BatchedDataDict({**tops, "logprobs": self._padded_logprobs(self.model, data)})
+
     @torch.no_grad()
     def _padded_logprobs(self, model: torch.nn.Module, data: BatchedDataDict[Any]) -> Tensor:
         logprobs = torch.nn.functional.pad(self._next_token_logprobs(model, data), (1, 0))
@@ -149,6 +175,8 @@ class ReferencePolicy:
         read = {"next_token_logprobs": distributions.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)}
         if getattr(loss_fn, "needs_entropies", False):
             read["next_token_entropies"] = -(distributions.exp() * distributions).sum(-1)
+        if getattr(loss_fn, "scored_tokens", None) is not None:
+            read["scored_logprobs"] = distributions.gather(-1, data[loss_fn.scored_tokens][:, :-1])
         return read
 
     def _next_token_logprobs(self, model: torch.nn.Module, data: Mapping[str, Any]) -> Tensor:

@@ -21,6 +21,7 @@ KINDS = [
     *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq+constant"),
     *("pg+entropy", "pg+entropy+seq+gspo", "pg+entropy+kl+seq+constant"),
     *("rm", "value", "value+clip"),
+    *("distill", "distill+forward", "distill+mixed", "distill+renorm", "distill+renorm+forward", "distill+renorm+mixed"),
 ]
 
 
@@ -55,6 +56,8 @@ def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
     case = replace(Case(), loss=loss)
     # what a value model learns from; the clip is at 0.2, and the advantages are of order 1
     data |= {"returns": data["advantages"], "prev_values": (data["current"] + 0.3 * data["advantages"]).roll(1, dims=1)}
+    teacher = torch.stack([data["entropies"], data["advantages"], data["prev_logprobs"], data["current"]], dim=-1).log_softmax(-1)[..., :3]
+    data |= {"teacher_topk_logits": teacher, "teacher_topk_indices": torch.arange(3).expand(teacher.shape)}
     data["input_lengths"] = torch.arange(len(data["sample_mask"])) % data["current"].shape[1] + 1
     rows, tokens = data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     results = []

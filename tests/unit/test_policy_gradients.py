@@ -103,8 +103,15 @@ def scores_of(data: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def given_to(loss_fn: Any, scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The arguments that the engine passes, of ``scores_of``; entropies only to a loss that asks for them."""
-    return {"next_token_logprobs": scores[0], **({"next_token_entropies": scores[1]} if getattr(loss_fn, "needs_entropies", False) else {})}
+    """The arguments that the engine passes, of ``scores_of``; entropies only to a loss that asks for them, and of three further tokens some
+    log-probabilities that follow from both."""
+    given = {"next_token_logprobs": scores[0]}
+    if getattr(loss_fn, "needs_entropies", False):
+        given["next_token_entropies"] = scores[1]
+    if getattr(loss_fn, "scored_tokens", None) is not None:
+        logits = torch.stack([scores[0], scores[1], scores[0] * scores[1], torch.zeros_like(scores[0])], dim=-1)
+        given["scored_logprobs"] = logits.log_softmax(-1)[..., :3]
+    return given
 
 
 def penalty_of(settings: dict[str, Any]) -> float:

@@ -15,11 +15,18 @@ from types import MappingProxyType
 
 from megarl.errors import ConfigError
 from megarl.parity.case import Case
-from megarl.parity.faults import engine, losses, megatron, scoring, torch_backends
+from megarl.parity.faults import distillation, engine, losses, megatron, scoring, torch_backends
 from megarl.parity.faults.patching import Mutation
 
 MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
-    {**engine.FAULTS, **losses.FAULTS, **scoring.FAULTS, **megatron.FAULTS, **torch_backends.FAULTS}
+    {
+        **engine.FAULTS,
+        **losses.FAULTS,
+        **scoring.FAULTS,
+        **distillation.FAULTS,
+        **megatron.FAULTS,
+        **torch_backends.FAULTS,
+    }
 )
 """All known faults by name."""
 
