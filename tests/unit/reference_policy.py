@@ -135,7 +135,7 @@ class ReferencePolicy:
         vocabulary_size: int | None = None,
     ) -> BatchedDataDict[Any]:
         self._require("logprobs")
-        best = self._distributions(self.model, data)[..., :vocabulary_size].topk(k)
+        best = self._distributions(self.model, data)[..., :vocabulary_size].log_softmax(-1).topk(k)
         follows = torch.arange(1, data["input_ids"].shape[1]) < data["input_lengths"].unsqueeze(1)
         if skip_masked:
             follows = follows & (data["token_mask"] * data["sample_mask"].unsqueeze(1))[:, 1:].bool()
