@@ -376,7 +376,10 @@ class RunConfig(TypedDict):
 
     algorithm: Annotated[
         str,
-        Key("`grpo`, `ppo`, `sft`, `dpo`, `rm`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must be there."),
+        Key(
+            "`grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must "
+            "be there."
+        ),
     ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
     run_dir: NotRequired[
@@ -384,9 +387,9 @@ class RunConfig(TypedDict):
     ]
     deadlines: NotRequired[Annotated[DeadlinesConfig, Key("how long a phase may take.")]]
     policy: Annotated[PolicyConfig, Key("the model and its backend.")]
-    loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO and PPO.")]]
+    loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")]]
     data: Annotated[DataConfig, Key("the data.")]
-    env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO and PPO.")]]
+    env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO and PPO, which distillation only measures.")]]
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
     logger: NotRequired[Annotated[LoggerConfig, Key("where metrics go.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiles of some steps.")]]

@@ -81,6 +81,15 @@ def raw_ppo() -> dict[str, Any]:
     return {**run, "algorithm": "ppo", "ppo": ppo, "critic": critic}
 
 
+def raw_distillation() -> dict[str, Any]:
+    """On-policy distillation on the same ranks, from a teacher with other ranks to a layer."""
+    run = raw_grpo()
+    del run["grpo"], run["loss_fn"]
+    distillation = {"num_prompts_per_step": 60, "max_num_steps": 9, "topk_logits_k": 16}
+    teacher = {"model_name": "owner/a-larger-model", "megatron_cfg": {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1}}
+    return {**run, "algorithm": "distillation", "distillation": distillation, "teacher": teacher}
+
+
 def raw_sft() -> dict[str, Any]:
     """An SFT run on the same ranks."""
     run = _shared()

@@ -15,7 +15,7 @@ from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
-from tests.unit.config_samples import FACTS, complete, mixture, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
+from tests.unit.config_samples import FACTS, complete, mixture, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
@@ -625,6 +625,7 @@ def test_valid_runs_break_no_rule() -> None:
     assert check(complete(raw_sft()), FACTS) == []
     assert check(complete(raw_dpo()), FACTS) == []
     assert check(complete(raw_ppo()), FACTS, (), {"critic": FACTS}) == []
+    assert check(complete(raw_distillation()), FACTS, (), {"teacher": FACTS}) == []
     packed = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1220, "logprob_mb_tokens": 610}}
     assert check(complete(raw_dpo(), packed), FACTS) == []
     assert check(complete(raw_rm()), FACTS) == [] == check(complete(raw_rm(), PACKS), FACTS)
@@ -754,7 +755,7 @@ def test_all_broken_rules_come_at_once() -> None:
     assert keys == set(changes)
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo()], ids=["grpo", "sft", "dpo", "ppo"])
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"])
 def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
     full = complete_run(raw)
     for path in _paths(full):

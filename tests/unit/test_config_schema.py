@@ -15,7 +15,7 @@ from megarl.config import complete_run, validate_config, validate_policy_config
 from megarl.config.algorithms import run_type
 from megarl.config.schema import check_policy, check_run, known_paths, nearest
 from megarl.errors import ConfigError, Violation
-from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_ppo, raw_sft
+from tests.unit.config_samples import changed, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -24,7 +24,7 @@ def violations_after(changes: dict[str, Any]) -> dict[str, Violation]:
     return {violation.key: violation for violation in check_run(changed(raw_grpo(), changes))}
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo()], ids=["grpo", "sft", "dpo", "ppo"])
+@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"])
 def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any]) -> None:
     assert check_run(raw) == []
     assert check_run(complete_run(raw)) == []
@@ -231,7 +231,12 @@ def test_configuration_needs_neither_torch_nor_ray() -> None:
 
 
 def _further(path: str) -> list[Callable[[], dict[str, Any]]]:
-    return [raw_dpo] * path.startswith(("dpo", "data")) + [raw_ppo] * path.startswith(("ppo", "critic", "policy"))
+    starts: dict[Callable[[], dict[str, Any]], tuple[str, ...]] = {
+        raw_dpo: ("dpo", "data"),
+        raw_ppo: ("ppo", "critic", "policy"),
+        raw_distillation: ("distillation", "teacher", "data", "policy.generation"),
+    }
+    return [raw for raw, sections in starts.items() if path.startswith(sections)]
 
 
 @pytest.mark.parametrize("path", known_paths(run_type(None)))
