@@ -20,7 +20,7 @@ from megarl.quickstart.material import make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
-QUICKSTART = [CONFIGS / "quickstart" / f"{name}.yaml" for name in ("sft", "grpo", "ppo")]
+QUICKSTART = [CONFIGS / "quickstart" / f"{name}.yaml" for name in ("sft", "grpo", "ppo", "distillation")]
 # laid over a recipe by --with: the files, and what they are laid over
 LAYERS = [
     *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],
@@ -66,9 +66,15 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model_of_quickstart(tmp_path: Path) -> str:
+def model_of_quickstart(tmp_path: Path) -> Path:
     make_config(vocab_size=60, pad_token_id=0, eos_token_id=1).save_pretrained(tmp_path / "model")
-    return f"policy.model_name={tmp_path / 'model'}"
+    return tmp_path / "model"
+
+
+def models(recipe: Path, model: Path) -> list[str]:
+    """Overrides that give a configuration of the quickstart the models that its parts before would have left; none to a recipe."""
+    names = ["policy", *(["teacher"] if recipe.stem == "distillation" else [])]
+    return [f"{name}.model_name={model}" for name in names] if recipe in QUICKSTART else []
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], recipe: Path, *arguments: str) -> str:
@@ -91,13 +97,13 @@ def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_a
 
 
 @pytest.mark.parametrize("recipe", QUICKSTART, ids=[recipe.stem for recipe in QUICKSTART])
-def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "published" not in dry_run(capsys, recipe, model_of_quickstart)
+def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "published" not in dry_run(capsys, recipe, *models(recipe, model_of_quickstart))
 
 
 @pytest.mark.parametrize(("layer", "recipe"), LAYERS, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe in LAYERS])
-def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [model_of_quickstart] if recipe in QUICKSTART else []
+def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = models(recipe, model_of_quickstart)
     dtensor = yaml.safe_load(
         dry_run(capsys, recipe, "--with", str(layer), *overrides).split(" ranks:")[0].split("\n", 1)[1].rsplit("\n", 1)[0]
     )
@@ -107,9 +113,9 @@ def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_qui
 
 @pytest.mark.parametrize(("layer", "recipe", "beside"), ENGINES, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES])
 def test_a_dry_run_of_every_engine_passes(
-    layer: Path, recipe: Path, beside: list[str], model_of_quickstart: str, capsys: pytest.CaptureFixture[str]
+    layer: Path, recipe: Path, beside: list[str], model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [model_of_quickstart] if recipe in QUICKSTART else []
+    overrides = models(recipe, model_of_quickstart)
     out = dry_run(capsys, recipe, "--with", str(layer), *overrides, *beside)
     assert "backend: vllm" in out
     ranks = {"vllm-apart-over-grpo-qwen2.5-1.5b-megatron": 4, "vllm-over-grpo-qwen2.5-1.5b-megatron": 8}.get(
