@@ -1,5 +1,5 @@
-"""How often the log-probabilities, alone and with entropies, read and write the logits, forward and backward: counted, not timed, so the
-same on every machine.
+"""How often the log-probabilities, alone, with entropies and with those of further tokens, read and write the logits, forward and backward:
+counted, not timed, so the same on every machine.
 
 Of the PyTorch code, torch's dispatcher shows each operation and the tensors that it reads and writes. Of the Triton kernels, Triton's
 interpreter shows each element that they load and store; without Triton they are left out. The unit is a pass: as many elements as there
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -33,7 +33,12 @@ MOST_BY_KERNELS = {"forward_read": 1.0, "forward_written": 0.0, "backward_read":
 OVERWRITING, INDEXED = {"copy_", "fill_", "zero_"}, {"gather", "scatter_add_"}
 
 WITH_ENTROPIES = ", entropies"
-BOTH = (("", False), (WITH_ENTROPIES, True))
+WITH_FURTHER = ", further tokens"
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    (WITH_ENTROPIES, {"with_entropies": True}),
+    (WITH_FURTHER, {"further": torch.arange(4 * TOKENS).view(TOKENS, 4)}),
+)
 
 Counting = Callable[[], AbstractContextManager["Counter[str]"]]
 """Counts elements ``read`` and ``written`` for the time of a block."""
@@ -42,7 +47,7 @@ Counting = Callable[[], AbstractContextManager["Counter[str]"]]
 def measure(quick: bool) -> Iterator[Point]:
     """The PyTorch code, and the kernels where Triton is."""
     counted = passes()
-    for code in ("kernels", f"kernels{WITH_ENTROPIES}"):
+    for code in (f"kernels{name}" for name, _ in VARIANTS):
         for name, count in counted.get(code, {}).items():
             most = MOST_BY_KERNELS[name]
             assert count < most + ROOM, f"{name} of the {code}: {count:.4f} passes over the logits, {most} is the most"
@@ -51,7 +56,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def passes() -> dict[str, dict[str, float]]:
-    """Passes by code, ``pytorch`` and where Triton is ``kernels``, each also with entropies, and by name, as in ``MOST_BY_KERNELS``."""
+    """Passes by code, ``pytorch`` and where Triton is ``kernels``, each also with what else is scored, and by name, as in
+    ``MOST_BY_KERNELS``."""
     found: dict[str, dict[str, float]] = {}
     if importlib.util.find_spec("triton") is not None:
         # Triton decides at its import whether it interprets, and counting the PyTorch code imports it
@@ -59,23 +65,28 @@ def passes() -> dict[str, dict[str, float]]:
             from megarl.models.engine import logprob_kernels
 
             assert logprob_kernels.INTERPRETED, "Triton was imported without TRITON_INTERPRET=1: set it before"
-            for name, with_entropies in BOTH:
-                found[f"kernels{name}"] = _passes(logprob_kernels, _by_interpreter, with_entropies)
-    return {**{f"pytorch{name}": _passes(None, _by_dispatcher, with_entropies) for name, with_entropies in BOTH}, **found}
+            for name, options in VARIANTS:
+                found[f"kernels{name}"] = _passes(logprob_kernels, _by_interpreter, options)
+    return {**{f"pytorch{name}": passes_of_pytorch(options) for name, options in VARIANTS}, **found}
 
 
-def _passes(kernels: ModuleType | None, counting: Counting, with_entropies: bool) -> dict[str, float]:
+def passes_of_pytorch(options: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the PyTorch code, by name, with further arguments of ``vocab_parallel_scores``."""
+    return _passes(None, _by_dispatcher, options)
+
+
+def _passes(kernels: ModuleType | None, counting: Counting, options: Mapping[str, Any]) -> dict[str, float]:
     logits = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found = {}
     with patched((logprobs, "_kernels", lambda device: kernels)):
         scored = logits * 1
         with counting() as count:
             shard = VocabularyShard(VOCABULARY)
-            scores = vocab_parallel_scores(scored, torch.arange(TOKENS), shard, overwrite=True, with_entropies=with_entropies)
-            values = scores.logprobs if scores.entropies is None else scores.logprobs + scores.entropies
+            scores = vocab_parallel_scores(scored, torch.arange(TOKENS), shard, overwrite=True, **options)
+            others = [values.sum() for values in (scores.entropies, scores.further) if values is not None]
         found |= {f"forward_{name}": count[name] / logits.numel() for name in ("read", "written")}
         with counting() as count:
-            torch.autograd.grad(values.sum(), scored)
+            torch.autograd.grad(sum(others, scores.logprobs.sum()), scored)
         found |= {f"backward_{name}": count[name] / logits.numel() for name in ("read", "written")}
     return found
 

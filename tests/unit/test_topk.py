@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cases import logprob_passes
 from megarl.distributed.batch_checks import check_scored_tokens
 from megarl.errors import BatchError
 from megarl.models.engine import logprobs
@@ -213,3 +214,11 @@ def test_tokens_out_of_range_are_refused(tokens: torch.Tensor, said: str) -> Non
     with pytest.raises(BatchError, match=said):
         check_scored_tokens({"tokens": tokens}, "tokens", 13)
     check_scored_tokens({"tokens": torch.full((2, 3, 4), 12, dtype=torch.int32)}, "tokens", 13)
+
+
+def test_further_tokens_cost_no_further_pass_over_the_logits() -> None:
+    """Counted by torch's dispatcher, forward and backward: a few numbers a token more."""
+    variants = dict(logprob_passes.VARIANTS)
+    plain, more = (logprob_passes.passes_of_pytorch(variants[name]) for name in ("", logprob_passes.WITH_FURTHER))
+    for name, count in plain.items():
+        assert count <= more[name] < count + 0.02, name
