@@ -50,7 +50,7 @@ class DistillationConfig(DistillationLossConfig):
             dict[str, str] | None,
             Key(
                 "with ``teachers``, the name of the teacher of each source of ``data.train``, by the source's ``env_name`` where it has "
-                "one, else by the end of its ``name``, or the file name of its ``path`` without the ending; null where there is one teacher.",
+                "one, else by the end of its ``name``, or the file name of its ``path`` without its ending; null for an only teacher.",
                 default=None,
             ),
         ]

@@ -37,7 +37,7 @@ class DistillationLossDataDict(TypedDict):
 
 
 class DistillationLossFn:
-    """Divergence between the teacher's distribution of a token, p, and the policy's, q, in front of tokens that the policy has sampled (GKD,
+    """Divergence between the teacher's distribution of a token, p, and the policy's, q, in front of tokens that the policy sampled (GKD,
     arXiv 2306.13649, on samples of the policy alone).
 
     With T the teacher's K most likely tokens, over the distributions P and Q that ``outside_topk`` makes of p and q::

@@ -119,7 +119,7 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options behind plus signs, as ``pg+kl+dual``; with the last two
+        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options behind plus signs, as ``pg+kl``; with the last two
             the model scores, and values are compared where otherwise log-probabilities are.
         advantages: of a policy gradient: ``given``, or made of rewards by that estimator; ``reinforce`` is REINFORCE++.
         temperature: the sampling temperature.

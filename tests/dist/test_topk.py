@@ -1,4 +1,4 @@
-"""The most likely tokens, and a loss over a teacher's, in every layout and kind of micro-batch, against plain transformers in one process."""
+"""The most likely tokens, and a loss over a teacher's, in every layout and kind of micro-batch, against plain transformers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ _SAMPLING = {"top_p": 1.0, "top_k": None}
 
 def _teachers(view: View) -> dict[str, str]:
     """Paths of the sections of the teachers, by name. The rule does not apply where the algorithm has none."""
-    view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys() and not view.has_faults(TEACHERS))
+    view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys())
+    view.require(not view.has_faults(TEACHER) and not view.has_faults(TEACHERS))
     if view.get(TEACHER) is not None:
         return {TEACHER: TEACHER}
     named = view.get(TEACHERS)
@@ -65,7 +66,8 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
             yield Violation(f"{OF_SOURCE}.{key}", name, f"the teachers are {', '.join(names)}", "write one of them")
     for name in names:
         if name not in chosen.values():
-            yield Violation(f"{TEACHERS}.{name}", ABSENT, "no source of data.train has this teacher", f"remove it, or map one in {OF_SOURCE}")
+            fix = f"remove it, or map a source to it in {OF_SOURCE}"
+            yield Violation(f"{TEACHERS}.{name}", ABSENT, "no source of data.train has this teacher", fix)
 
 
 def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iterator[Violation]:
@@ -115,7 +117,8 @@ def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
             bound = f"{SECTION}.mode is {mode}, which does not read it"
             yield Violation(f"{SECTION}.{name}", value, bound, f"remove it, or write mode: {other}")
     if view.get(f"{SECTION}.advantage_clip_low") == 0 and view.get(f"{SECTION}.advantage_clip_high") == 0:
-        yield Violation(f"{SECTION}.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
+        bound = "advantage_clip_high is 0 too, and no advantage is left"
+        yield Violation(f"{SECTION}.advantage_clip_low", 0, bound, "widen one of the two")
 
 
 def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:

@@ -55,7 +55,7 @@ def _gradient_off_the_target(original: Any) -> Any:
     """What the softmax takes from all columns for a further token comes off the target alone."""
 
     def gradient(
-        logits: Any, targets: Any, shard: Any, temperature: Any, sums: Any, grad: Any, entropies: Any = None, further: Any = None, **rest: Any
+        logits: Any, targets: Any, shard: Any, temperature: Any, sums: Any, grad: Any, entropies: Any, further: Any = None, **rest: Any
     ) -> Any:
         if further is None:
             return original(logits, targets, shard, temperature, sums, grad, entropies, **rest)
