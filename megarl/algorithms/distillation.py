@@ -181,9 +181,7 @@ class Distillation(Algorithm):
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
         examples = self.train_data.select(self.sampler.take(prompts))
         self.turns.take(ACTOR)
-        return self.collector.collect(
-            examples, generations, sampling_seeds(self.seed, step, prompts, generations), weight_version=step - 1
-        )
+        return self.collector.collect(examples, generations, sampling_seeds(self.seed, step, prompts, generations), weight_version=step - 1)
 
     def _own_columns(self, samples: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """What the loss reads that is the policy's own, and metrics of it: for a policy gradient the log-probabilities of the policy before

@@ -60,9 +60,7 @@ ORDER = (
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
 _NEEDED = ("SECTIONS", "OPTIONAL", "MODELS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-OF_ALGORITHMS = (
-    *("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "distillation", "teacher", "teachers", "loss_fn", "env"),
-)
+OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "distillation", "teacher", "teachers", "loss_fn", "env")
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 

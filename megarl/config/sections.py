@@ -377,8 +377,8 @@ class RunConfig(TypedDict):
     algorithm: Annotated[
         str,
         Key(
-            "`grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path of an algorithm, `path/to/file.py:Name`; its sections must "
-            "be there."
+            "`grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path of an algorithm, `path/to/file.py:Name`; its sections "
+            "must be there."
         ),
     ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]

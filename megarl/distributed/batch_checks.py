@@ -94,7 +94,7 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
         raise BatchError(
-            f"{key}{wrong} = {int(tokens[tuple(wrong)])}: token ids lie in [0, {vocab_size}). Fix: score the tokens of a model that has this "
+            f"{key}{wrong} = {int(tokens[tuple(wrong)])}: token ids lie in [0, {vocab_size}). Fix: give tokens of a model with this "
             "vocabulary"
         )
 

@@ -755,7 +755,9 @@ def test_all_broken_rules_come_at_once() -> None:
     assert keys == set(changes)
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"])
+@pytest.mark.parametrize(
+    "raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"]
+)
 def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
     full = complete_run(raw)
     for path in _paths(full):

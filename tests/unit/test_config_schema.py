@@ -24,7 +24,9 @@ def violations_after(changes: dict[str, Any]) -> dict[str, Violation]:
     return {violation.key: violation for violation in check_run(changed(raw_grpo(), changes))}
 
 
-@pytest.mark.parametrize("raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"])
+@pytest.mark.parametrize(
+    "raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"]
+)
 def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any]) -> None:
     assert check_run(raw) == []
     assert check_run(complete_run(raw)) == []

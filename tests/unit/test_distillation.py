@@ -273,7 +273,11 @@ TEACHERS = {
     [
         (None, {"distillation.teacher_of_source"}, "nothing says whose a source is"),
         ({"problems": "math"}, {"distillation.teacher_of_source", "teachers.code"}, "the source 'programs' of data.train has no teacher"),
-        ({"problems": "math", "programs": "c"}, {"distillation.teacher_of_source.programs", "teachers.code"}, "the teachers are math, code"),
+        (
+            {"problems": "math", "programs": "c"},
+            {"distillation.teacher_of_source.programs", "teachers.code"},
+            "the teachers are math, code",
+        ),
         ({"problems": "math", "programs": "code", "x": "code"}, {"distillation.teacher_of_source.x"}, "its sources are problems, programs"),
         ({"problems": "code", "programs": "code"}, {"teachers.math"}, "no source of data.train has this teacher"),
         ({"problems": "math", "programs": "code"}, set(), ""),

@@ -146,7 +146,12 @@ def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor
     return float(total.detach()), torch.autograd.grad(total, scores)[0]
 
 
-OF_A_TEACHER = ("teachers-columns-shifted", "divergence-the-other-way-round", "other-tokens-left-out", "divergence-normalised-a-micro-batch")
+OF_A_TEACHER = (
+    "teachers-columns-shifted",
+    "divergence-the-other-way-round",
+    "other-tokens-left-out",
+    "divergence-normalised-a-micro-batch",
+)
 
 
 @pytest.mark.parametrize("name", [*losses.FAULTS, *OF_A_TEACHER])

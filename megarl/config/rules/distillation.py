@@ -44,7 +44,7 @@ def somebody_teaches(view: View) -> Iterator[Violation]:
 def sources_have_teachers(view: View) -> Iterator[Violation]:
     """Each source of the training data has one of several teachers, and each of them has a source."""
     names = list(_teachers(view))
-    view.require(view.get(TEACHER) is None and bool(names) or view.get(OF_SOURCE) is not None)
+    view.require((view.get(TEACHER) is None and bool(names)) or view.get(OF_SOURCE) is not None)
     chosen = view[OF_SOURCE]
     if view.get(TEACHER) is not None:
         yield Violation(OF_SOURCE, chosen, f"{TEACHER} has all sources, and nothing reads it", f"write null, or {TEACHERS} by name")

@@ -62,7 +62,6 @@ def _gradient_off_the_target(original: Any) -> Any:
         # whose weight is put on in its own column, and taken off in all
         return original(logits, targets, shard, temperature, sums, grad - further[1].sum(dim=1), entropies, further, **rest)
 
-
     return gradient
 
 
