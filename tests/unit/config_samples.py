@@ -86,7 +86,7 @@ def raw_distillation() -> dict[str, Any]:
     run = raw_grpo()
     del run["grpo"], run["loss_fn"]
     distillation = {"num_prompts_per_step": 60, "max_num_steps": 9, "topk_logits_k": 16}
-    teacher = {"model_name": "owner/a-larger-model", "megatron_cfg": {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1}}
+    teacher = {"model_name": "owner/a-larger-model", "megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}}
     return {**run, "algorithm": "distillation", "distillation": distillation, "teacher": teacher}
 
 

@@ -86,12 +86,12 @@ def test_a_whole_run_leaves_what_it_promises(tmp_path: Path, model: str, data: s
 
 @pytest.mark.parametrize(
     "section",
-    [{"kl_type": "reverse"}, {"kl_type": "forward"}, {"kl_type": "mixed", "outside_topk": "renormalize"}, {"mode": "reverse_kl_advantage"}],
+    [{"kl_type": "reverse"}, {"kl_type": "forward"}, {"kl_type": "mixed"}, {"mode": "reverse_kl_advantage"}],
     ids=lambda section: "-".join(section.values()),
 )
 def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path, model: str, data: str, teacher: str, section: dict[str, Any]) -> None:
     """By what the run measures of its own samples, and by the exact divergence over the vocabulary of other sequences."""
-    config = distillation_config(tmp_path, model, data, teacher, **section, max_num_steps=40, val_period=0, val_at_start=False)
+    config = distillation_config(tmp_path, model, data, teacher, **section, max_num_steps=25, val_period=0, val_at_start=False)
     config["checkpointing"] = {"enabled": False}
     config["data"]["validation"] = None
     if section.get("mode"):

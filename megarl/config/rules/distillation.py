@@ -124,6 +124,7 @@ def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
 def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
     """The most likely tokens are some of the vocabulary."""
     _teachers(view)
+    view.require(view[f"{SECTION}.mode"] == "topk")
     value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size
     if value > size:
         yield Violation(_TOPK_LOGITS_K, value, f"the vocabulary has {size} tokens", f"write {size} or less")
