@@ -90,8 +90,8 @@ class Distillation(Algorithm):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset({"loss_fn"})
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
-            TEACHER: ModelSection("the model that the policy learns from, where there is one", is_optional=True),
-            TEACHERS: ModelSection("the models that the policy learns from, by name, where there are several", by_name=True),
+            TEACHER: ModelSection("the only teacher of a distillation: the keys of ``policy``, of which absent ones are as there.", is_optional=True),
+            TEACHERS: ModelSection("several teachers of a distillation, by name: each has the keys of ``policy``, likewise.", by_name=True),
         }
     )
     PROMPTS = "distillation.num_prompts_per_step"
