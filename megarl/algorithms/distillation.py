@@ -90,7 +90,9 @@ class Distillation(Algorithm):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset({"loss_fn"})
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
-            TEACHER: ModelSection("the only teacher of a distillation: the keys of ``policy``, of which absent ones are as there.", is_optional=True),
+            TEACHER: ModelSection(
+                "the only teacher of a distillation: the keys of ``policy``, of which absent ones are as there.", is_optional=True
+            ),
             TEACHERS: ModelSection("several teachers of a distillation, by name: each has the keys of ``policy``, likewise.", by_name=True),
         }
     )
