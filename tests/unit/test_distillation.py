@@ -92,17 +92,15 @@ def test_a_whole_run_leaves_what_it_promises(tmp_path: Path, model: str, data: s
 def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path, model: str, data: str, teacher: str, section: dict[str, Any]) -> None:
     """By what the run measures of its own samples, and by the exact divergence over the vocabulary of other sequences."""
     by_samples = section.get("mode") == "reverse_kl_advantage"
-    steps = 40 if by_samples else 25
+    steps = 40 if by_samples else 32
     config = distillation_config(tmp_path, model, data, teacher, **section, max_num_steps=steps, val_period=0, val_at_start=False)
     config["checkpointing"] = {"enabled": False}
     config["data"]["validation"] = None
-    if by_samples:
-        config["policy"]["megatron_cfg"]["optimizer"]["lr"] = 1e-2
     maker = PolicyMaker()
     run(config, maker)
     measured = [row["train/sampled_reverse_kl"] for row in rows(tmp_path)]
-    first, last = sum(measured[:4]) / 4, sum(measured[-4:]) / 4
-    assert last < (0.9 if by_samples else 0.75) * first
+    first, last = sum(measured[:8]) / 8, sum(measured[-8:]) / 8
+    assert last < (0.8 if by_samples else 0.75) * first
     policy, of_teacher = maker.policies
     ids = torch.randint(5, policy.vocab_size, (16, 6), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "input_lengths": torch.full((16,), 6)}
