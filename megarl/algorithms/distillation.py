@@ -236,6 +236,7 @@ class Distillation(Algorithm):
                 teacher = self.models[role]
                 teacher.prepare_for_lp_inference()
                 asked = inputs if len(rows) == inputs.size else inputs.select_indices(rows)
+                found: BatchedDataDict[Any]
                 if self.is_topk:
                     size = self.policy.vocab_size
                     found = teacher.get_topk_logits(asked, self.config["topk_logits_k"], skip_masked=True, vocabulary_size=size)

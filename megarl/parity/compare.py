@@ -90,8 +90,8 @@ def compare(
         again = [share.reference_logprobs[number] for share in by_data_rank]
         found += _restored(f"reference log-probabilities {when} training", dealt, again, wanted, bounds)
     for number, what in enumerate((LIKELIEST, LIKELIEST_AFTER)) if case.likeliest else ():
-        parts = [share.likeliest[number] for share in by_data_rank]
-        found += _likeliest(case, what, dealt, parts, batch, expected.distributions[number][rows], bounds)
+        tops = [share.likeliest[number] for share in by_data_rank]
+        found += _likeliest(case, what, dealt, tops, batch, expected.distributions[number][rows], bounds)
     found += [_repeated(rank, share) for rank, share in enumerate(shares)]
     if case.evaluate:
         found += _evaluation([share.evaluation for share in by_data_rank], expected, bounds)

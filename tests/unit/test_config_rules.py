@@ -587,6 +587,17 @@ PPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
         {"loss_fn.force_on_policy_ratio"},
     ),
 ]
+DISTILLATION_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("somebody_teaches", {"teacher": ...}, {"teacher"}),
+    ("sources_have_teachers", {"distillation.teacher_of_source": {"train": "one"}}, {"distillation.teacher_of_source"}),
+    (
+        "teachers_see_the_distribution_that_tokens_are_drawn_from",
+        {"teacher.generation": {"temperature": 0.5}},
+        {"teacher.generation.temperature"},
+    ),
+    ("way_of_learning_is_told_what_it_reads", {"distillation.advantage_clip_high": 2.0}, {"distillation.advantage_clip_high"}),
+    ("teacher_has_so_many_tokens", {"distillation.topk_logits_k": 1004}, {"distillation.topk_logits_k"}),
+]
 RM_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg": ...}, {"policy.reward_model_cfg.enabled"}),
     ("model_has_the_head_of_the_algorithm", {"policy.reward_model_cfg.enabled": False}, {"policy.reward_model_cfg.enabled"}),
@@ -673,6 +684,14 @@ def test_rule_of_ppo_fires_on_its_key(rule: str, changes: dict[str, Any], keys: 
     assert keys_named(rule, complete(raw_ppo())) == set()
 
 
+@pytest.mark.parametrize(("rule", "changes", "keys"), DISTILLATION_CASES)
+def test_rule_of_distillation_fires_on_its_key(rule: str, changes: dict[str, Any], keys: set[str]) -> None:
+    config = complete(raw_distillation(), changes)
+    assert keys_named(rule, config, FACTS) == keys
+    assert keys <= {violation.key for violation in check(config, FACTS)}
+    assert keys_named(rule, complete(raw_distillation()), FACTS) == set()
+
+
 def test_only_an_algorithm_that_reads_pairs_has_a_model_that_scores_and_pairs() -> None:
     config = complete(raw_sft(), {"policy.reward_model_cfg": {"enabled": True}, "data.train.chosen_key": "better"})
     keys = {violation.key for violation in check(config)}
@@ -715,7 +734,7 @@ def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
 
 
 def test_no_rule_is_untested() -> None:
-    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES, *RM_CASES, *PPO_CASES)}
+    assert set(BY_NAME) == {case[0] for case in (*CASES, *SFT_CASES, *DPO_CASES, *RM_CASES, *PPO_CASES, *DISTILLATION_CASES)}
     assert len(BY_NAME) == len(RULES) + len(NOT_YET_RULES) + len(VLLM_RULES)
 
 

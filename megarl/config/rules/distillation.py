@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megarl.config.distillation import OF_SOURCE, SECTION, TEACHER, TEACHERS, source_key, train_sources
 from megarl.config.environments import fault_of_name
@@ -95,25 +96,25 @@ def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
     """Nothing that is told of the other way of learning does nothing."""
     _teachers(view)
     view.require(not view.has_faults(SECTION))
-    mode = view[f"{SECTION}.mode"]
+    mode, of_divergence = view[f"{SECTION}.mode"], defaults_of(DistillationLossConfig)
+    unread: dict[str, Any] = {"advantage_clip_low": None, "advantage_clip_high": None}
     if mode == "topk":
         if view.get(_LOSS) is not None:
             yield Violation(_LOSS, view[_LOSS], f"{SECTION}.mode is topk, whose loss is in {SECTION}", f"remove it: {_LOSS}: null")
-        unread, other = {"advantage_clip_low": None, "advantage_clip_high": None}, "reverse_kl_advantage"
-        if view[f"{SECTION}.kl_type"] != "mixed":
-            unread_here, value = f"{SECTION}.mixed_kl_weight", view[f"{SECTION}.mixed_kl_weight"]
-            if value != defaults_of(DistillationLossConfig)["mixed_kl_weight"]:
-                yield Violation(unread_here, value, f"{SECTION}.kl_type is {view[f'{SECTION}.kl_type']}", "remove it, or write mixed")
+        key, kind = f"{SECTION}.mixed_kl_weight", view[f"{SECTION}.kl_type"]
+        if kind != "mixed" and view[key] != of_divergence["mixed_kl_weight"]:
+            yield Violation(key, view[key], f"{SECTION}.kl_type is {kind}, which has no weights", "remove it, or write mixed")
     else:
+        unread = {**of_divergence, "topk_logits_k": 64}
         if not view.written(_LOSS):
             yield Violation(_LOSS, ABSENT, f"{SECTION}.mode is {mode}, a policy gradient", "add the section")
         if view.get(f"{_LOSS}.use_kl_in_reward"):
             bound = "advantages are made of the teacher's log-probabilities, and no reward is read"
             yield Violation(f"{_LOSS}.use_kl_in_reward", True, bound, "write false")
-        unread, other = {**defaults_of(DistillationLossConfig), "topk_logits_k": 64}, "topk"
     for name, default in unread.items():
         value = view.get(f"{SECTION}.{name}", default)
         if value != default:
+            other = "reverse_kl_advantage" if mode == "topk" else "topk"
             bound = f"{SECTION}.mode is {mode}, which does not read it"
             yield Violation(f"{SECTION}.{name}", value, bound, f"remove it, or write mode: {other}")
     if view.get(f"{SECTION}.advantage_clip_low") == 0 and view.get(f"{SECTION}.advantage_clip_high") == 0:
