@@ -74,7 +74,7 @@ class WorkerShell:
         env.set_variables(environment)
         self._name = name
         self._worker: Any = None
-        register_stacks()
+        register_stacks(name)
 
     def __repr__(self) -> str:
         return self._name

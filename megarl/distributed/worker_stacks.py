@@ -19,6 +19,7 @@ from pathlib import Path
 _READ_WAIT_S = 2.0
 _LONGEST_STACK = 6000
 _FILE_NAME = "megarl-stacks"
+_LINK = f"/memfd:{_FILE_NAME}:"
 STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
 _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
 # what a thread's stack has that waits for other ranks, and what the one has that runs the worker's method
@@ -46,11 +47,24 @@ class ProcessLook:
 
 
 @functools.cache
-def register_stacks() -> None:
-    """Prepare this process; without ``/proc`` or unnamed files its stacks are simply not reported."""
+def register_stacks(worker: str = "") -> None:
+    """Prepare this process; without ``/proc`` or unnamed files its stacks are simply not reported.
+
+    Args:
+        worker: name of the worker that it holds, by which ``worker_of`` knows it.
+    """
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
         # a bare descriptor, open as long as the process lives: a file object would buffer what the signal handler writes
-        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(_FILE_NAME), all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True)
+
+
+def worker_of(process_id: int) -> str | None:
+    """Name of the worker that a process of this host holds; "" of one without a name, None of one that has not registered."""
+    with contextlib.suppress(OSError):
+        path = _stack_file(process_id)
+        if path is not None:
+            return os.readlink(path).removeprefix(_LINK).removesuffix(" (deleted)")
+    return None
 
 
 def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
@@ -104,6 +118,6 @@ def _stack_file(process_id: int) -> Path | None:
     for path in Path(f"/proc/{process_id}/fd").iterdir():
         # others come and go meanwhile
         with contextlib.suppress(OSError):
-            if os.readlink(path).startswith(f"/memfd:{_FILE_NAME} "):
+            if os.readlink(path).startswith(_LINK):
                 return path
     return None

@@ -122,6 +122,7 @@ class Launch:
     run_dir: Path
     output_file: Path
     started: float
+    patience_s: float = LONGEST_WAIT_S
     sessions: set[int] = field(default_factory=set)
 
     def output(self) -> str:
@@ -130,7 +131,7 @@ class Launch:
 
     def finish(self) -> int:
         """Wait until it ends by itself; its exit code."""
-        deadline = time.monotonic() + LONGEST_WAIT_S
+        deadline = time.monotonic() + self.patience_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end:\n{self.output()[-3000:]}"
             self.find_sessions()
@@ -141,7 +142,7 @@ class Launch:
 
     def await_moment(self, happened: Callable[[], bool]) -> None:
         """Wait for a moment; fail if the launch ends before it."""
-        deadline = time.monotonic() + LONGEST_WAIT_S
+        deadline = time.monotonic() + self.patience_s
         while not happened():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before its moment:\n{self.output()[-3000:]}"
             assert time.monotonic() < deadline, f"the moment never came:\n{self.output()[-3000:]}"
@@ -207,10 +208,15 @@ class Launch:
 
 
 class Launches:
-    """Starts launches, and kills at the end of the tests whatever a failed test has left of them."""
+    """Starts launches, and kills at the end of the tests whatever a failed test has left of them.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: longest wait for a moment or the end of one; whoever reaches it has hung.
+    """
+
+    def __init__(self, patience_s: float = LONGEST_WAIT_S) -> None:
         self.all: list[Launch] = []
+        self._patience_s = patience_s
 
     def start(
         self,
@@ -219,6 +225,8 @@ class Launches:
         arguments: Sequence[str] = (),
         changed: Mapping[str, str] | None = None,
         terminal: int | None = None,
+        directory: Path = ROOT,
+        prefix: Sequence[str] = (),
     ) -> Launch:
         """``megarl train CONFIG run_dir=... ARGUMENTS`` in a process of its own.
 
@@ -228,16 +236,18 @@ class Launches:
             arguments: further overrides and options.
             changed: environment variables.
             terminal: descriptor of one that it gets as its own; None writes to ``output_file``.
+            directory: that it works in.
+            prefix: of its command: a program that becomes the run.
         """
         number = len(self.all)
         output_file = run_dir.with_name(f"{run_dir.name}.{number}.log")
-        command = [sys.executable, "-m", "megarl.cli", "train", str(config), f"run_dir={run_dir}", *arguments]
+        command = [*prefix, sys.executable, "-m", "megarl.cli", "train", str(config), f"run_dir={run_dir}", *arguments]
         # What this process' own Ray has set is not for them.
         variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
         with output_file.open("wb") as output:
             process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=directory,
                 env={**variables, "OMP_NUM_THREADS": "1", **(changed or {})},
                 stdin=subprocess.DEVNULL if terminal is None else terminal,
                 stdout=output if terminal is None else terminal,
@@ -246,7 +256,7 @@ class Launches:
                 preexec_fn=lambda: _as_from_a_shell(terminal),
                 start_new_session=True,
             )
-        self.all.append(Launch(process, run_dir, output_file, time.time()))
+        self.all.append(Launch(process, run_dir, output_file, time.time(), self._patience_s))
         return self.all[-1]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.config.defaults import complete_run
 from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step, validating
 from megarl.distributed.worker_results import Deadline, blame
-from megarl.distributed.worker_stacks import GONE, RUNS, STOPPED, ProcessLook, look_at, read_state, register_stacks
+from megarl.distributed.worker_stacks import GONE, RUNS, STOPPED, ProcessLook, look_at, read_state, register_stacks, worker_of
 from megarl.errors import DeadlineError
 
 SECONDS = st.floats(0.0, 1e5)
@@ -103,7 +103,7 @@ WAITING = """
 import sys
 sys.path[:] = {path!r}
 from megarl.distributed.worker_stacks import register_stacks
-register_stacks()
+register_stacks("policy-0-1")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -119,6 +119,7 @@ def test_a_process_is_looked_at_from_outside() -> None:
         assert child.stdout.readline() == "ready\n"
         look = look_at(child.pid)
         assert look.state == RUNS and "in <module>" in look.stack
+        assert worker_of(child.pid) == "policy-0-1"
         child.send_signal(signal.SIGSTOP)
         while read_state(child.pid) != STOPPED:
             assert child.poll() is None
@@ -131,6 +132,7 @@ def test_a_process_is_looked_at_from_outside() -> None:
         assert child.returncode is None
     child.communicate()
     assert look_at(child.pid) == ProcessLook(GONE)
+    assert worker_of(child.pid) is None
 
 
 METHOD = '  File "/x/megarl/distributed/worker_shell.py", line 130 in call\n'

@@ -1,0 +1,447 @@
+"""One run of a configuration with faults: it has to end like the undisturbed run of the same configuration, and to leave nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.checkpoint.manifest import verify
+from megarl.observe.launches import FINISHED, WORKERS, read_launches
+from tests.faults.fault import ANY, BACK, DRIVER, INIT, LASTING, READ, Fault
+from tests.faults.leftovers import Footprint
+from tests.faults.workers import phase_of, ranks_of, slow_down, step_of
+from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comparable, read_rows
+
+SEAM = Path(__file__).parent / "seam"
+_DEADLINE_S = 15.0
+"""Least deadline of a phase while ranks are stopped; three times the slowest step, where that is longer."""
+_SHELL = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
+_STORAGE_EXIT = 1
+_CONSTRUCTION_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A configuration that faults are tried on.
+
+    Attributes:
+        name: of it, for files and reports.
+        config: its file.
+        arguments: overrides and options of ``megarl train`` after it.
+        directory: that it is run in: relative paths of the configuration mean this one.
+    """
+
+    name: str
+    config: Path
+    arguments: tuple[str, ...] = ()
+    directory: Path = ROOT
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes where the file or the arguments do; not where a file does that it inherits from."""
+        said = json.dumps([self.config.read_text(), self.arguments, str(self.directory)])
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The undisturbed run of a configuration.
+
+    Attributes:
+        run_dir: of it.
+        steps: number of its last step.
+        first: 0 where it validates before the first step, else 1.
+        ranks: workers of the policy.
+        step_s: seconds of its slowest step with all that belongs to it.
+        checkpoint_bytes: of its largest checkpoint.
+    """
+
+    run_dir: Path
+    steps: int
+    first: int
+    ranks: int
+    step_s: float
+    checkpoint_bytes: int
+
+
+@dataclass
+class Told:
+    """What a trial has to say of itself.
+
+    Attributes:
+        words: of what happened, in order.
+        seconds: that it took in all.
+    """
+
+    words: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Trials:
+    """Runs of one configuration, undisturbed and with faults.
+
+    Args:
+        subject: the configuration.
+        work: directory that all of it is written below.
+        patience_s: longest wait for a moment or an end of a launch.
+    """
+
+    def __init__(self, subject: Subject, work: Path, patience_s: float = LONGEST_WAIT_S) -> None:
+        self.subject, self.work, self._patience_s = subject, work / subject.name, patience_s
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    # every trial saves and exports, or nothing could be compared
+    _COMMON = ("++checkpointing.enabled=true", "++checkpointing.export_hf=true", "++policy.on_nonfinite=raise")
+
+    def whole(self) -> Whole:
+        """The undisturbed run, which is made once.
+
+        Raises:
+            AssertionError: it failed, left something behind, or learned so little that no loss could be seen.
+        """
+        run_dir, facts = self.work / "whole", self.work / f"whole-{self.subject.fingerprint}.json"
+        if not facts.is_file():
+            assert not run_dir.exists(), f"{run_dir} is of another configuration, or was not finished. Fix: remove it"
+            with Footprint() as footprint:
+                launches = Launches(self._patience_s)
+                try:
+                    launch = self._start(launches, run_dir, footprint, ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null"])
+                    launch.await_moment(lambda: bool(read_rows(run_dir)))
+                    ranks = len(ranks_of(launch))
+                    assert launch.finish() == 0, launch.output()[-5000:]
+                    left = footprint.left(run_dir)
+                    assert not left, f"an undisturbed run leaves something behind: {left}"
+                finally:
+                    launches.close()
+            facts.write_text(json.dumps({"ranks": ranks}))
+        return self._look_at(run_dir, json.loads(facts.read_text())["ranks"])
+
+    def _look_at(self, run_dir: Path, ranks: int) -> Whole:
+        rows = read_rows(run_dir)
+        trained = [row for row in comparable(run_dir) if row["step"]]
+        assert sum(row.get("train/grad_norm", 0) > 0 for row in trained) >= 2, "it learns nothing, so that no loss could be seen"
+        saved = [sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in _checkpoints(run_dir)]
+        slowest = max(b["time"] - a["time"] for a, b in zip(rows, rows[1:], strict=False))
+        return Whole(run_dir, rows[-1]["step"], rows[0]["step"], ranks, slowest, max(saved))
+
+    def run(self, name: str, faults: Sequence[Fault], within: bool, overrides: Sequence[str] = ()) -> Told:
+        """A run with faults, in the order of their steps.
+
+        Args:
+            name: of its directory.
+            faults: at least one.
+            within: a launch may build lost workers anew, instead of being started again.
+            overrides: of keys on which no loss or weight depends.
+
+        Raises:
+            AssertionError: something promised is not true.
+        """
+        whole, begun = self.whole(), time.monotonic()
+        assert all(fault.step <= whole.steps for fault in faults), f"the run has {whole.steps} steps"
+        assert all((fault.rank or 0) < whole.ranks for fault in faults), f"the policy has {whole.ranks} workers"
+        run_dir = self.work / name
+        assert not run_dir.exists(), f"{run_dir} exists. Fix: remove it"
+        launches, told = Launches(self._patience_s), Told()
+        with Footprint() as footprint:
+            trial = _Trial(self, whole, run_dir, footprint, launches, told, within, tuple(overrides))
+            try:
+                trial.go(list(faults))
+                trial.judge()
+            finally:
+                launches.close()
+        told.seconds = time.monotonic() - begun
+        return told
+
+    def _start(self, launches: Launches, run_dir: Path, footprint: Footprint, overrides: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
+        orders = _orders(footprint)
+        orders.mkdir(exist_ok=True)
+        path = os.pathsep.join(str(each) for each in (SEAM, ROOT))
+        return launches.start(
+            self.subject.config,
+            run_dir,
+            [*self.subject.arguments, *self._COMMON, *overrides],
+            {**footprint.variables, "PYTHONPATH": path, "MEGARL_TEST_FAULTS": str(orders)},
+            directory=self.subject.directory,
+            prefix=prefix,
+        )
+
+
+def _orders(footprint: Footprint) -> Path:
+    """Where faults are ordered; beside the temporary directory, that has to be empty in the end."""
+    return footprint.directory.with_name(f"{footprint.directory.name}-orders")
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step_*"))
+
+
+@dataclass
+class _Trial:
+    """A run with faults that is under way."""
+
+    of: Trials
+    whole: Whole
+    run_dir: Path
+    footprint: Footprint
+    launches: Launches
+    told: Told
+    within: bool
+    overrides: tuple[str, ...]
+    restarts: int = 0
+    old: tuple[int, ...] = ()
+
+    def go(self, faults: list[Fault]) -> None:
+        """Start it, let the faults happen, and start it again as often as they end it."""
+        disk = any(fault.kind == "disk_full" for fault in faults)
+        prefix = self._small_disk() if disk else []
+        settings = self._settings(faults)
+        launch = self._launch(settings, prefix)
+        while faults:
+            fault = faults.pop(0)
+            happened = self._let_happen(launch, fault)
+            code = happened.exit_code(self.within)
+            if code is BACK:
+                self._await_recovery(launch, happened)
+                continue
+            self._await_end(launch, happened, code)
+            if happened.kind == "eio":
+                self._start_with_reads_that_fail(happened, settings)
+            launch = self._launch(settings, prefix)
+        code = launch.finish()
+        assert code == 0, f"the last launch ended with {code}:\n{launch.output()[-5000:]}"
+        if disk:
+            self._check_warned_of_space(launch)
+            self._disk.rmdir()
+
+    def judge(self) -> None:
+        """What has to be true after all of it."""
+        rows, expected = comparable(self.run_dir), comparable(self.whole.run_dir)
+        assert rows == expected, f"the log differs: {_first_difference(rows, expected)}"
+        weights = _weights(self.run_dir, self.whole.steps)
+        assert weights and weights == _weights(self.whole.run_dir, self.whole.steps), "the final weights differ"
+        damaged = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
+        assert not damaged, f"damaged checkpoints: {damaged}"
+        recorded = read_launches(self.run_dir)
+        assert recorded[-1].outcome == FINISHED
+        counted = sum(restart.what == WORKERS for each in recorded for restart in each.restarts)
+        assert counted == self.restarts, f"{counted} restarts of workers are recorded, there were {self.restarts}"
+        left = self.footprint.left(self.run_dir)
+        assert not left, f"left behind: {left}"
+        ordered = sorted(path.name for path in _orders(self.footprint).iterdir())
+        assert not ordered, f"did not happen: {ordered}"
+        _orders(self.footprint).rmdir()
+        launches = len(recorded)
+        self.told.words.append(f"{launches} launches, {counted} restarts within; log and weights equal; nothing left")
+
+    def _settings(self, faults: Sequence[Fault]) -> list[str]:
+        settings = ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null", *self.overrides]
+        settings.append(f"++cluster.max_restarts={len(faults) if self.within else 0}")
+        if any(fault.kind == "hang" for fault in faults):
+            settings.append(f"++deadlines.least_s={max(_DEADLINE_S, 3 * self.whole.step_s):g}")
+        return settings
+
+    def _launch(self, settings: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
+        return self.of._start(self.launches, self.run_dir, self.footprint, settings, prefix)
+
+    def _let_happen(self, launch: Launch, fault: Fault) -> Fault:
+        """Wait for the moment, and cause the fault; returns it with the step that it happened in."""
+        ranks = self._await_workers(launch, fault)
+        while True:
+            self._await_step(launch, fault)
+            if self._await_phase(launch, fault, ranks):
+                break
+            assert fault.step < self.whole.steps, f"{fault} did not happen: the run was past it\n{launch.output()[-2000:]}"
+            fault = fault.later()
+        self.told.words.append(f"{fault} happened")
+        self.old = tuple(ranks)
+        self._cause(launch, fault, ranks)
+        return fault
+
+    def _await_workers(self, launch: Launch, fault: Fault) -> list[int]:
+        found: list[int] = []
+
+        def there() -> bool:
+            found[:] = ranks_of(launch)
+            return len(found) == self.whole.ranks and not set(found) & set(self.old)
+
+        launch.await_moment(there)
+        return found
+
+    def _step(self, launch: Launch) -> int:
+        return step_of(launch, self.whole.first)
+
+    def _await_step(self, launch: Launch, fault: Fault) -> None:
+        """Wait until the step has begun; construction, which ``INIT`` is, comes before it."""
+        if fault.phase != INIT:
+            launch.await_moment(lambda: self._step(launch) >= fault.step)
+
+    def _await_phase(self, launch: Launch, fault: Fault, ranks: Sequence[int]) -> bool:
+        """Whether the moment came before the step was over."""
+        if fault.phase in (ANY, INIT):
+            # a worker has much to load before it is constructed
+            end = time.monotonic() + (_CONSTRUCTION_S if fault.phase == INIT else fault.share * self.whole.step_s)
+            launch.await_moment(lambda: time.monotonic() >= end or (fault.phase == ANY and self._step(launch) > fault.step))
+            return True
+        seen: list[str] = []
+
+        def happened() -> bool:
+            seen[:] = [phase_of(ranks[fault.rank or 0])]
+            return seen == [fault.phase] or self._step(launch) > fault.step
+
+        launch.await_moment(happened)
+        return seen == [fault.phase]
+
+    def _cause(self, launch: Launch, fault: Fault, ranks: Sequence[int]) -> None:
+        pid = launch.process.pid if fault.rank is None else ranks[fault.rank]
+        match fault.kind:
+            case "kill" if fault.rank is None:
+                launch.kill_when(lambda: True)
+            case "kill":
+                os.kill(pid, signal.SIGKILL)
+            case "hang":
+                os.kill(pid, signal.SIGSTOP)
+            case "slow":
+                slow_down(pid, fault.seconds)
+            case "nan" | "oom":
+                (_orders(self.footprint) / f"{fault.kind}-{fault.rank}").touch()
+            case "eio" if fault.on == READ:
+                launch.kill_when(lambda: True)
+            case "eio":
+                self._order_io_errors(fault, str(fault.rank), self.run_dir / "checkpoints")
+            case "disk_full":
+                self._fill_disk(launch)
+            case "term":
+                os.killpg(launch.process.pid, signal.SIGTERM)
+            case "gcs":
+                os.kill(_one(launch, lambda words: words.split(" ")[0].endswith("gcs_server")), signal.SIGKILL)
+            case "node":
+                os.kill(_one(launch, lambda words: words.split(" ")[0].endswith("raylet/raylet")), signal.SIGKILL)
+
+    def _await_recovery(self, launch: Launch, fault: Fault) -> None:
+        """Wait until a launch has got over a fault that does not end it."""
+        if fault.kind not in ("kill", "hang"):
+            self.old = ()
+        else:
+            self.restarts += 1
+            begun = time.monotonic()
+            launch.await_moment(lambda: self._recorded_restarts() == self.restarts)
+            self.told.words.append(f"workers anew after {time.monotonic() - begun:.1f} s")
+            reason = [restart.reason for each in read_launches(self.run_dir) for restart in each.restarts][-1]
+            expected = "DeadlineError" if fault.kind == "hang" else "WorkerLostError"
+            assert reason.startswith(expected), f"the restart says {reason!r}, not {expected}"
+        if fault.kind == "eio":
+            order = _orders(self.footprint) / f"eio-{fault.rank}"
+            launch.await_moment(lambda: "could not be written" in launch.output())
+            order.unlink(missing_ok=True)
+        if fault.kind == "disk_full":
+            launch.await_moment(lambda: "could not be written" in launch.output())
+            _filler(launch, self._disk).unlink()
+
+    def _await_end(self, launch: Launch, fault: Fault, code: int) -> None:
+        begun = time.monotonic()
+        found = launch.finish()
+        assert found == code, f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
+        self.told.words.append(f"exit code {found} after {time.monotonic() - begun:.1f} s")
+        said = {"nan": "finite", "oom": "memory", "gcs": "Ray's control process (GCS)", "term": "(SIGTERM)"}.get(fault.kind, "")
+        assert said in launch.output(), f"it does not say {said!r}:\n{launch.output()[-5000:]}"
+        if self.run_dir.is_dir():
+            broken = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
+            assert not broken, f"after {fault} a checkpoint is damaged: {broken}"
+
+    def _start_with_reads_that_fail(self, fault: Fault, settings: Sequence[str]) -> None:
+        """The next launch, whose driver cannot read its checkpoints for a moment, or for good."""
+        newest = max(int(path.name.removeprefix("step_")) for path in _checkpoints(self.run_dir))
+        self._order_io_errors(fault, DRIVER, self.run_dir / "checkpoints")
+        order = _orders(self.footprint) / f"eio-{DRIVER}"
+        launch = self._launch(settings)
+        if fault.count == LASTING:
+            code = launch.finish()
+            assert code == _STORAGE_EXIT and "fault of the storage" in launch.output(), f"{code}:\n{launch.output()[-5000:]}"
+            self.told.words.append("storage that stays away ended the start")
+            order.unlink()
+            launch = self._launch(settings)
+        launch.await_moment(lambda: re.search(r"resumed after step (\d+)", launch.output()) is not None)
+        resumed = re.search(r"resumed after step (\d+)", launch.output())
+        assert resumed is not None and int(resumed[1]) == newest, f"it went on after another step than {newest}:\n{launch.output()[-3000:]}"
+        assert not order.exists(), "nobody read"
+        self.told.words.append(f"resumed after step {newest}")
+        # the trial goes on with a launch of its own
+        launch.await_moment(lambda: len(ranks_of(launch)) == self.whole.ranks)
+        self.old = tuple(ranks_of(launch))
+        launch.kill_when(lambda: True)
+
+    def _recorded_restarts(self) -> int:
+        return sum(restart.what == WORKERS for each in read_launches(self.run_dir) for restart in each.restarts)
+
+    def _order_io_errors(self, fault: Fault, who: str, below: Path) -> None:
+        path = _orders(self.footprint) / f"eio-{who}"
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(f"{fault.on}\n{fault.count}\n{below}\n")
+        temporary.rename(path)
+
+    @property
+    def _disk(self) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}-disk")
+
+    def _small_disk(self) -> list[str]:
+        """Begins the command of a launch whose checkpoints lie on a disk of their own, that is gone with it."""
+        self._disk.mkdir()
+        self.overrides = (*self.overrides, f"++checkpointing.checkpoint_dir={self._disk}")
+        size = (self.whole.steps + 2) * self.whole.checkpoint_bytes + (1 << 20)
+        return ["unshare", "--mount", "sh", "-c", _SHELL, str(size), str(self._disk)]
+
+    def _fill_disk(self, launch: Launch) -> None:
+        """Leave less room than a checkpoint takes."""
+        with _filler(launch, self._disk).open("wb", buffering=0) as stream:
+            block = b"\0" * 65536
+            try:
+                while True:
+                    stream.write(block)
+            except OSError:
+                return
+
+    def _check_warned_of_space(self, launch: Launch) -> None:
+        said = launch.output()
+        assert "no space: a checkpoint takes about" in said and "Training goes on" in said, said[-3000:]
+        self.told.words.append("warned: no space")
+
+
+def _filler(launch: Launch, disk: Path) -> Path:
+    """A file on the disk of a launch, as it is seen from here."""
+    return Path(f"/proc/{launch.process.pid}/root{disk}/filler")
+
+
+def _one(launch: Launch, is_it: Callable[[str], bool]) -> int:
+    [pid] = [pid for pid, words in launch.processes().items() if is_it(words)]
+    return pid
+
+
+def _weights(run_dir: Path, step: int) -> Mapping[str, str]:
+    """Hash of every file of weights of the export after a step."""
+    return {
+        path.relative_to(run_dir).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((run_dir / "hf" / f"step_{step}").rglob("*.safetensors"))
+    }
+
+
+def _first_difference(rows: Sequence[Mapping[str, object]], expected: Sequence[Mapping[str, object]]) -> str:
+    for row, other in zip(rows, expected, strict=False):
+        for key in {**row, **other}:
+            if row.get(key) != other.get(key):
+                return f"step {row.get('step')}, {key}: {row.get(key)!r}, undisturbed {other.get(key)!r}"
+    return f"{len(rows)} rows, undisturbed {len(expected)}"
+
+
+def can_mount() -> bool:
+    """Whether a disk of its own can be made for a run: needs the right to mount."""
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
+    return tried.returncode == 0
+

@@ -1,0 +1,303 @@
+"""The parts of the harness that injects faults into whole runs (``tests/faults``): what it reads, draws, notes, sees and orders.
+
+Whole runs with faults: ``tests/system/test_faults.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl import env
+from megarl.distributed.worker_stacks import read_stack
+from tests.faults.fault import ANY, BACK, INIT, KINDS, PHASES, READ, WRITE, Draw, Fault, FaultError, draw, parse
+from tests.faults.leftovers import SHARED_MEMORY, VARIABLE, Footprint
+from tests.faults.soak import Entry, Journal, counted, left_to_do
+from tests.faults.trial import SEAM
+from tests.faults.workers import phase_in, slow_down
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill:rank=1,phase=train,step=3", Fault("kill", 3, "train", 1)),
+        ("kill:rank=driver,step=2,share=0.25", Fault("kill", 2, ANY, None, share=0.25)),
+        ("hang:step=2", Fault("hang", 2, ANY, 0)),
+        ("slow:rank=1,seconds=2.5", Fault("slow", 1, ANY, 1, seconds=2.5)),
+        ("eio:on=read,count=99,step=4", Fault("eio", 4, ANY, 0, on=READ, count=99)),
+        ("disk_full", Fault("disk_full", 1)),
+        ("gcs:step=2,phase=any", Fault("gcs", 2)),
+    ],
+)
+def test_a_fault_is_read(text: str, fault: Fault) -> None:
+    assert parse(text) == fault
+    assert parse(str(fault)) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("burn", "choose from kill, hang"),
+        ("kill:rank", "'rank'"),
+        ("kill:step=1,step=2", "each once"),
+        ("nan:phase=train", "of rank, step"),
+        ("kill:step=0", "at least 1"),
+        ("kill:rank=-1", "at least 0"),
+        ("kill:rank=first", "Fix: numbers"),
+        ("hang:rank=driver", "the driver cannot be met"),
+        ("hang:phase=init", "one of any, train"),
+        ("kill:phase=lunch", "one of any, init"),
+        ("kill:share=1", "less than 1"),
+        ("slow:seconds=0", "more than 0"),
+        ("eio:on=delete", "read or write"),
+        ("eio:count=100", "1 to 99"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(FaultError, match=said):
+        parse(text)
+
+
+def test_every_fault_has_a_row_and_a_promise_and_ends_the_launch_or_not() -> None:
+    for kind, on, phase, rank in itertools.product(KINDS, (READ, WRITE), PHASES, (None, 1)):
+        fault = Fault(kind, 1, phase, rank, on=on)
+        assert fault.row and fault.promise
+        assert fault.exit_code(within=True) in (BACK, -9, 1, 4, 75)
+    assert Fault("kill", 1, ANY, 0).exit_code(True) is BACK and Fault("kill", 1, ANY, 0).exit_code(False) == 4
+    assert Fault("kill", 1, ANY, None).exit_code(True) == -9
+    assert [Fault("kill", 1, phase, 0).row for phase in ("train", "save")] == ["1", "3"]
+
+
+def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
+    subjects = [(2, 4), (1, 1), (3, 7)]
+    drawn = [draw(5, number, subjects) for number in range(400)]
+    assert drawn == [draw(5, number, subjects) for number in range(400)] != [draw(6, number, subjects) for number in range(400)]
+    met = {fault.kind for each in drawn for fault in each.faults}
+    assert met == set(KINDS)
+    phases = {fault.phase for each in drawn for fault in each.faults if fault.kind == "kill"}
+    assert phases == set(PHASES) - {"refit"}
+    for each in drawn:
+        ranks, steps = subjects[each.subject]
+        assert each.faults and each.subject == each.number % 3
+        assert len(each.faults) == 1 or not any(KINDS[fault.kind].alone for fault in each.faults)
+        for fault in each.faults:
+            assert parse(str(fault)).kind == fault.kind
+            assert 1 <= fault.step <= steps and (fault.rank is None or fault.rank < ranks)
+            assert fault.phase != INIT or fault.step == 1
+            fails_to_save = fault.kind == "disk_full" or (fault.kind == "eio" and fault.on == WRITE)
+            assert not fails_to_save or steps == 1 or fault.step < steps, "no save follows the last one"
+    only = [draw(5, number, subjects, ["hang"]) for number in range(20)]
+    assert {fault.kind for each in only for fault in each.faults} == {"hang"}
+
+
+def entry(number: int, passed: bool = True, *faults: str) -> Entry:
+    return Entry(number, "tiny", faults or (str(Fault("kill", 1, rank=0)),), ("1",) * max(1, len(faults)), passed, "", 1.0)
+
+
+def test_a_soak_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, identity = tmp_path / "journal.jsonl", {"seed": 1, "subjects": {"tiny": "abc"}}
+
+    def draws() -> itertools.chain[Draw]:
+        return itertools.chain(Draw(number, 0, (Fault("kill", 1), Fault("kill", 2)), True, 1, False) for number in itertools.count())
+
+    journal = Journal(path, identity)
+    for each in left_to_do(journal, draws(), 5):
+        journal.add(entry(each.number, each.number != 1, str(each.faults[0]), str(each.faults[1])))
+        if each.number == 1:
+            break
+    assert [each.number for each in journal.entries] == [0, 1]
+    with path.open("a") as stream:
+        stream.write('{"number": 2, "subj')
+
+    again = Journal(path, identity)
+    assert again.entries == journal.entries and again.faults == 4
+    for each in left_to_do(again, draws(), 5):
+        again.add(entry(each.number, True, str(each.faults[0]), str(each.faults[1])))
+    assert [each.number for each in Journal(path, identity).entries] == [0, 1, 2]
+    assert list(left_to_do(again, draws(), 6)) == []
+    with pytest.raises(FaultError, match="of another soak"):
+        Journal(path, {**identity, "seed": 2})
+
+
+def test_faults_are_counted_by_kind_and_configuration() -> None:
+    other = Entry(2, "other", ("kill:rank=driver,step=1", "eio:rank=0,on=read,count=2,step=3"), ("2", "6"), True, "", 1.0)
+    assert counted([entry(0), entry(1, False), other]).splitlines() == [
+        "| kind | tiny | other | all |",
+        "|---|---|---|---|",
+        "| eio read |  | 1 of 1 | 1 of 1 |",
+        "| kill driver |  | 1 of 1 | 1 of 1 |",
+        "| kill worker | 1 of 2 |  | 1 of 2 |",
+        "| all | 1 of 2 | 2 of 2 | 3 of 4 |",
+    ]
+
+
+PLAYED = """
+import sys, time
+sys.path[:] = {path!r}
+from megarl.distributed.worker_stacks import register_stacks
+register_stacks("lm_policy-0-0")
+def decorated(function):
+    def wrapper(*args): return function(*args)
+    return wrapper
+def wait():
+    print("ready", flush=True)
+    sys.stdin.read()
+class Worker:
+    @decorated
+    def {method}(self): wait()
+shell = "def call(method): method()\\ndef construct(make): make()\\n"
+exec(compile(shell, "/x/megarl/distributed/worker_shell.py", "exec"))
+{run}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "run", "phase"),
+    [
+        ("train", "call(Worker().train)", "train"),
+        ("save_checkpoint", "call(Worker().save_checkpoint)", "save"),
+        ("get_logprobs", "call(Worker().get_logprobs)", "logprobs"),
+        ("hand_over_weights", "call(Worker().hand_over_weights)", "refit"),
+        ("other", "call(Worker().other)", ""),
+        ("train", "construct(Worker().train)", "init"),
+        ("train", "Worker().train()", ""),
+    ],
+)
+def test_the_phase_of_a_worker_is_seen_from_outside(method: str, run: str, phase: str) -> None:
+    """In a real stack of a process whose frames have the names and files of a worker's."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", PLAYED.format(path=sys.path, method=method, run=run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        assert phase_in(read_stack(child.pid)) == phase
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_slow_process_runs_afterwards() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        slow_down(child.pid, 0.1, 0.02, 0.01)
+        assert psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+    finally:
+        child.kill()
+        child.wait()
+    slow_down(child.pid, 5.0)  # gone: nothing to wait for
+
+
+def test_what_is_left_behind_is_seen(tmp_path: Path) -> None:
+    with Footprint() as footprint:
+        assert footprint.left(tmp_path, 0) == []
+        # away from its parent, in a session of its own
+        code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+        marked = {**env.snapshot(), **footprint.variables}
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], env=marked, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+        )
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        assert list(footprint.processes()) == [child.pid] and f"listens on [{port}]" in footprint.processes()[child.pid]
+        child.communicate("")
+        assert footprint.left(tmp_path, 5.0) == []
+
+        shared = SHARED_MEMORY / f"of-a-test-{footprint.marker}"
+        shared.write_text("x")
+        try:
+            with shared.open():
+                assert footprint.shared_memory() == []
+            assert footprint.shared_memory() == [str(shared)]
+        finally:
+            shared.unlink()
+        (footprint.directory / "socket").touch()
+        (tmp_path / "checkpoints" / "tmp_step_3").mkdir(parents=True)
+        assert footprint.files(tmp_path) == sorted([str(footprint.directory / "socket"), str(tmp_path / "checkpoints" / "tmp_step_3")])
+        assert footprint.variables[VARIABLE] == footprint.marker
+    assert not footprint.directory.exists()
+
+
+def ordered(code: str, orders: Path | None, rank: str = "1") -> str:
+    """What a program says that has the seam, with the orders that lie there."""
+    variables = {name: value for name, value in env.snapshot().items() if name not in ("RANK", "MEGARL_TEST_FAULTS")}
+    path = os.pathsep.join([str(SEAM), str(ROOT)])
+    with_orders = {} if orders is None else {"MEGARL_TEST_FAULTS": str(orders), "RANK": rank}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**variables, "PYTHONPATH": path, **with_orders}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+OPENS = """
+import errno
+said = []
+for number in range(4):
+    for mode in "rw":
+        try:
+            open({path!r} + mode, mode).close()
+            said.append("good")
+        except OSError as error:
+            said.append(errno.errorcode[error.errno])
+print(*said)
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "name", "said"),
+    [
+        ("read\n2\n{below}\n", "eio-1", "EIO good EIO good good good good good"),
+        ("write\n1\n{below}\n", "eio-1", "good EIO good good good good good good"),
+        ("read\n99\n{below}\n", "eio-1", "EIO good EIO good EIO good EIO good"),
+        ("read\n2\n{below}\n", "eio-0", "good good good good good good good good"),
+        ("read\n2\n/elsewhere\n", "eio-1", "good good good good good good good good"),
+    ],
+)
+def test_files_fail_to_open_as_ordered(order: str, name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "xr").touch()
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    (orders / name).write_text(order.format(below=tmp_path / "files"))
+    code = OPENS.format(path=str(tmp_path / "files" / "x"))
+    assert ordered(code, orders).strip() == said
+    assert (orders / name).exists() == ("good good good" in said[:14] or "99" in order)
+    assert ordered(code, None).split() == ["good"] * 8
+
+
+LAYERS = """
+import os, sys, time, torch
+torch.set_num_threads(1)
+layer, orders = torch.nn.Linear(3, 2), {orders!r}
+def passes():
+    try:
+        return bool(torch.isfinite(layer(torch.ones(1, 3))).all())
+    except torch.OutOfMemoryError:
+        return "no memory"
+first = passes()
+open(os.path.join(orders, {kind!r} + "-1"), "w").close()
+with torch.no_grad():
+    time.sleep(0.2)
+    untrained = passes()
+while (found := passes()) is True:
+    time.sleep(0.005)
+print(first, untrained, found, passes(), os.listdir(orders))
+"""
+
+
+@pytest.mark.parametrize(("kind", "said"), [("nan", "True True False True []"), ("oom", "True True no memory True []")])
+def test_one_layer_fails_as_ordered(kind: str, said: str, tmp_path: Path) -> None:
+    assert ordered(LAYERS.format(orders=str(tmp_path), kind=kind), tmp_path).strip() == said
+
+
+def test_without_orders_the_seam_does_nothing() -> None:
+    code = "import sys, threading; print(len(threading.enumerate()), 'torch' in sys.modules, sys.modules['sitecustomize'].DIRECTORY == '')"
+    assert ordered(code, None).strip() == "1 False True"
