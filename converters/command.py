@@ -20,6 +20,7 @@ MEGARL, MEGATRON_LM = "megarl", "megatron-lm"
 Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
 _EPILOG = "Exit codes: 0 done and equal, 1 differences found, 2 wrong arguments or damaged files, 130 interrupted."
 
 
@@ -83,6 +84,13 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         )
         if name in ("export", "verify", "diff", "inspect", "plan"):
             add_opening_flags(command)
+        if name in _READ_MEGATRON:
+            command.add_argument(
+                "--signing-key",
+                type=Path,
+                metavar="FILE",
+                help="refuse a Megatron checkpoint that is not signed by this key (checkpointing.signing_key_file of its run)",
+            )
     return parser
 
 
@@ -134,6 +142,7 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
     }
     try:
         _load_families(arguments.family_file)
+        _require_signed(arguments)
         code, facts, text = actions[arguments.action](arguments)
     except OSError as error:
         raise ConversionError(str(error), "check path, permissions and free space") from error
@@ -271,6 +280,22 @@ def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
     families = describe_families()
     return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
+
+
+def _require_signed(arguments: argparse.Namespace) -> None:
+    """Hold the Megatron checkpoints that a command reads against the key that it was given."""
+    if getattr(arguments, "signing_key", None) is None:
+        return
+    from converters.checkpoint.signature import read_key, require_signed
+    from converters.torch_dist.location import find_checkpoint, holds_checkpoint
+
+    named = [*getattr(arguments, "paths", ()), getattr(arguments, "source", None), getattr(arguments, "lora", None)]
+    found = [find_checkpoint(path) for path in named if path is not None and holds_checkpoint(path)]
+    if not found:
+        raise ConversionError("--signing-key: no Megatron checkpoint is read, and no other kind is signed", "leave it out")
+    key = read_key(arguments.signing_key)
+    for directory in found:
+        require_signed(directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS)
 
 
 def _load_families(files: Sequence[Path]) -> None:

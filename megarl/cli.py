@@ -299,10 +299,12 @@ def show(config: Config, data: bool) -> None:
     from rich.console import Console
 
     from megarl.algorithms.model_check import check_models_on_disk
+    from megarl.checkpoint.manifest import read_signing_key
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
 
     check_models_on_disk(config)
+    read_signing_key(config["checkpointing"]["signing_key_file"])
     found = []
     if data:
         from megarl.algorithms.inputs import describe_inputs

@@ -24,7 +24,7 @@ from megarl.algorithms.run import Config, PolicyFactory
 from megarl.algorithms.start import check_engine, engine_of, start_engines, start_policy, start_ray
 from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.checkpoint.manager import read_info
-from megarl.checkpoint.manifest import verify
+from megarl.checkpoint.manifest import read_signing_key, verify
 from megarl.config.algorithms import generates, own_section
 from megarl.config.report import WIDTH, layout_table, validation_table
 from megarl.config.rules.parallel import layout_of
@@ -67,13 +67,18 @@ def check_evaluation(config: Config) -> None:
         raise ConfigError([Violation("data.validation", None, "there is nothing to evaluate on", "give data.validation")])
 
 
-def weights_to_evaluate(checkpoint: Path | None) -> ResumePoint:
+def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = None) -> ResumePoint:
     """Where the weights come from: a checkpoint of a run, or for None the configured model.
 
     Names and sizes of its files are compared with its manifest, not their hashes: the optimizer's state, which is most of it, is not read.
+    Of one that has to be signed everything is read.
+
+    Args:
+        checkpoint: its directory.
+        signing_key_file: ``checkpointing.signing_key_file``.
 
     Raises:
-        ConfigError: the directory is no checkpoint.
+        ConfigError: the directory is no checkpoint, or the key cannot be used.
         UnusableCheckpointError: it is damaged.
     """
     if checkpoint is None:
@@ -85,7 +90,8 @@ def weights_to_evaluate(checkpoint: Path | None) -> ResumePoint:
         fix = f"give one of {', '.join(map(str, near))}" if near else "give the directory step_N of a run's checkpoints"
         bound = "it is no checkpoint: it has no training_info.json with a step"
         raise ConfigError([Violation("--checkpoint", str(checkpoint), bound, fix)]) from None
-    problems = verify(checkpoint, hashes=False)
+    key = read_signing_key(signing_key_file)
+    problems = verify(checkpoint, hashes=key is not None, key=key)
     if problems:
         raise UnusableCheckpointError(f"checkpoint {checkpoint} is damaged: {'; '.join(problems[:5])}. Fix: evaluate another one")
     return ResumePoint(step, None, checkpoint.absolute())
@@ -221,7 +227,7 @@ def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: b
         MegarlError, ConversionError: as ``evaluate``, ``check_evaluation`` and ``weights_to_evaluate``.
     """
     check_evaluation(config)
-    weights = weights_to_evaluate(checkpoint)
+    weights = weights_to_evaluate(checkpoint, config["checkpointing"]["signing_key_file"])
     path = out or result_path(config, weights)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     if dry_run:

@@ -29,7 +29,7 @@ from megarl.checkpoint.atomic import (
 )
 from megarl.checkpoint.background import free_memory, seal
 from megarl.checkpoint.lock import RunLock
-from megarl.checkpoint.manifest import verify
+from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify
 from megarl.checkpoint.storage import read_again, tree_bytes
 from megarl.errors import CheckpointError, StorageError
 from megarl.redaction import redacted
@@ -151,12 +151,13 @@ class CheckpointManager:
     def __init__(self, config: Mapping[str, Any], lock: RunLock | None = None, verify_hashes: bool = True) -> None:
         """Args:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``, ``save_period``,
-                ``keep_top_k``.
+                ``keep_top_k``, ``signing_key_file``.
             lock: the lock of the run directory. When it is held, what a killed run left half-done is tidied up now.
             verify_hashes: whether looking for a checkpoint reads every byte of it; sizes are compared in any case.
 
         Raises:
             CheckpointError: ``keep_top_k`` is negative.
+            ConfigError: the key cannot be used.
         """
         self.checkpoint_dir = Path(config["checkpoint_dir"]).absolute()
         self.metric_name: str | None = config.get("metric_name")
@@ -166,6 +167,7 @@ class CheckpointManager:
         if self.keep_top_k is not None and self.keep_top_k < 0:
             raise CheckpointError(f"checkpointing.keep_top_k = {self.keep_top_k}: must be at least 0. Fix: write null to keep all")
         self._verify_hashes = verify_hashes
+        self._key = read_signing_key(config.get("signing_key_file"))
         self._committed: set[Path] = set()
         self._has_told_of_missing = False
         if lock is not None and lock.held and self.checkpoint_dir.is_dir():
@@ -223,6 +225,8 @@ class CheckpointManager:
         try:
             if not is_sealed:
                 seal(temporary)
+            if self._key is not None:
+                sign_manifest(temporary, self._key)
             final = self._commit(temporary, step)
         except (OSError, CheckpointError) as error:
             raise self._failed(temporary, error) from error
@@ -261,7 +265,7 @@ class CheckpointManager:
             logger.warning("no checkpoint is removed this time: %s", error)
 
     def _remove_old(self, exclude_latest: bool) -> None:
-        whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not verify(path, hashes=False)])
+        whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)])
         while whole and not self._is_trusted(whole[max(whole)]):
             del whole[max(whole)]
         metrics = {step: self._metric(path) for step, path in whole.items()}
@@ -303,7 +307,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: lists everything that is wrong with it.
         """
-        problems = verify(checkpoint_path, self._verify_hashes)
+        problems = self._verify(Path(checkpoint_path))
         if problems:
             raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
 
@@ -325,7 +329,7 @@ class CheckpointManager:
         """Those that are whole; what is wrong with another is logged, and left in ``damaged``."""
         for _, path in checkpoints:
             try:
-                problems = verify(path, self._verify_hashes)
+                problems = self._verify(path)
             except StorageError as error:
                 raise StorageError(f"checkpoint {path}: {error}; or move it away to go on from an earlier one") from error
             if not problems:
@@ -334,6 +338,10 @@ class CheckpointManager:
                 if damaged is not None:
                     damaged[path] = problems
                 logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
+
+    def _verify(self, path: Path, hashes: bool = True) -> list[str]:
+        """What is wrong with a checkpoint; its bytes are read where both want it."""
+        return verify(path, hashes and self._verify_hashes, self._key)
 
     def has_metric(self) -> bool:
         """Whether some checkpoint has a figure under ``metric_name``."""
@@ -355,7 +363,7 @@ class CheckpointManager:
 
     def _is_trusted(self, path: Path) -> bool:
         """Whether ``path`` may be the reason to delete others. One that this process committed was hashed a moment ago."""
-        return path in self._committed or not verify(path, self._verify_hashes)
+        return path in self._committed or not self._verify(path)
 
     def _step_of_temporary(self, path: Path) -> int:
         match = _TEMPORARY.fullmatch(path.name)
@@ -381,7 +389,7 @@ class CheckpointManager:
         if not replacement.exists():
             return final
         if final.exists():
-            unwanted = replacement if verify(replacement, hashes=False) else final
+            unwanted = replacement if self._verify(replacement, hashes=False) else final
             if not remove_directory(unwanted) or unwanted == replacement:
                 return replacement if unwanted == final else final
         commit_directory(replacement, final)

@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: size and hash of every file, written last and checked before anything is loaded.
 
 Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes, "hash": hex}},
-"digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest itself visible.
+"digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest itself visible. Where a key is given there is
+"signature" besides (``converters.checkpoint.signature``).
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megarl.checkpoint.atomic import json_bytes, write_bytes_durably
+from converters.checkpoint.signature import FIELD as SIGNATURE
+from converters.checkpoint.signature import MANIFEST_NAME, fault_of_signature, read_key, signature_of
+from converters.errors import ConversionError
+from megarl.checkpoint.atomic import fsync_directory, json_bytes, write_bytes_durably
 from megarl.checkpoint.storage import read_again
-from megarl.errors import CheckpointError, StorageError
+from megarl.errors import CheckpointError, ConfigError, StorageError, Violation
 
-MANIFEST_NAME = "manifest.json"
+__all__ = ["MANIFEST_NAME", "read_signing_key", "sign_manifest", "verify", "write_manifest"]
+
+SIGNING_KEY = "checkpointing.signing_key_file"
 _VERSION = 1
 _ALGORITHM = "sha256"
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter lock; more threads only compete for the disk
@@ -43,15 +49,42 @@ def write_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(root: str | Path, hashes: bool = True) -> list[str]:
+def read_signing_key(path: str | None) -> bytes | None:
+    """The key of ``checkpointing.signing_key_file``; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if path is None:
+        return None
+    try:
+        return read_key(Path(path))
+    except ConversionError as error:
+        raise ConfigError([Violation(SIGNING_KEY, path, error.what, error.fix)]) from error
+
+
+def sign_manifest(root: Path, key: bytes) -> None:
+    """Sign the manifest of a directory that nobody reads yet.
+
+    Raises:
+        CheckpointError: it has none, or a damaged one.
+        OSError: it cannot be written.
+    """
+    manifest = _read(root)
+    write_bytes_durably(root / MANIFEST_NAME, json_bytes({**manifest, SIGNATURE: signature_of(manifest, key)}))
+    fsync_directory(root)
+
+
+def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
     """Compare a directory with its manifest.
 
-    Files that the manifest does not name are ignored. No path of the manifest is opened that leads out of ``root`` or through
+    Files that the manifest does not name are ignored, unless it has to be signed. No path of the manifest is opened that leads out of ``root`` or through
     a symbolic link.
 
     Args:
         root: directory of a checkpoint.
         hashes: read every byte; otherwise only names and sizes are compared.
+        key: that the manifest has to be signed by, and then with nothing beside what it names; None accepts any.
 
     Returns:
         What is wrong, one sentence a problem; empty when the checkpoint is whole.
@@ -61,7 +94,10 @@ def verify(root: str | Path, hashes: bool = True) -> list[str]:
     """
     directory = Path(root)
     try:
-        files = read_again(lambda: _read(directory), str(directory / MANIFEST_NAME))
+        manifest = read_again(lambda: _read(directory), str(directory / MANIFEST_NAME))
+        files = manifest["files"]
+        if key is not None and (problems := _faults_of_signed(directory, manifest, key)):
+            return problems
         problems = [problem for name, entry in files.items() if (problem := _check_size(directory, name, entry["size"]))]
         if problems or not hashes:
             return problems
@@ -73,7 +109,7 @@ def verify(root: str | Path, hashes: bool = True) -> list[str]:
 
 
 def _read(root: Path) -> Mapping[str, Any]:
-    """The file table of a manifest whose own digest is right.
+    """The manifest, whose own digest is right.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -90,7 +126,15 @@ def _read(root: Path) -> Mapping[str, Any]:
     files = manifest.get("files")
     if not isinstance(files, dict) or manifest.get("digest") != _digest(files) or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{path} is damaged: its file table does not match its digest")
-    return files
+    return manifest
+
+
+def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> list[str]:
+    """What keeps a checkpoint from being one that the owner of the key has written; its files are compared with the manifest apart."""
+    fault = fault_of_signature(manifest, key)
+    if fault is not None:
+        return [f"{fault} ({SIGNING_KEY})"]
+    return [f"{name} is not in {MANIFEST_NAME}, which is signed" for name in sorted(set(_file_names(root)) - set(manifest["files"]))]
 
 
 def _is_entry(entry: Any) -> bool:

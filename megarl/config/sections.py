@@ -181,6 +181,16 @@ class CheckpointingConfig(TypedDict):
         ]
     ]
     export_hf: NotRequired[Annotated[bool, Key("write the final weights as a Hugging Face model too.", default=False)]]
+    signing_key_file: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "file with a secret of 32 bytes or more, of mode 0600, by which checkpoints are signed; one without its signature, or with "
+                "other bytes, is passed over like a damaged one. Keep it where those who can write to the checkpoints cannot read.",
+                default=None,
+            ),
+        ]
+    ]
 
 
 class WandbConfig(TypedDict):

@@ -27,6 +27,7 @@ class Configured:
         backend: what that runs on.
         total_steps: the configured number of the last step; the data may end a run before it.
         checkpoint_dir: where its checkpoints are now, also when the run was moved or is looked at from elsewhere.
+        signing_key_file: by which they are signed.
     """
 
     algorithm: str | None
@@ -34,6 +35,7 @@ class Configured:
     backend: str | None
     total_steps: int | None
     checkpoint_dir: Path
+    signing_key_file: str | None = None
 
 
 def read_configured(run_dir: Path) -> Configured:
@@ -59,6 +61,7 @@ def read_configured(run_dir: Path) -> Configured:
         checkpoint_dir=_checkpoint_dir(
             run_dir, _text(config.get("run_dir")), _text(_section(config, "checkpointing").get("checkpoint_dir"))
         ),
+        signing_key_file=_text(_section(config, "checkpointing").get("signing_key_file")),
     )
 
 

@@ -13,14 +13,14 @@ from statistics import fmean
 from converters.checkpoint.files import first_special
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.checkpoint.manifest import verify
-from megarl.errors import DataError, StorageError
+from megarl.checkpoint.manifest import read_signing_key, verify
+from megarl.errors import ConfigError, DataError, StorageError
 from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
 from megarl.observe.launches import FINISHED, Launch, read_launches
 from megarl.observe.metrics_file import FILE_NAME, stream_metrics
 from megarl.observe.series import Log, Series, collect_log
 from megarl.observe.timing import STEP_SECONDS
-from megarl.watch.configured import read_configured
+from megarl.watch.configured import Configured, read_configured
 
 RECENT_STEPS = 20
 MARKS = (FILE_NAME, LOCK_NAME, LAUNCHES_NAME)
@@ -136,7 +136,7 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     state, reason = _state(owner, launches, step, total)
     recent = _recent(log.series)
     step_s = statistics.median(recent[_STEP_SECONDS]) if recent.get(_STEP_SECONDS) else None
-    checkpoints, checkpoint, unfinished = _checkpoints(configured.checkpoint_dir, hashes, now)
+    checkpoints, checkpoint, unfinished = _checkpoints(configured.checkpoint_dir, hashes, now, _own_key(configured))
     return RunState(
         directory=str(run_dir),
         algorithm=configured.algorithm,
@@ -238,12 +238,20 @@ def _mean(values: Sequence[float] | None) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _checkpoints(directory: Path, hashes: bool, now: float) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
+def _own_key(configured: Configured) -> bytes | None:
+    """The key by which the run signs its checkpoints; None where it does not, or whoever looks may not read it."""
+    try:
+        return read_signing_key(configured.signing_key_file)
+    except ConfigError:
+        return None
+
+
+def _checkpoints(directory: Path, hashes: bool, now: float, key: bytes | None) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
     """Steps that have a checkpoint, the one that a resume would take, and those that were begun."""
     manager = CheckpointManager({"checkpoint_dir": directory}, verify_hashes=hashes)
     for _ in range(_LISTINGS):
         found = manager.checkpoints()
-        looked = list(_until_whole(found, hashes, now))
+        looked = list(_until_whole(found, hashes, now, key))
         if None not in looked:
             break
     seen = [state for state in looked if state is not None]
@@ -251,16 +259,16 @@ def _checkpoints(directory: Path, hashes: bool, now: float) -> tuple[tuple[int, 
     return tuple(dict.fromkeys(step for step, _ in found)), best, tuple(path.name for path in manager.unfinished())
 
 
-def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float) -> Iterator[CheckpointState | None]:
+def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float, key: bytes | None) -> Iterator[CheckpointState | None]:
     """One checkpoint after the other, up to the first whole one."""
     for step, path in found:
-        state = _checkpoint_state(step, path, hashes, now)
+        state = _checkpoint_state(step, path, hashes, now, key)
         yield state
         if state is not None and not state.problems:
             return
 
 
-def _checkpoint_state(step: int, path: Path, hashes: bool, now: float) -> CheckpointState | None:
+def _checkpoint_state(step: int, path: Path, hashes: bool, now: float, key: bytes | None) -> CheckpointState | None:
     """None when the run removed it meanwhile, as it does with older ones when it has saved: that is no damage."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -268,7 +276,7 @@ def _checkpoint_state(step: int, path: Path, hashes: bool, now: float) -> Checkp
     except FileNotFoundError:
         return None
     try:
-        problems = tuple(verify(path, hashes))
+        problems = tuple(verify(path, hashes, key))
     except StorageError as error:
         problems = (str(error),)
     return CheckpointState(step, str(path), size, age_s, problems, hashes) if path.is_dir() else None

@@ -1,0 +1,127 @@
+"""Signatures of the manifests of a trainer's checkpoints: on shared storage they tell what a run has written from what somebody else has put there.
+
+The signature is an HMAC-SHA256 of the table of files, with a key that the readers and the writer of the checkpoints alone can read. It does
+not tell an older checkpoint from a newer one of the same key, and holds for what is read when it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.checkpoint.files import read_json_object
+from converters.errors import ConversionError
+
+MANIFEST_NAME = "manifest.json"
+FIELD = "signature"
+SHORTEST, LONGEST = 32, 4096
+"""Bytes of a key; without the blanks around it."""
+_PURPOSE = b"megarl checkpoint manifest\n"
+_KIND = "hmac-sha256:"
+_SIGNED = ("version", "algorithm", "files")
+_LEVELS = 3
+"""That a trainer's manifest may lie above the weights."""
+_UNREAD = "optimizer"
+"""Directory of a trainer's checkpoint that a conversion of the model's weights does not read; it is most of the bytes."""
+
+
+def read_key(path: Path) -> bytes:
+    """The key in a file that only its owner may read.
+
+    Raises:
+        ConversionError: it cannot be read, others may read it, or it is too short or too long.
+    """
+    fix = f"make one: (umask 077; openssl rand -hex 32 > {path})"
+    try:
+        # what a name leads to may change between two looks at it
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConversionError(f"the key {path} is no file", fix)
+            if status.st_mode & 0o177:
+                raise ConversionError(
+                    f"the key {path} has mode {stat.S_IMODE(status.st_mode):04o}, and others may read it, at most 0600 is accepted",
+                    f"chmod 600 {path}; make another key if somebody may have read it",
+                )
+            key = stream.read(LONGEST + 1).strip()
+    except OSError as error:
+        raise ConversionError(f"the key {path} cannot be read: {error.strerror}", fix) from error
+    if not SHORTEST <= len(key) <= LONGEST:
+        raise ConversionError(f"the key {path} has {len(key)} bytes, {SHORTEST} to {LONGEST} are accepted", fix)
+    return key
+
+
+def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
+    """The signature of a manifest's version, algorithm and table of files."""
+    signed = {name: manifest.get(name) for name in _SIGNED}
+    text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
+    return _KIND + hmac.new(key, _PURPOSE + text, hashlib.sha256).hexdigest()
+
+
+def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
+    """What is wrong with the signature that a manifest bears; None where it is by this key."""
+    given = manifest.get(FIELD)
+    if given is None:
+        return f"{MANIFEST_NAME} bears no signature, and a key is given"
+    if not isinstance(given, str) or not hmac.compare_digest(given.encode(), signature_of(manifest, key).encode()):
+        return f"the signature of {MANIFEST_NAME} is not by the key that is given, or its table of files was changed"
+    return None
+
+
+def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
+    """Refuse a checkpoint of a trainer that is not signed by a key, or in which anything is not what was signed.
+
+    Args:
+        directory: of the checkpoint's weights; its manifest lies there, or up to three levels above.
+        key: of ``read_key``.
+        whole: also the state of the optimizer, where it is read too.
+
+    Raises:
+        ConversionError: says what is wrong.
+    """
+    absolute = directory.resolve()
+    root = next((place for place in (absolute, *absolute.parents[:_LEVELS]) if (place / MANIFEST_NAME).is_file()), None)
+    if root is None:
+        raise ConversionError(f"{directory} belongs to no checkpoint with a {MANIFEST_NAME}, so that nothing of it is signed", _FIX)
+    manifest = read_json_object(root / MANIFEST_NAME)
+    fault = fault_of_signature(manifest, key)
+    faults = [fault] if fault is not None else list(_other_files(root, manifest.get("files"), whole))
+    if faults:
+        raise ConversionError(f"{root} is not what the owner of the key has signed", _FIX, faults)
+
+
+_FIX = "leave the key out if you trust everybody who can write there, or take another checkpoint"
+
+
+def _other_files(root: Path, files: Any, whole: bool) -> Iterator[str]:
+    """What differs between a directory and a table of files that was signed."""
+    there = set()
+    for place, directories, names in os.walk(root):
+        for name in (*names, *directories):
+            path = Path(place) / name
+            relative = path.relative_to(root)
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode) or relative == Path(MANIFEST_NAME) or (not whole and _UNREAD in relative.parts):
+                continue
+            there.add(relative.as_posix())
+            entry = files.get(relative.as_posix())
+            if entry is None:
+                yield f"{relative} was not signed"
+            elif not stat.S_ISREG(mode):
+                yield f"{relative} is no regular file"
+            elif entry != {"size": path.stat().st_size, "hash": _hash(path)}:
+                yield f"{relative} has other bytes than were signed"
+    for name in files:
+        if name not in there and (whole or _UNREAD not in Path(name).parts):
+            yield f"{name} is missing"
+
+
+def _hash(path: Path) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
