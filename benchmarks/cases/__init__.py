@@ -128,5 +128,18 @@ CASES = {
         "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above its bounds",
         "benchmarks.cases.operations",
     ),
+    "ckpt.save": Case("a save until the checkpoint has its name against a raw write of its bytes with fsync", "benchmarks.cases.ckpt_save"),
+    "ckpt.load": Case("a checkpoint verified, and loaded, against a raw read of its bytes", "benchmarks.cases.ckpt_load"),
+    "ckpt.async_stall": Case(
+        "how long training stands still for a checkpoint that is written beside it, against one copy of its bytes",
+        "benchmarks.cases.ckpt_async_stall",
+    ),
+    "ckpt.reshard": Case(
+        "a checkpoint loaded by another layout of two ranks against the one that wrote it, and a raw read", "benchmarks.cases.ckpt_reshard"
+    ),
+    "recover.kill": Case(
+        "seconds from SIGKILL to a worker, and to the driver, to the next finished step against a start from nothing",
+        "benchmarks.cases.recover_kill",
+    ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

@@ -28,6 +28,11 @@ RATIOS = {
     "steps.200": {"memory_to_first_quarter"},
     "scaling.batch": {"driver", "bytes_shipped"},
     "samples.cost": {"handed_over", "on_disk"},
+    "ckpt.save": {"save", "save_cpu"},
+    "ckpt.load": {"load", "load_cpu", "verify", "verify_cpu"},
+    "ckpt.async_stall": {"stall", "stall_cpu"},
+    "ckpt.reshard": {"reshard", "load"},
+    "recover.kill": {"worker", "driver"},
     "grpo.step": {"step_cpu", "generation_cpu", "training_cpu"},
 }
 

@@ -21,8 +21,9 @@ from megarl.checkpoint.background import BackgroundWrite, seal, take_memory
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, read_signing_key, verify, write_manifest
 from megarl.errors import ConfigError
-from tests.unit.runs import make_run
 from megarl.watch.run_state import read_run_state
+from tests.unit.converters_tiny import save_tiny
+from tests.unit.runs import make_run
 
 KEY = "d8" * 32
 
@@ -227,9 +228,8 @@ def converted(arguments: list[str]) -> int:
 
 def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real checkpoint as a trainer has it: weights and config below the directory with the manifest."""
-    from tests.unit.converters_tiny import make_hf
-
-    model = make_hf(tmp_path / "model", "qwen2")
+    model = tmp_path / "model"
+    save_tiny(model, "llama")
     root = tmp_path / "step_1"
     assert converted(["import", str(model), str(root / "policy" / "weights")]) == 0
     (root / "policy" / "optimizer").mkdir()
