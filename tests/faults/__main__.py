@@ -16,7 +16,7 @@ from megarl.config.recipes import find
 from tests.faults.fault import KINDS, PHASES, Draw, Fault, FaultError, draw, parse
 from tests.faults.soak import Entry, Journal, counted, left_to_do
 from tests.faults.tiny import BACKENDS, subjects_of
-from tests.faults.trial import Subject, Trials, can_mount
+from tests.faults.trial import MissedError, Subject, Trials, can_mount
 from tests.system.whole_runs import LONGEST_WAIT_S
 
 _SHOWN = 3000
@@ -124,9 +124,12 @@ def _try(trials: Trials, drawn: Draw) -> Entry:
         if left.name == name or left.name.startswith((f"{name}.", f"{name}-")):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     overrides = [f"++checkpointing.save_period={drawn.save_period}", f"++checkpointing.async_save={str(drawn.async_save).lower()}"]
+    happened = drawn.faults
     try:
         told = trials.run(name, drawn.faults, drawn.within, overrides)
         passed, said, seconds = True, "; ".join(told.words), told.seconds
+    except MissedError as error:
+        happened, passed, said, seconds = (), True, f"counts for nothing: {error}", 0.0
     except Exception as error:
         passed, seconds = False, 0.0
         said = str(error) if isinstance(error, AssertionError) and str(error) else traceback.format_exc()
@@ -134,8 +137,7 @@ def _try(trials: Trials, drawn: Draw) -> Entry:
         for path in trials.work.glob(f"{name}*"):
             if path.name == name or path.name.startswith(f"{name}."):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    faults = tuple(map(str, drawn.faults))
-    rows = tuple(fault.row for fault in drawn.faults)
+    faults, rows = tuple(map(str, happened)), tuple(fault.row for fault in happened)
     way = "within" if drawn.within else "by launcher"
     said = f"restarts {way}, save_period={drawn.save_period}{', async_save' if drawn.async_save else ''}: {said}"
     return Entry(drawn.number, trials.subject.name, faults, rows, passed, said, round(seconds, 1))

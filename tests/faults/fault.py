@@ -82,7 +82,7 @@ class Fault:
     step: int
     phase: str = ANY
     rank: int | None = None
-    share: float = 0.5
+    share: float = 0.0
     seconds: float = 5.0
     on: str = WRITE
     count: int = 2
@@ -191,7 +191,7 @@ def parse(text: str) -> Fault:
             step=int(said["step"]),
             phase=said.get("phase", ANY),
             rank=_rank(said, kind),
-            share=float(said.get("share", "0.5")),
+            share=float(said.get("share", "0")),
             seconds=float(said.get("seconds", "5")),
             on=said.get("on", WRITE),
             count=int(said.get("count", "2")),
@@ -264,7 +264,15 @@ def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Seq
     names = [alone] if alone else chosen
     at = sorted(rng.sample(range(1, steps + 1), len(names)))
     faults = [_drawn(rng, kind, step, ranks, steps) for kind, step in zip(names, at, strict=True)]
-    return Draw(number, subject, tuple(faults), rng.random() < 0.6, rng.choice((1, 1, 2)), rng.random() < 0.3)
+    within, save_period, async_save = rng.random() < 0.6, rng.choice((1, 1, 2)), rng.random() < 0.3
+    if any(_fails_to_save(fault.kind, fault.on) for fault in faults):
+        # the save that fails follows its step at once, and is made by the rank itself
+        save_period, async_save = 1, False
+    return Draw(number, subject, tuple(faults), within, save_period, async_save)
+
+
+def _fails_to_save(kind: str, on: str) -> bool:
+    return kind == "disk_full" or (kind == "eio" and on == WRITE)
 
 
 def _drawn(rng: random.Random, kind: str, step: int, ranks: int, steps: int) -> Fault:
@@ -274,11 +282,13 @@ def _drawn(rng: random.Random, kind: str, step: int, ranks: int, steps: int) -> 
     # half of them at some moment, and the others in the phases
     phase = ANY if rng.random() < 0.5 else rng.choice(phases)
     on, count = rng.choice((READ, WRITE)), rng.choice((1, 2, 3, LASTING))
-    if kind in ("disk_full", "eio") and step == steps and (kind == "disk_full" or on == WRITE):
+    # in the last step a little earlier, so that it is not over
+    share = round(rng.random() * (0.6 if step == steps else 1.0), 3) if "share" in KINDS[kind].keys else 0.0
+    if _fails_to_save(kind, on) and step == steps:
         # the last save may not fail: no other one follows, and the run ends
         step = max(1, steps - 1)
     if kind == "eio" and on == READ:
         # there has to be a checkpoint to read
         step = max(step, min(3, steps))
         rank = 0
-    return Fault(kind, step, phase, rank, round(rng.random(), 3), round(rng.uniform(2, 8), 1), on, count)
+    return Fault(kind, step, phase, rank, share, round(rng.uniform(2, 8), 1), on, count)

@@ -34,23 +34,28 @@ class Footprint:
     Attributes:
         marker: value of ``VARIABLE`` in all its processes.
         directory: its temporary one.
+        orders: where faults are ordered (``tests/faults/seam``).
     """
 
     def __init__(self) -> None:
         self.marker = secrets.token_hex(8)
-        self.directory = Path(tempfile.mkdtemp(prefix="f", dir=_PARENT))
+        self._both = Path(tempfile.mkdtemp(prefix="f", dir=_PARENT))
+        self.directory, self.orders = self._both / "t", self._both / "o"
+        self.directory.mkdir()
+        self.orders.mkdir()
         self._shared = set(SHARED_MEMORY.iterdir())
 
     @property
     def variables(self) -> Mapping[str, str]:
         """Environment variables of the run."""
-        return {VARIABLE: self.marker, "TMPDIR": str(self.directory), "MEGARL_RAY_TEMP": str(self.directory)}
+        directory = str(self.directory)
+        return {VARIABLE: self.marker, "TMPDIR": directory, "MEGARL_RAY_TEMP": directory, "MEGARL_TEST_FAULTS": str(self.orders)}
 
     def __enter__(self) -> Footprint:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self._both, ignore_errors=True)
 
     def processes(self) -> dict[int, str]:
         """Living processes of the run by number: command line and the ports that they listen on."""

@@ -72,6 +72,10 @@ class Whole:
     checkpoint_bytes: int
 
 
+class MissedError(AssertionError):
+    """A moment did not come, or was not seen: nothing is known of what would have followed."""
+
+
 @dataclass
 class Told:
     """What a trial has to say of itself.
@@ -113,7 +117,7 @@ class Trials:
             with Footprint() as footprint:
                 launches = Launches(self._patience_s)
                 try:
-                    launch = self._start(launches, run_dir, footprint, ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null"])
+                    launch = self.start(launches, run_dir, footprint, ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null"])
                     launch.await_moment(lambda: bool(read_rows(run_dir)))
                     ranks = len(ranks_of(launch))
                     assert launch.finish() == 0, launch.output()[-5000:]
@@ -160,23 +164,17 @@ class Trials:
         told.seconds = time.monotonic() - begun
         return told
 
-    def _start(self, launches: Launches, run_dir: Path, footprint: Footprint, overrides: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
-        orders = _orders(footprint)
-        orders.mkdir(exist_ok=True)
+    def start(self, launches: Launches, run_dir: Path, footprint: Footprint, overrides: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
+        """A launch of the configuration, that can be given orders; see ``Launches.start``."""
         path = os.pathsep.join(str(each) for each in (SEAM, ROOT))
         return launches.start(
             self.subject.config,
             run_dir,
             [*self.subject.arguments, *self._COMMON, *overrides],
-            {**footprint.variables, "PYTHONPATH": path, "MEGARL_TEST_FAULTS": str(orders)},
+            {**footprint.variables, "PYTHONPATH": path},
             directory=self.subject.directory,
             prefix=prefix,
         )
-
-
-def _orders(footprint: Footprint) -> Path:
-    """Where faults are ordered; beside the temporary directory, that has to be empty in the end."""
-    return footprint.directory.with_name(f"{footprint.directory.name}-orders")
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
@@ -211,7 +209,10 @@ class _Trial:
             if code is BACK:
                 self._await_recovery(launch, happened)
                 continue
-            self._await_end(launch, happened, code)
+            if self._await_end(launch, happened, code) == 0:
+                # told to stop in its last step
+                assert not faults, f"the run is over, and {faults[0]} was to come"
+                break
             if happened.kind == "eio":
                 self._start_with_reads_that_fail(happened, settings)
             launch = self._launch(settings, prefix)
@@ -235,9 +236,8 @@ class _Trial:
         assert counted == self.restarts, f"{counted} restarts of workers are recorded, there were {self.restarts}"
         left = self.footprint.left(self.run_dir)
         assert not left, f"left behind: {left}"
-        ordered = sorted(path.name for path in _orders(self.footprint).iterdir())
+        ordered = sorted(path.name for path in self.footprint.orders.iterdir())
         assert not ordered, f"did not happen: {ordered}"
-        _orders(self.footprint).rmdir()
         launches = len(recorded)
         self.told.words.append(f"{launches} launches, {counted} restarts within; log and weights equal; nothing left")
 
@@ -249,7 +249,7 @@ class _Trial:
         return settings
 
     def _launch(self, settings: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
-        return self.of._start(self.launches, self.run_dir, self.footprint, settings, prefix)
+        return self.of.start(self.launches, self.run_dir, self.footprint, settings, prefix)
 
     def _let_happen(self, launch: Launch, fault: Fault) -> Fault:
         """Wait for the moment, and cause the fault; returns it with the step that it happened in."""
@@ -258,8 +258,12 @@ class _Trial:
             self._await_step(launch, fault)
             if self._await_phase(launch, fault, ranks):
                 break
-            assert fault.step < self.whole.steps, f"{fault} did not happen: the run was past it\n{launch.output()[-2000:]}"
+            if fault.step == self.whole.steps:
+                raise MissedError(f"{fault} did not happen: the run was past it")
             fault = fault.later()
+        # one of them may have been started anew while they were constructed
+        now = ranks_of(launch)
+        ranks = now if len(now) == len(ranks) else ranks
         self.told.words.append(f"{fault} happened")
         self.old = tuple(ranks)
         self._cause(launch, fault, ranks)
@@ -311,7 +315,7 @@ class _Trial:
             case "slow":
                 slow_down(pid, fault.seconds)
             case "nan" | "oom":
-                (_orders(self.footprint) / f"{fault.kind}-{fault.rank}").touch()
+                (self.footprint.orders / f"{fault.kind}-{fault.rank}").touch()
             case "eio" if fault.on == READ:
                 launch.kill_when(lambda: True)
             case "eio":
@@ -338,29 +342,30 @@ class _Trial:
             expected = "DeadlineError" if fault.kind == "hang" else "WorkerLostError"
             assert reason.startswith(expected), f"the restart says {reason!r}, not {expected}"
         if fault.kind == "eio":
-            order = _orders(self.footprint) / f"eio-{fault.rank}"
+            order = self.footprint.orders / f"eio-{fault.rank}"
             launch.await_moment(lambda: "could not be written" in launch.output())
             order.unlink(missing_ok=True)
         if fault.kind == "disk_full":
             launch.await_moment(lambda: "could not be written" in launch.output())
             _filler(launch, self._disk).unlink()
 
-    def _await_end(self, launch: Launch, fault: Fault, code: int) -> None:
+    def _await_end(self, launch: Launch, fault: Fault, code: int) -> int:
         begun = time.monotonic()
         found = launch.finish()
-        assert found == code, f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
+        assert found == code or (found == 0 and fault.kind == "term"), f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
         self.told.words.append(f"exit code {found} after {time.monotonic() - begun:.1f} s")
-        said = {"nan": "finite", "oom": "memory", "gcs": "Ray's control process (GCS)", "term": "(SIGTERM)"}.get(fault.kind, "")
+        said = {"nan": "finite", "oom": "memory", "gcs": "Ray's control process (GCS)", "term": "SIGTERM"}.get(fault.kind, "")
         assert said in launch.output(), f"it does not say {said!r}:\n{launch.output()[-5000:]}"
         if self.run_dir.is_dir():
             broken = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
             assert not broken, f"after {fault} a checkpoint is damaged: {broken}"
+        return found
 
     def _start_with_reads_that_fail(self, fault: Fault, settings: Sequence[str]) -> None:
         """The next launch, whose driver cannot read its checkpoints for a moment, or for good."""
         newest = max(int(path.name.removeprefix("step_")) for path in _checkpoints(self.run_dir))
         self._order_io_errors(fault, DRIVER, self.run_dir / "checkpoints")
-        order = _orders(self.footprint) / f"eio-{DRIVER}"
+        order = self.footprint.orders / f"eio-{DRIVER}"
         launch = self._launch(settings)
         if fault.count == LASTING:
             code = launch.finish()
@@ -382,7 +387,7 @@ class _Trial:
         return sum(restart.what == WORKERS for each in read_launches(self.run_dir) for restart in each.restarts)
 
     def _order_io_errors(self, fault: Fault, who: str, below: Path) -> None:
-        path = _orders(self.footprint) / f"eio-{who}"
+        path = self.footprint.orders / f"eio-{who}"
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(f"{fault.on}\n{fault.count}\n{below}\n")
         temporary.rename(path)

@@ -28,13 +28,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("kill:rank=1,phase=train,step=3", Fault("kill", 3, "train", 1)),
+        ("kill:rank=1,phase=train,step=3", Fault("kill", 3, "train", 1, share=0.5)),
         ("kill:rank=driver,step=2,share=0.25", Fault("kill", 2, ANY, None, share=0.25)),
-        ("hang:step=2", Fault("hang", 2, ANY, 0)),
-        ("slow:rank=1,seconds=2.5", Fault("slow", 1, ANY, 1, seconds=2.5)),
+        ("hang:step=2", Fault("hang", 2, ANY, 0, share=0.5)),
+        ("slow:rank=1,seconds=2.5", Fault("slow", 1, ANY, 1, share=0.5, seconds=2.5)),
         ("eio:on=read,count=99,step=4", Fault("eio", 4, ANY, 0, on=READ, count=99)),
         ("disk_full", Fault("disk_full", 1)),
-        ("gcs:step=2,phase=any", Fault("gcs", 2)),
+        ("gcs:step=2,phase=any", Fault("gcs", 2, share=0.5)),
     ],
 )
 def test_a_fault_is_read(text: str, fault: Fault) -> None:
@@ -94,6 +94,7 @@ def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
             assert fault.phase != INIT or fault.step == 1
             fails_to_save = fault.kind == "disk_full" or (fault.kind == "eio" and fault.on == WRITE)
             assert not fails_to_save or steps == 1 or fault.step < steps, "no save follows the last one"
+            assert not fails_to_save or (each.save_period, each.async_save) == (1, False)
     only = [draw(5, number, subjects, ["hang"]) for number in range(20)]
     assert {fault.kind for each in only for fault in each.faults} == {"hang"}
 
