@@ -266,8 +266,10 @@ def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Seq
     faults = [_drawn(rng, kind, step, ranks, steps) for kind, step in zip(names, at, strict=True)]
     within, save_period, async_save = rng.random() < 0.6, rng.choice((1, 1, 2)), rng.random() < 0.3
     if any(_fails_to_save(fault.kind, fault.on) for fault in faults):
-        # the save that fails follows its step at once, and is made by the rank itself
-        save_period, async_save = 1, False
+        # the save that fails follows its step at once
+        save_period = 1
+    # and there is a checkpoint to read where another one is written
+    async_save = async_save and not any(fault.kind == "eio" or _fails_to_save(fault.kind, fault.on) for fault in faults)
     return Draw(number, subject, tuple(faults), within, save_period, async_save)
 
 
