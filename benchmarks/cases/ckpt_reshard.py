@@ -1,4 +1,4 @@
-"""A checkpoint of two ranks loaded by another layout of two ranks, against the layout that wrote it, and against a raw read of its bytes."""
+"""A checkpoint of two ranks loaded by another layout of two ranks, against the layout that wrote it and a raw read of its bytes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _save_and_load(model: Path, layout: str, directory: Path, writes: bool, repe
     if writes:
         worker.save_checkpoint(weights, optimizer)
     dist.barrier()
-    spent = spent_in_turn({"load": lambda: worker.load_checkpoint(weights, optimizer), "raw": lambda: content_of(directory)}, repeats=repeats)
+    spent = spent_in_turn(
+        {"load": lambda: worker.load_checkpoint(weights, optimizer), "raw": lambda: content_of(directory)}, repeats=repeats
+    )
     worker.backend.close()
     return spent
-
-

@@ -78,8 +78,8 @@ def sign_manifest(root: Path, key: bytes) -> None:
 def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
     """Compare a directory with its manifest.
 
-    Files that the manifest does not name are ignored, unless it has to be signed. No path of the manifest is opened that leads out of ``root`` or through
-    a symbolic link.
+    Files that the manifest does not name are ignored, unless it has to be signed. No path of the manifest is opened that leads out of
+    ``root`` or through a symbolic link.
 
     Args:
         root: directory of a checkpoint.

@@ -246,7 +246,9 @@ def _own_key(configured: Configured) -> bytes | None:
         return None
 
 
-def _checkpoints(directory: Path, hashes: bool, now: float, key: bytes | None) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
+def _checkpoints(
+    directory: Path, hashes: bool, now: float, key: bytes | None
+) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
     """Steps that have a checkpoint, the one that a resume would take, and those that were begun."""
     manager = CheckpointManager({"checkpoint_dir": directory}, verify_hashes=hashes)
     for _ in range(_LISTINGS):

@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
         usage="python -m tests.faults [CONFIG ...] [key=value ...] [--with FILE] (--inject FAULT ... | --soak N [--seed S]) --work DIR",
-        description="Run a configuration undisturbed, once, and then with faults. It has to end with the same log and the same weights, bit "
-        "for bit, with the exit codes and restarts that are promised, and leave no process, port, shared memory or file behind. For a "
+        description="Run a configuration undisturbed, once, and then with faults. It has to end with the same log and the same weights, "
+        "bit for bit, with the exit codes and restarts that are promised, and leave no process, port, shared memory or file behind. For a "
         "configuration that takes minutes, for example by overrides (grpo.max_num_steps=6), and that is bit-reproducible.",
         epilog=f"Kinds of faults, and what each takes:\n{kinds}\n\nPhases: {', '.join(PHASES)}. Example:\n"
         "  python -m tests.faults my.yaml grpo.max_num_steps=6 --inject kill:rank=1,phase=train,step=3 --work runs/faults",
@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="of the tiny runs (default all three)")
     parser.add_argument("--inject", action="append", default=[], metavar="FAULT", help="several happen to the same run, by rising step")
     parser.add_argument(
-        "--restart", choices=("within", "launcher"), default="within", help="lost workers are built anew within the launch (default) or by it"
+        "--restart",
+        choices=("within", "launcher"),
+        default="within",
+        help="lost workers are built anew within the launch (default) or by it",
     )
     parser.add_argument("--soak", type=int, metavar="N", help="random faults until N have happened, those of earlier starts included")
     parser.add_argument("--seed", type=int, default=0, help="of the soak")

@@ -1,4 +1,4 @@
-"""What a run has left behind when its driver is gone: processes with their sockets, shared memory, files of Ray and in temporary directories.
+"""What a run has left behind when its driver is gone: processes with their sockets, shared memory, files of Ray and temporary ones.
 
 Others work on the same machine at the same time. What belongs to a run is known by a variable that all its processes inherit, and by a
 temporary directory of its own; a piece of shared memory counts where it is new and no living process has it open or mapped.

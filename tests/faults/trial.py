@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -133,7 +134,7 @@ class Trials:
         trained = [row for row in comparable(run_dir) if row["step"]]
         assert sum(row.get("train/grad_norm", 0) > 0 for row in trained) >= 2, "it learns nothing, so that no loss could be seen"
         saved = [sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in _checkpoints(run_dir)]
-        slowest = max(b["time"] - a["time"] for a, b in zip(rows, rows[1:], strict=False))
+        slowest = max(b["time"] - a["time"] for a, b in itertools.pairwise(rows))
         return Whole(run_dir, rows[-1]["step"], rows[0]["step"], ranks, slowest, max(saved))
 
     def run(self, name: str, faults: Sequence[Fault], within: bool, overrides: Sequence[str] = ()) -> Told:
@@ -164,7 +165,9 @@ class Trials:
         told.seconds = time.monotonic() - begun
         return told
 
-    def start(self, launches: Launches, run_dir: Path, footprint: Footprint, overrides: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
+    def start(
+        self, launches: Launches, run_dir: Path, footprint: Footprint, overrides: Sequence[str], prefix: Sequence[str] = ()
+    ) -> Launch:
         """A launch of the configuration, that can be given orders; see ``Launches.start``."""
         path = os.pathsep.join(str(each) for each in (SEAM, ROOT))
         return launches.start(
@@ -450,4 +453,3 @@ def can_mount() -> bool:
     """Whether a disk of its own can be made for a run: needs the right to mount."""
     tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
     return tried.returncode == 0
-

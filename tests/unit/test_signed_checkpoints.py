@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,7 +150,10 @@ def test_the_signature_is_that_of_openssl(tmp_path: Path, key_file: Path) -> Non
     manifest = json.loads((root / MANIFEST_NAME).read_text())
     signed = json.dumps({name: manifest[name] for name in ("algorithm", "files", "version")}, sort_keys=True, separators=(",", ":"))
     done = subprocess.run(
-        ["openssl", "dgst", "-sha256", "-hmac", KEY], input=b"megarl checkpoint manifest\n" + signed.encode(), capture_output=True, check=True
+        ["openssl", "dgst", "-sha256", "-hmac", KEY],
+        input=b"megarl checkpoint manifest\n" + signed.encode(),
+        capture_output=True,
+        check=True,
     )
     assert manifest["signature"] == f"hmac-sha256:{done.stdout.decode().split()[-1]}"
 
@@ -258,5 +260,3 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
     assert not (tmp_path / "again").exists()
     # without the key it is as it was
     assert converted(["inspect", str(root)]) == 0
-
-

@@ -1,7 +1,7 @@
 """Faults that nobody can cause from outside of a process, in every Python process of a run: put this directory on ``PYTHONPATH``.
 
-Python imports a module of this name when it starts. Without ``MEGARL_TEST_FAULTS`` in the environment it does nothing. With it, a file in the
-directory that the variable names is an order, and goes when it was carried out:
+Python imports a module of this name when it starts. Without ``MEGARL_TEST_FAULTS`` in the environment it does nothing. With it, a file in
+the directory that the variable names is an order, and goes when it was carried out:
 
 * ``nan-RANK``, ``oom-RANK``: the next layer that is trained on that rank gives NaN, or has no memory; by torch's own hook on all modules;
 * ``eio-RANK`` or ``eio-driver`` with the lines mode (``read`` or ``write``), count and path: so many times that somebody opens a file below
@@ -74,7 +74,7 @@ def refuse_to_open(event: str, arguments: tuple[Any, ...]) -> None:
     """The audit hook."""
     if event != "open" or getattr(_opening, "looks", False):
         return
-    path, mode, flags = arguments
+    path, _, flags = arguments
     if isinstance(path, int) or path is None:
         return
     _opening.looks = True
