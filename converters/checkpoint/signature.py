@@ -1,4 +1,4 @@
-"""Signatures of the manifests of a trainer's checkpoints: on shared storage they tell what a run has written from what others have put there.
+"""Signatures of the manifests of checkpoints: on shared storage they tell what a run has written from what others have put there.
 
 The signature is an HMAC-SHA256 of the table of files, with a key that the readers and the writer of the checkpoints alone can read. It does
 not tell an older checkpoint from a newer one of the same key, and holds for what is read when it is checked.
