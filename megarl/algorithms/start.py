@@ -70,7 +70,8 @@ def start_ray(stack: ExitStack) -> None:
     """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
 
     Ray's start is waiting for processes, and importing is computing, so that both together take as long as the longer one.
-    From then on, this process ends with an exit code, and its launch with a reason, when Ray's control process is lost.
+    From then on, this process ends with an exit code, and its launch with a reason, when Ray's control process or the raylet of its node is
+    lost.
 
     Raises:
         ClusterError: Ray does not start.
@@ -78,7 +79,7 @@ def start_ray(stack: ExitStack) -> None:
     import ray
 
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
-    from megarl.distributed.ray_watch import RayWatch
+    from megarl.distributed.ray_watch import RayletWatch, RayWatch, own_raylet
 
     begun = time.monotonic()
     # after Ray's own import: two threads that import take turns, and Ray's processes would start later
@@ -91,6 +92,9 @@ def start_ray(stack: ExitStack) -> None:
             _ray_start["seconds"] = time.monotonic() - begun
             if ray.is_initialized():
                 stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
+                raylet = own_raylet()
+                if raylet is not None:
+                    stack.callback(RayletWatch(raylet).close)
     finally:
         importing.join()
 

@@ -1,4 +1,5 @@
-"""Notices that the control process of a Ray cluster, the GCS, is gone, before Ray itself gives up after a minute and aborts the driver.
+"""Notices that the control process of a Ray cluster, the GCS, is gone, before Ray itself gives up after a minute and aborts the driver; and
+that the raylet of the driver's own node is, before Ray ends the driver with exit code 1 and no word in its launches.
 
 Without it nothing can be started, asked or ended in the cluster, and every call may wait for it without end. So there is no error to raise:
 whoever watches is told in a thread of its own, and leaves.
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import logging
 import os
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -92,3 +96,55 @@ class RayWatch:
             "Fix: see what ended it, for example the kernel when memory ran out (MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); "
             "then start the run again: it goes on from its last checkpoint"
         )
+
+
+class RayletWatch:
+    """Waits for the end of the raylet that this process speaks to.
+
+    Args:
+        process_id: of the raylet, on this host.
+        on_lost: told once, in another thread, what to say about it; None ends this process (``leave``).
+    """
+
+    def __init__(self, process_id: int, on_lost: Callable[[str], None] | None = None) -> None:
+        self._process_id, self._on_lost = process_id, on_lost or leave
+        self._raylet = os.pidfd_open(process_id)
+        self._closed, self._close = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name="watch over the raylet", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no longer: Ray will be ended."""
+        os.write(self._close, b".")
+        self._thread.join()
+        for descriptor in (self._raylet, self._closed, self._close):
+            os.close(descriptor)
+
+    def _watch(self) -> None:
+        # Ray ends this process at its next word to the raylet: no time to look now and then
+        waiting = select.poll()
+        waiting.register(self._raylet, select.POLLIN)
+        waiting.register(self._closed, select.POLLIN)
+        if all(descriptor != self._closed for descriptor, _ in waiting.poll()):
+            self._on_lost(
+                f"Ray's process of this node (raylet, process {self._process_id}) is gone, and with it every worker here. Fix: see what "
+                "ended it, for example the kernel when memory ran out (MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); then start "
+                "the run again: it goes on from its last checkpoint"
+            )
+
+
+def own_raylet() -> int | None:
+    """Process id of the raylet that this process speaks to; None where Ray or the system do not say it."""
+    node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
+    path = getattr(node, "raylet_socket_name", None)
+    if not path or not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    try:
+        with socket.socket(socket.AF_UNIX) as connected:
+            connected.settimeout(_CONNECT_SECONDS)
+            connected.connect(path)
+            credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError as error:
+        logger.warning("it cannot be seen which process the raylet is: %s", error)
+        return None
+    return int(struct.unpack("3i", credentials)[0]) or None

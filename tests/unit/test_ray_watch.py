@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megarl.distributed import ray_watch
-from megarl.distributed.ray_watch import RayWatch
+from megarl.distributed.ray_watch import RayletWatch, RayWatch, own_raylet
 
 WAIT = 30.0
 
@@ -103,3 +107,49 @@ def test_a_process_without_free_descriptors_does_not_call_ray_lost(
     watch._thread.join(0.5)
     watch.close()
     assert told == [] and "Too many open files" in caplog.text
+
+
+LISTENING = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('.', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def raylet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that listens where Ray says that the raylet does."""
+    path = str(tmp_path / "raylet")
+    process = subprocess.Popen([sys.executable, "-c", LISTENING, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(raylet_socket_name=path))
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_raylet_that_is_killed_is_told_of_once(raylet: subprocess.Popen[bytes]) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    process_id = own_raylet()
+    assert process_id == raylet.pid
+    watch = RayletWatch(process_id, told.put)
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.2)
+    raylet.kill()
+    message = told.get(timeout=WAIT)
+    assert f"process {raylet.pid}) is gone" in message and "Fix: " in message
+    watch.close()
+    assert told.empty()
+
+
+def test_a_watch_that_was_closed_says_nothing_of_a_raylet_that_ends(raylet: subprocess.Popen[bytes]) -> None:
+    told: list[str] = []
+    watch = RayletWatch(raylet.pid, told.append)
+    watch.close()
+    raylet.kill()
+    raylet.wait(WAIT)
+    assert told == [] and not watch._thread.is_alive()
+
+
+def test_where_no_raylet_can_be_seen_none_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for node in (None, SimpleNamespace(), SimpleNamespace(raylet_socket_name=str(tmp_path / "nothing"))):
+        monkeypatch.setattr("ray._private.worker._global_node", node)
+        assert own_raylet() is None
