@@ -138,7 +138,7 @@ CASES = {
         "a checkpoint loaded by another layout of two ranks against the one that wrote it, and a raw read", "benchmarks.cases.ckpt_reshard"
     ),
     "recover.kill": Case(
-        "seconds from SIGKILL to a worker, and to the driver, to the next finished step against a start from nothing",
+        "seconds from SIGKILL to a worker to the next finished step against a start from nothing",
         "benchmarks.cases.recover_kill",
     ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),

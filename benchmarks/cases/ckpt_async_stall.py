@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.checkpoints import alone, backends, bytes_of, content_of, forget, model_of_size, parts_of, save, trained_worker
+from benchmarks.checkpoints import BACKEND, alone, bytes_of, content_of, forget, model_of_size, parts_of, save, trained_worker
 from benchmarks.point import Metric, Point, sides
 from benchmarks.timing import Spent, collector_off
 
@@ -22,7 +22,7 @@ _LONGEST_S = 120.0
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Backends."""
+    """One point."""
     import torch
 
     from megarl.checkpoint.manager import CheckpointManager
@@ -30,25 +30,24 @@ def measure(quick: bool) -> Iterator[Point]:
     repeats = 1 if quick else 3
     with alone() as directory:
         model = model_of_size(directory / "model", quick)
-        for backend in backends(quick):
-            worker, manager = trained_worker(model, backend), CheckpointManager({"checkpoint_dir": directory / backend})
-            content = content_of(save(worker, manager, 1))
-            source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            target = torch.empty_like(source)
-            stalls, copies, behind = Spent(), Spent(), []
-            with collector_off():
-                for turn in range(1 + repeats):
-                    with stalls.repeat(turn > 0):
-                        path, write = _begin(worker, manager, 2 + turn, len(content))
-                    behind.append(write.wait(_LONGEST_S))
-                    saved = manager.finalize_checkpoint(path, is_sealed=True)
-                    manager.verify_checkpoint(saved)
-                    forget(saved)
-                    with copies.repeat(turn > 0):
-                        target.copy_(source)
-            worker.backend.close()
-            metrics = {**sides("stall", stalls, "one copy of the bytes", copies), **bytes_of(content)}
-            yield Point({"backend": backend}, {**metrics, "behind_seconds": Metric.of("s until all is on the disk", behind[1:])})
+        worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
+        content = content_of(save(worker, manager, 1))
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        target = torch.empty_like(source)
+        stalls, copies, behind = Spent(), Spent(), []
+        with collector_off():
+            for turn in range(1 + repeats):
+                with stalls.repeat(turn > 0):
+                    path, write = _begin(worker, manager, 2 + turn, len(content))
+                behind.append(write.wait(_LONGEST_S))
+                saved = manager.finalize_checkpoint(path, is_sealed=True)
+                manager.verify_checkpoint(saved)
+                forget(saved)
+                with copies.repeat(turn > 0):
+                    target.copy_(source)
+        worker.backend.close()
+        metrics = {**sides("stall", stalls, "one copy of the bytes", copies), **bytes_of(content)}
+        yield Point({"backend": BACKEND}, {**metrics, "behind_seconds": Metric.of("s until all is on the disk", behind[1:])})
 
 
 def _begin(worker: Any, manager: CheckpointManager, step: int, needed: int) -> tuple[Path, BackgroundWrite]:

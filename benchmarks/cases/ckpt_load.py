@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.checkpoints import alone, backends, bytes_of, content_of, model_of_size, parts_of, save, trained_worker
+from benchmarks.checkpoints import BACKEND, alone, bytes_of, content_of, model_of_size, parts_of, save, trained_worker
 from benchmarks.point import Point, sides
 from benchmarks.timing import spent_in_turn
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Backends."""
+    """One point."""
     from megarl.checkpoint.manager import CheckpointManager
 
     with alone() as directory:
         model = model_of_size(directory / "model", quick)
-        for backend in backends(quick):
-            worker, manager = trained_worker(model, backend), CheckpointManager({"checkpoint_dir": directory / backend})
-            saved = save(worker, manager, 1)
-            spent = spent_in_turn(
-                {
-                    "verify": lambda manager=manager, saved=saved: manager.verify_checkpoint(saved),
-                    "load": lambda worker=worker, saved=saved: worker.load_checkpoint(*parts_of(saved)),
-                    "raw": lambda saved=saved: content_of(saved),
-                },
-                repeats=1 if quick else 3,
-            )
-            worker.backend.close()
-            read = "a raw read"
-            metrics = {**sides("load", spent["load"], read, spent["raw"]), **sides("verify", spent["verify"], read, spent["raw"])}
-            yield Point({"backend": backend}, {**metrics, **bytes_of(content_of(saved))})
+        worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
+        saved = save(worker, manager, 1)
+        spent = spent_in_turn(
+            {
+                "verify": lambda: manager.verify_checkpoint(saved),
+                "load": lambda: worker.load_checkpoint(*parts_of(saved)),
+                "raw": lambda: content_of(saved),
+            },
+            repeats=1 if quick else 3,
+        )
+        worker.backend.close()
+        read = "a raw read"
+        metrics = {**sides("load", spent["load"], read, spent["raw"]), **sides("verify", spent["verify"], read, spent["raw"])}
+        yield Point({"backend": BACKEND}, {**metrics, **bytes_of(content_of(saved))})

@@ -44,7 +44,7 @@ def _save_and_load(model: Path, layout: str, directory: Path, writes: bool, repe
     """On every rank: loads of a checkpoint and raw reads of it in turn; the layout that wrote it saves it before."""
     import torch.distributed as dist
 
-    worker = trained_worker(model, "megatron", **LAYOUTS[layout])
+    worker = trained_worker(model, **LAYOUTS[layout])
     weights, optimizer = parts_of(directory)
     if writes:
         worker.save_checkpoint(weights, optimizer)

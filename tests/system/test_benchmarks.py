@@ -32,7 +32,7 @@ RATIOS = {
     "ckpt.load": {"load", "load_cpu", "verify", "verify_cpu"},
     "ckpt.async_stall": {"stall", "stall_cpu"},
     "ckpt.reshard": {"reshard", "load"},
-    "recover.kill": {"worker", "driver"},
+    "recover.kill": {"worker"},
     "grpo.step": {"step_cpu", "generation_cpu", "training_cpu"},
 }
 
