@@ -79,14 +79,14 @@ class Footprint:
             there += [str(path) for path in run_dir.rglob("*") if _UNFINISHED.fullmatch(path.name)]
         return sorted(there)
 
-    def left(self, run_dir: Path, patience_s: float = PATIENCE_S) -> list[str]:
+    def left(self, run_dir: Path, patience_s: float | None = None) -> list[str]:
         """What is still there after a while; empty for nothing."""
         looks: dict[str, Callable[[], object]] = {
             "processes": self.processes,
             "shared memory": self.shared_memory,
             "files": lambda: self.files(run_dir),
         }
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         while True:
             found = [f"{name}: {seen}" for name, look in looks.items() if (seen := look())]
             if not found or time.monotonic() > end:

@@ -156,7 +156,7 @@ class Trials:
         assert not run_dir.exists(), f"{run_dir} exists. Fix: remove it"
         launches, told = Launches(self._patience_s), Told()
         with Footprint() as footprint:
-            trial = _Trial(self, whole, run_dir, footprint, launches, told, within, tuple(overrides))
+            trial = Trial(self, whole, run_dir, footprint, launches, told, within, tuple(overrides))
             try:
                 trial.go(list(faults))
                 trial.judge()
@@ -185,7 +185,7 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 
 @dataclass
-class _Trial:
+class Trial:
     """A run with faults that is under way."""
 
     of: Trials

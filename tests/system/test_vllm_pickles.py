@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megarl import env
-from tests.system.test_vllm_restarts import config_of
-from tests.system.vllm_engines import dense_model
-from tests.system.whole_runs import ROOT
+from tests.system.test_resume import on_one_rank
+from tests.system.whole_runs import CONFIGS, ROOT, make_material, write_config
 from tests.tiers import slow
 from tests.unpickling.watch import PickleWatch
 
@@ -24,16 +22,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
-def test_a_run_with_engines_reads_no_pickle_from_files_or_foreign_sockets(tmp_path: Path, shared: bool) -> None:
-    model = dense_model(tmp_path / "model", intermediate_size=112, num_hidden_layers=2, initializer_range=0.2)
-    config = config_of(tmp_path / "whole" / "run", model, shared)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+@pytest.mark.parametrize("layer", ["vllm", "vllm-apart"])
+def test_a_run_with_engines_reads_no_pickle_from_files_or_foreign_sockets(tmp_path: Path, layer: str) -> None:
+    config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", make_material(tmp_path, teach=False)))
     watch = PickleWatch(tmp_path / "pickles")
     watch.directory.mkdir()
     variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
+    changes = [f"run_dir={tmp_path / 'run'}", f"cluster.gpus_per_node={1 if layer == 'vllm' else 2}", "grpo.max_num_steps=2"]
     done = subprocess.run(
-        [sys.executable, "-m", "megarl.cli", "train", str(tmp_path / "run.yaml")],
+        [sys.executable, "-m", "megarl.cli", "train", str(config), "--with", str(CONFIGS / f"{layer}.yaml"), *changes],
         cwd=ROOT,
         env={**variables, **watch.variables, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -6,21 +6,27 @@ Whole runs with faults: ``tests/system/test_faults.py``.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl import env
+from megarl.checkpoint.manager import CheckpointManager
 from megarl.distributed.worker_stacks import read_stack
+from megarl.observe.launches import FINISHED, WORKERS, recorded_launch
+from tests.faults import leftovers
 from tests.faults.fault import ANY, BACK, INIT, KINDS, PHASES, READ, WRITE, Draw, Fault, FaultError, draw, parse
 from tests.faults.leftovers import SHARED_MEMORY, VARIABLE, Footprint
 from tests.faults.soak import Entry, Journal, counted, left_to_do
-from tests.faults.trial import SEAM
+from tests.faults.trial import SEAM, Subject, Told, Trial, Trials, Whole
 from tests.faults.workers import phase_in, slow_down
+from tests.system.whole_runs import Launches
 
 ROOT = Path(__file__).parents[2]
 
@@ -302,3 +308,63 @@ def test_one_layer_fails_as_ordered(kind: str, said: str, tmp_path: Path) -> Non
 def test_without_orders_the_seam_does_nothing() -> None:
     code = "import sys, threading; print(len(threading.enumerate()), 'torch' in sys.modules, sys.modules['sitecustomize'].DIRECTORY == '')"
     assert ordered(code, None).strip() == "1 False True"
+
+
+def made_run(directory: Path, losses: Sequence[float], weights: bytes, restarts: int = 0) -> Path:
+    """What a run of three steps leaves: rows, launches, a checkpoint, an export."""
+    directory.mkdir()
+    rows = [{"step": step, "train/loss": loss, "time": step * 2.0 + loss, "timing/step_s": loss} for step, loss in enumerate(losses, 1)]
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with recorded_launch(directory, 0, 3) as outcome:
+        for _ in range(restarts):
+            outcome.restarted(WORKERS, RuntimeError("lost"), 1)
+        outcome.text = FINISHED
+    (directory / "hf" / "step_3").mkdir(parents=True)
+    (directory / "hf" / "step_3" / "model.safetensors").write_bytes(weights)
+    manager = CheckpointManager({"checkpoint_dir": directory / "checkpoints"})
+    manager.finalize_checkpoint(manager.init_tmp_checkpoint(3, {"step": 3}))
+    return directory
+
+
+JUDGED: dict[str, tuple[Callable[[Path, Footprint], Path], str]] = {
+    "equal": (lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"weights", 1), ""),
+    "a loss": (lambda path, _: made_run(path, [0.5, 0.25, 0.1250000001], b"weights", 1), "step 3, train/loss: 0.1250000001"),
+    "a step less": (lambda path, _: made_run(path, [0.5, 0.25], b"weights", 1), "2 rows, undisturbed 3"),
+    "a weight": (lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"Weights", 1), "the final weights differ"),
+    "no restart": (lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"weights", 0), "0 restarts of workers are recorded, there were 1"),
+    "a damaged checkpoint": (
+        lambda path, _: damaged(made_run(path, [0.5, 0.25, 0.125], b"weights", 1)),
+        "damaged checkpoints: {'step_3'",
+    ),
+    "a socket": (lambda path, footprint: with_file(path, footprint.directory / "socket"), "left behind: \\['files: "),
+    "an order": (lambda path, footprint: with_file(path, footprint.orders / "nan-1"), "did not happen: \\['nan-1'\\]"),
+}
+
+
+def damaged(run_dir: Path) -> Path:
+    (run_dir / "checkpoints" / "step_3" / "training_info.json").write_text("{}")
+    return run_dir
+
+
+def with_file(run_dir: Path, path: Path) -> Path:
+    path.touch()
+    return made_run(run_dir, [0.5, 0.25, 0.125], b"weights", 1)
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_what_is_not_as_promised_is_found(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks differ in every run, and do not count."""
+    monkeypatch.setattr(leftovers, "PATIENCE_S", 0.0)
+    whole = made_run(tmp_path / "whole", [0.5, 0.25, 0.125], b"weights")
+    make, said = JUDGED[case]
+    with Footprint() as footprint:
+        run_dir = make(tmp_path / "run", footprint)
+        told = Told()
+        subject = Subject("made up", whole / "metrics.jsonl")
+        trial = Trial(Trials(subject, tmp_path), Whole(whole, 3, 1, 2, 1.0, 1), run_dir, footprint, Launches(), told, True, (), restarts=1)
+        if not said:
+            trial.judge()
+            assert told.words == ["1 launches, 1 restarts within; log and weights equal; nothing left"]
+            return
+        with pytest.raises(AssertionError, match=said):
+            trial.judge()
