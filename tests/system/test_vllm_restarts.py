@@ -63,7 +63,7 @@ def config_of(run_dir: Path, model: Path, shared: bool) -> dict[str, Any]:
         "checkpointing": {"enabled": True, "save_period": 1, "keep_top_k": None, "export_hf": True},
         "cluster": {"gpus_per_node": 1 if shared else 2, "num_nodes": 1, "device": "cpu"},
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": STEPS, "val_period": 1, "max_val_samples": 3},
-        "env": {"environment": str(Path(__file__).parents[1] / "toys" / "as_long.py") + ":AsLong", "options": {"farthest": 7}},
+        "env": {"environment": str(Path(__file__).parents[1] / "toys" / "as_long.py") + ":AsLong", "options": {"farthest": 40}},
         "loss_fn": {
             "reference_policy_kl_penalty": 0.01,
             "ratio_clip_min": 0.2,
