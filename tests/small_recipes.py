@@ -36,6 +36,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "grpo-dapo17k-qwen2.5-7b-8gpu-megatron": ("dapo-math-17k.jsonl", "qwen2"),
     "grpo-dapo17k-qwen3-30b-a3b-thinking-2x8gpu-megatron": ("dapo-math-17k.jsonl", "qwen3_moe"),
     "grpo-dapo17k-qwen3-30b-a3b-without-thinking-2x8gpu-megatron": ("dapo-math-17k.jsonl", "qwen3_moe"),
+    "ppo-gsm8k-qwen2.5-1.5b-1gpu-megatron": ("gsm8k.jsonl", "qwen2"),
     "sft-messages-qwen2.5-1.5b-megatron": ("ultrachat-200k.jsonl", "qwen2"),
     "dpo-ultrafeedback-qwen2.5-1.5b-megatron": ("ultrafeedback-binarized.jsonl", "qwen2"),
 }
@@ -92,17 +93,21 @@ def small(recipe: str, model: Path, directory: Path, ranks: int = 1, **changes: 
         "cluster": {"gpus_per_node": ranks, "num_nodes": 1, "device": "cpu"},
     }
     overrides = [f"run_dir={directory / 'run'}"]
-    if recipe.startswith("grpo"):
+    section = recipe.split("-")[0]
+    if section in ("grpo", "ppo"):
         policy["generation"] = {"max_new_tokens": LONGEST_ANSWER}
         steps = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "val_batch_size": 8, "max_val_samples": 10}
-        layer["grpo"] = {**steps, "max_num_steps": STEPS, "val_period": STEPS}
+        layer[section] = {**steps, "max_num_steps": STEPS, "val_period": STEPS}
+        if section == "ppo":
+            # a step with the actor, whose loss is there then
+            layer["ppo"]["critic_warmup_steps"] = 0
         overrides.append("~policy.generation.backend")
         if "dapo" in recipe:
             layer["env"] = {"rewards": {"short": {"overlong_buffer_length": LONGEST_ANSWER // 2}}}
             # a tiny model solves no problem, and would look in vain for one that it solves now and then
             layer["grpo"] |= {"use_dynamic_sampling": False, "batch_multiplier": 1}
     else:
-        layer[recipe.split("-")[0]] = {"max_num_steps": STEPS, "val_period": STEPS, "val_batches": 1}
+        layer[section] = {"max_num_steps": STEPS, "val_period": STEPS, "val_batches": 1}
         layer["data"]["cache_dir"] = str(directory / "cache")
     path = directory / "small.yaml"
     path.write_text(yaml.safe_dump(layer))

@@ -38,7 +38,7 @@ def measured(**changes: Any) -> Share:
     ]
     return Share(**{"data_rank": 0, "logprobs": LOGPROBS.clone(), "logprobs_after": LOGPROBS.clone(), "repeated": True,
                     "under_mask": [LOGPROBS * MASK, LOGPROBS * MASK],
-                    "reference_logprobs": [], "evaluation": None, "calls": calls,
+                    "reference_logprobs": [], "likeliest": [], "evaluation": None, "calls": calls,
                     "weights": {name: tensor.clone() for name, tensor in WEIGHTS.items()}, **changes})  # fmt: skip
 
 

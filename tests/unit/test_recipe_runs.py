@@ -56,7 +56,7 @@ def test_a_recipe_runs_whole(recipe: str, models: Mapping[str, Path], tmp_path: 
     logged = rows(tmp_path / "run")
     trained = [row for row in logged if "train/loss" in row]
     assert [row["step"] for row in trained] == [1, STEPS] and all(row["train/grad_norm"] is not None for row in trained)
-    if recipe.startswith("grpo"):
+    if recipe.startswith(("grpo", "ppo")):
         # 10 of the shipped rows, whose answers the environment could be asked about
         answers = ANSWERS if "dapo17k" in recipe else 1
         assert logged[0]["validation/samples"] == 10 * answers and 0 <= logged[0]["validation/accuracy"] <= 1

@@ -74,7 +74,7 @@ def test_storage_that_stays_away_ends_the_start_and_no_older_checkpoint_is_taken
     assert not isinstance(caught.value, UnusableCheckpointError)
     assert f"checkpoint {tmp_path / 'step_2'}: " in str(caught.value) and "Input/output error, 5 times" in str(caught.value)
     with failing_opens(errno.EIO, TRIES, part):
-        state = _checkpoint_state(2, tmp_path / "step_2", True, 0.0)
+        state = _checkpoint_state(2, tmp_path / "step_2", True, 0.0, None)
     assert state is not None and "Input/output error" in str(state.problems), "megarl status shows it"
     assert find_resume_point(manager, "auto").step == 2
 

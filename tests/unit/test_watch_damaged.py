@@ -137,11 +137,11 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_not_called_damaged(tmp_
     add_checkpoint(tmp_path, 10)
     real = run_state.verify
 
-    def save_the_next(path: Path, hashes: bool) -> list[str]:
+    def save_the_next(path: Path, *arguments: Any) -> list[str]:
         monkeypatch.setattr(run_state, "verify", real)
         manager = CheckpointManager({"checkpoint_dir": tmp_path / "checkpoints", "keep_top_k": 1})
         manager.finalize_checkpoint(manager.init_tmp_checkpoint(20, {"step": 20}))
-        return real(path, hashes)
+        return real(path, *arguments)
 
     monkeypatch.setattr(run_state, "verify", save_the_next)
     state = read_run_state(tmp_path, hashes=True)
