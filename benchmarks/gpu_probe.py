@@ -5,7 +5,7 @@ and where the device waits.
 tokens. Times are held against what the same device does with a product of matrices, moves against bytes. A part that fails is reported and
 the others still run; the exit code is then 1. Neither Ray nor a network is needed. ``--device cpu --size tiny`` tries the program itself.
 
-Not yet run on a GPU: the parts that need one (``syncs``, ``kernels``, memory of the device) were written and not seen.
+Figures of an H200 are in ``benchmarks/results/gpu/``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ SIZES = {
 SHOWN = 25
 """Places of syncs, and kernels, that are listed."""
 REFITS = 20
+ANSWERS = 256
 Figures = Iterator[tuple[str, Any]]
 
 
@@ -121,8 +122,7 @@ def build(probe: Probe) -> Figures:
     from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
     options = probe.options
-    model, parameters = save_model(probe.directory / "model", options)
-    yield "parameters", parameters
+    model = options.model or save_model(probe.directory / "model", options)
     packing = {"enabled": True, "train_mb_tokens": options.tokens, "logprob_mb_tokens": options.tokens}
     probe.config = policy_config(
         model,
@@ -132,10 +132,14 @@ def build(probe: Probe) -> Figures:
         max_total_sequence_length=options.longest,
         precision="bfloat16",
         sequence_packing=packing,
+        generation={"max_new_tokens": options.new_tokens, "pad_token_id": 0, "stop_token_ids": []},
+        generation_batch_size=ANSWERS,
+        megatron_cfg={"transformer_engine": options.transformer_engine},
     )
     begun = time.perf_counter()
     probe.worker = MegatronPolicyWorker(probe.config, None, init_reference_model=True)
     yield "build s", round(time.perf_counter() - begun, 1)
+    yield "parameters", sum(parameter.numel() for _, parameter in probe.worker.backend.parameters())
     classes = Counter(type(module).__name__ for chunk in probe.worker.backend.chunks for module in chunk.modules())
     yield "attention", sorted(name for name in classes if "Attention" in name)
     generator = torch.Generator().manual_seed(0)
@@ -153,8 +157,8 @@ def build(probe: Probe) -> Figures:
     yield "micro-batches", len(probe.train_shard.micro_batch_indices[0])
 
 
-def save_model(directory: Path, options: argparse.Namespace) -> tuple[Path, int]:
-    """A Qwen2 of random bfloat16 weights in Hugging Face form, and its parameters."""
+def save_model(directory: Path, options: argparse.Namespace) -> Path:
+    """A Qwen2 of random bfloat16 weights in Hugging Face form."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {**SIZES[options.size], **({"num_hidden_layers": options.layers} if options.layers else {})}
@@ -170,7 +174,7 @@ def save_model(directory: Path, options: argparse.Namespace) -> tuple[Path, int]
     with torch.device(options.device):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory)
-    return directory, sum(parameter.numel() for parameter in model.parameters())
+    return directory
 
 
 def train(probe: Probe) -> Figures:
@@ -201,12 +205,34 @@ def logprobs(probe: Probe) -> Figures:
         return probe.worker.get_reference_policy_logprobs(data=probe.logprob_shard)
 
     present()
-    seconds = probe.seconds(present, probe.options.steps)
+    each = [probe.seconds(present) for _ in range(probe.options.steps)]
+    seconds = min(each)
+    yield "log-probabilities s, one after another", [round(taken, 3) for taken in each]
     operations = forward_flops(AutoConfig.from_pretrained(probe.config["model_name"]), probe.lengths)
     yield "log-probabilities s", round(seconds, 3)
     yield "log-probabilities, share of the product's rate", round(operations / seconds / probe.gemm, 3)
     reference()
     yield "reference policy s", round(probe.seconds(reference, probe.options.steps), 3)
+
+
+def generation(probe: Probe) -> Figures:
+    """Answers by the policy itself, to ragged prompts: the first call compiles."""
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+
+    rows, new, longest = min(ANSWERS, probe.options.rows * 4), probe.options.new_tokens, 64
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(longest // 4, longest + 1, (rows,), generator=generator)
+    ids = torch.randint(2, SIZES[probe.options.size]["vocab_size"], (rows, longest), generator=generator)
+    ids = ids * (torch.arange(longest)[None] < lengths[:, None])
+    prompts = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+    probe.worker.prepare_for_generation()
+    for turn in ("first", "second"):
+        answers: list[Any] = []
+        seconds = probe.seconds(lambda answers=answers: answers.append(probe.worker.generate(data=prompts)))
+        tokens = int(answers[0]["generation_lengths"].sum())
+        yield f"generation of {rows} answers, {turn}: tokens, s, tokens/s", [tokens, round(seconds, 2), round(tokens / seconds)]
+        yield f"generation, {turn}: ms a token of each row", round(seconds / new * 1e3, 2)
+    probe.worker.finish_generation()
 
 
 def syncs(probe: Probe) -> Figures:
@@ -359,7 +385,7 @@ def checkpoint(probe: Probe) -> Figures:
 
 
 PARTS: Mapping[str, Callable[[Probe], Figures]] = {
-    part.__name__: part for part in (facts, gemm, build, train, logprobs, syncs, kernels, moves, export, ipc, checkpoint)
+    part.__name__: part for part in (facts, gemm, build, train, logprobs, generation, syncs, kernels, moves, export, ipc, checkpoint)
 }
 
 
@@ -397,6 +423,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens of the longest (default 2048)")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of a packed micro-batch (default 8192)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="repeats, of which the fastest counts (default 3)")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
+    parser.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model that is there already, of the size's vocabulary")
+    parser.add_argument("--transformer-engine", choices=["auto", "true", "false"], default="auto", help="the key of that name")
     parser.add_argument(
         "--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}; gemm and build come with them"
     )
@@ -404,6 +433,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; see megarl doctor, or try the program with --device cpu --size tiny")
+    from megarl.distributed.device import fast_pinning
+
+    if options.device == "cuda":
+        os.environ.update(fast_pinning())
+    options.transformer_engine = {"true": True, "false": False}.get(options.transformer_engine, options.transformer_engine)
     os.environ.update(
         {"MEGARL_DEVICE": options.device, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TOKENIZERS_PARALLELISM": "false"}
     )

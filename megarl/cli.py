@@ -391,7 +391,10 @@ def hide_secrets() -> None:
     learn(env.snapshot())
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # what libraries say of their own course (Megatron-Core at its import, for one) is nobody's here
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for ours in ("megarl", "converters"):
+        logging.getLogger(ours).setLevel(logging.INFO)
     sys.excepthook = _show_error
 
 

@@ -12,17 +12,18 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.device import runtime
+from megarl.distributed.device import FULL_FLOAT32, fast_pinning, runtime
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from megarl.patched import patched
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.manifest import Manifest, groups_within
 from megarl.weight_sync.transfer_group import TransferGroup
-from tests.dist import reference
+from tests.dist import dtensor_jobs, fsdp1_jobs, reference
 from tests.dist.jobs import build, dealt, full_weights
 
 Batch = Mapping[str, torch.Tensor]
+BUILDERS = {"dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
 
 
 def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
@@ -34,7 +35,7 @@ def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, 
         rank, world_size, port: of the group that it is in; one rank needs no port.
     """
     variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
-    os.environ.update({"MEGARL_DEVICE": device, "TOKENIZERS_PARALLELISM": "false", **variables})
+    os.environ.update({"MEGARL_DEVICE": device, "TOKENIZERS_PARALLELISM": "false", **FULL_FLOAT32, **fast_pinning(), **variables})
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     store: dist.Store = dist.HashStore() if world_size == 1 else dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
@@ -139,6 +140,41 @@ def offload(config: Mapping[str, Any], batches: list[Batch], straight: bool) -> 
     weights = full_weights(worker)
     worker.backend.close()
     return {**seen, "measured": steps, "weights": weights}
+
+
+def train_on(backend: str, config: Mapping[str, Any], batches: list[Batch], moves: bool = False) -> dict[str, Any]:
+    """Losses, gradient norms and exported weights of a worker of DTensor or FSDP1 after a step on each batch.
+
+    Args:
+        backend: ``dtensor`` or ``fsdp1``.
+        config: of the policy.
+        batches: to train on.
+        moves: everything goes to the host and comes back between the steps.
+    """
+    worker = BUILDERS[backend](config, init_reference_model=False)
+    measured: list[tuple[float, float]] = []
+    seen: dict[str, list[int]] = {"in_training": [], "offloaded": []}
+    for batch in batches:
+        result = worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+        measured.append((float(result["global_loss"]), float(result["grad_norm"])))
+        if moves:
+            seen["in_training"].append(_allocated(worker))
+            worker.offload_after_refit()
+            seen["offloaded"].append(_allocated(worker))
+            worker.prepare_for_training()
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in worker.backend.export_hf()}
+    worker.backend.close()
+    return {"measured": measured, "weights": weights, **seen}
+
+
+def greedy_on(backend: str, config: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+    """What a worker of DTensor or FSDP1 generates, and the log-probabilities that get_logprobs gives the same tokens."""
+    worker = BUILDERS[backend](config, init_optimizer=False, init_reference_model=False)
+    output = worker.generate(data=BatchedDataDict(batch), greedy=True)
+    again = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
+    recomputed = worker.get_logprobs(data=BatchedDataDict(again))["logprobs"]
+    worker.backend.close()
+    return {**dict(output), "recomputed": recomputed}
 
 
 def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, directory: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The engine's attention on a CUDA device: the FlashAttention kernel for packed sequences, and parts of the keys in plain operations.
 
-Skipped where there is no CUDA device; when this was written none was at hand.
+Skipped where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def test_packed_attention_is_as_exact_as_its_dtype(dtype: torch.dtype, window: i
     output.backward(small[3].cuda())
     bound = 16 * torch.finfo(dtype).eps
     for got, wanted in zip([output, *(leaf.grad for leaf in close)], [expected, *(leaf.grad for leaf in exact)], strict=True):
-        assert (got.detach().cpu().double() - wanted.detach()).norm() < bound * wanted.detach().norm()
+        # who sees one key has no gradient of query and key but what is left of a difference of numbers as large as those of the output
+        scale = expected.detach().norm() if window == 1 else wanted.detach().norm()
+        assert (got.detach().cpu().double() - wanted.detach()).norm() < bound * scale
 
 
 def test_parts_of_the_keys_agree_with_the_cpu() -> None:

@@ -1,7 +1,7 @@
 """Weights that leave a device's process: to another process by IPC, and to the host and back.
 
-Skipped where there is no CUDA device; when this was written none was at hand. The bodies were run on a CPU (``MEGARL_GPU_TESTS_ON=cpu``),
-where weights lie in shared memory of the host and no speed is asked for.
+Skipped where there is no CUDA device; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies on a CPU, where weights lie in shared memory of the host
+and no speed is asked for.
 """
 
 from __future__ import annotations

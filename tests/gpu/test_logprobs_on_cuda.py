@@ -1,6 +1,6 @@
 """The log-probabilities of logits on a CUDA device: the Triton kernels and the PyTorch code, each against the CPU.
 
-Skipped where there is no CUDA device; when this was written none was at hand.
+Skipped where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_values_and_gradients_equal_those_of_the_cpu(
     targets = torch.randint(vocabulary, (17,), generator=generator)
 
     def passed(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        leaf = logits.to(device).requires_grad_()
+        leaf = logits.clone().to(device).requires_grad_()
         values = vocab_parallel_logprobs(leaf * 1, targets.to(device), VocabularyShard(vocabulary), sampling, overwrite=True)
         (values * torch.linspace(-1, 2, 17).to(device)).sum().backward()
         assert leaf.grad is not None and leaf.grad[:, vocabulary:].eq(0).all()

@@ -1,8 +1,7 @@
 """What recipes for GPUs do, on one device: packed bfloat16 with heads of width 64, activation recompute, mixtures of experts, Transformer
 Engine where it is installed.
 
-Skipped where there is no CUDA device; when this was written none was at hand. The bodies ran on a CPU (``MEGARL_GPU_TESTS_ON=cpu``), so
-the bounds below are reasoned and not yet seen to hold on a device.
+Skipped where there is no CUDA device; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies on a CPU.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def test_packed_bfloat16_is_no_further_from_float32_than_transformers_is(
 def test_packed_float32_equals_transformers(cuda: DeviceProcess, wide_models: dict[str, Path], family: str) -> None:
     values = cuda.run(rank_jobs.logprobs, packed(wide_models[family], precision="float32"), BATCHES[0])
     expected = exact_logprobs(wide_models[family], BATCHES[0], family)
-    # Transformer Engine multiplies float32 matrices in TF32
-    torch.testing.assert_close(values, expected, atol=3e-2 if WITH_TE else 2e-4, rtol=0)
+    torch.testing.assert_close(values, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
@@ -73,8 +71,10 @@ def test_packed_bfloat16_training_follows_unpacked_float32(cuda: DeviceProcess, 
 def test_recomputed_activations_change_nothing(cuda: DeviceProcess, wide_models: dict[str, Path], family: str) -> None:
     kept = cuda.run(rank_jobs.train, packed(wide_models[family]), BATCHES[:2], NLLLoss())
     recomputed = cuda.run(rank_jobs.train, packed(wide_models[family], recompute=True), BATCHES[:2], NLLLoss())
-    # the loss of the first step comes from a forward pass alone, and is the same; backward passes may add in another order on a device
-    assert recomputed["losses"][0] == kept["losses"][0]
+    # on a device backward passes may add in another order, and a compiled norm, which is made together with the sum in front of it unless
+    # recomputation stands between them, is that of the sum before it is rounded to 16 bits
+    assert ON_GPU or recomputed["losses"][0] == kept["losses"][0]
+    torch.testing.assert_close(torch.tensor(recomputed["losses"][0]), torch.tensor(kept["losses"][0]), atol=0, rtol=1e-3)
     close = {"atol": 0, "rtol": 1e-2 if ON_GPU else 1e-5}
     torch.testing.assert_close(torch.tensor(recomputed["losses"]), torch.tensor(kept["losses"]), **close)
     torch.testing.assert_close(torch.tensor(recomputed["norms"]), torch.tensor(kept["norms"]), **close)

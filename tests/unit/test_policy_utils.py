@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
 
-from megarl.distributed.device import DeviceRuntime
+from megarl.distributed.device import DeviceRuntime, fast_pinning
 from megarl.errors import ConfigError
 from megarl.models.policy import PolicyConfig, utils
 from megarl.models.policy.lm_policy import worker_environment
@@ -119,11 +119,59 @@ def test_one_queue_of_a_gpu_for_collectives_beside_products(
     if already is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", already)
     megatron = {"enabled": True, "tensor_model_parallel_size": 1, "context_parallel_size": 1, **layout, "env_vars": own}
-    found = worker_environment(cast(PolicyConfig, {"megatron_cfg": megatron, "dtensor_cfg": {"enabled": False}}), gpus)
-    assert found == ({} if expected is None else {"CUDA_DEVICE_MAX_CONNECTIONS": expected})
+    assert environment(megatron, gpus).get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+def environment(megatron: dict[str, Any], gpus: bool, precision: str = "bfloat16") -> dict[str, str]:
+    config = {"megatron_cfg": megatron, "dtensor_cfg": {"enabled": False}, "precision": precision}
+    return worker_environment(cast(PolicyConfig, config), gpus)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpus", "already", "expected"),
+    [("float32", True, None, "0"), ("bfloat16", True, None, None), ("float32", False, None, None), ("float32", True, "1", None)],
+)
+def test_float32_is_float32_in_every_library(
+    monkeypatch: pytest.MonkeyPatch, precision: str, gpus: bool, already: str | None, expected: str | None
+) -> None:
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    if already is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", already)
+    megatron = {"enabled": True, "tensor_model_parallel_size": 1, "context_parallel_size": 1}
+    assert environment(megatron, gpus, precision).get("NVIDIA_TF32_OVERRIDE") == expected
+
+
+PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({}, "PYTORCH_CUDA_ALLOC_CONF", PINNED),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            "PYTORCH_CUDA_ALLOC_CONF",
+            f"expandable_segments:True,{PINNED}",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "pinned_num_register_threads:2", "PYTORCH_CUDA_ALLOC_CONF": "a:1"},
+            "PYTORCH_ALLOC_CONF",
+            "pinned_num_register_threads:2,pinned_use_cuda_host_register:True",
+        ),
+    ],
+)
+def test_page_locked_memory_is_taken_by_several_threads(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], name: str, expected: str
+) -> None:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    assert fast_pinning() == {name: expected}
 
 
 def test_other_backends_get_what_their_section_says() -> None:
     dtensor = {"enabled": True, "tensor_parallel_size": 2, "context_parallel_size": 1, "env_vars": {"A": 1}}
-    config = cast(PolicyConfig, {"dtensor_cfg": dtensor, "megatron_cfg": {"enabled": False}})
-    assert worker_environment(config, gpus=True) == {"A": "1"}
+    config = cast(PolicyConfig, {"dtensor_cfg": dtensor, "megatron_cfg": {"enabled": False}, "precision": "float32"})
+    assert worker_environment(config, gpus=False) == {"A": "1"}
+    assert worker_environment(config, gpus=True) == {"A": "1", **fast_pinning()}

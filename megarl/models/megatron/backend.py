@@ -59,7 +59,8 @@ class Mover:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, runtime: DeviceRuntime) -> None:
         self._chunks, self._optimizer, self._runtime = chunks, optimizer, runtime
-        self.optimizer_copies, self._loose_copies = HostCopies(runtime), HostCopies(runtime)
+        self._loose = LooseParameters(chunks, runtime)
+        self.optimizer_copies = HostCopies(runtime)
 
     def move(self, part: Part, place: Place) -> None:
         """Move ``part`` to ``place`` and wait for it."""
@@ -67,19 +68,19 @@ class Mover:
             return
         if part == "optimizer":
             if self._optimizer is not None:
-                self._move_each(functools.partial(move_optimizer, self._optimizer), self.optimizer_copies, place)
+                self._move_optimizer(self._optimizer, place)
         else:
             for chunk in self._chunks:
                 _move_buffers(chunk, place, parameters=part == "parameters")
             if part == "parameters":
-                self._move_each(functools.partial(_move_loose_parameters, self._chunks), self._loose_copies, place)
+                self._loose.move(place)
         self._runtime.synchronize()
 
-    def _move_each(self, each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None], copies: HostCopies, place: Place) -> None:
+    def _move_optimizer(self, optimizer: MegatronOptimizer, place: Place) -> None:
         if place == "host":
-            copies.take(each)
+            self.optimizer_copies.take(functools.partial(move_optimizer, optimizer))
         else:
-            each(lambda tensor: tensor.to(self._runtime.device, non_blocking=True))
+            move_optimizer(optimizer, lambda tensor: tensor.to(self._runtime.device, non_blocking=True))
 
 
 def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -108,18 +109,55 @@ def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: b
         move(move_params=parameters, move_grads=not parameters)
 
 
-def _move_loose_parameters(chunks: Sequence[DistributedDataParallel], move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put parameters outside the buffers (all of them without the distributed optimizer) where ``move`` puts a tensor."""
-    for model in chunks:
-        buffered = {
-            parameter
-            for buffer in model.buffers + model.expert_parallel_buffers
-            if buffer.param_data is not None
-            for parameter in buffer.params
-        }
-        for parameter in model.module.parameters():
-            if parameter not in buffered:
-                parameter.data = move(parameter.data)
+class LooseParameters:
+    """The parameters outside Megatron-Core's buffers (all of them without the distributed optimizer), which leave the device and come back.
+
+    Their memory goes and the tensors stay, as in Megatron-Core's own buffers. A parameter that is given a tensor of another device
+    gets a new node in the graph of gradients, without the hook by which data parallelism collects its gradient: from then on it is zero.
+
+    Args:
+        chunks: the model chunks of this stage.
+        runtime: device of this process.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], runtime: DeviceRuntime) -> None:
+        self._chunks = chunks
+        self._copies = HostCopies(runtime)
+        self._away: list[torch.Tensor] = []
+
+    def move(self, place: Place) -> None:
+        """Free their memory on the device once it is copied to the host, or take it and fill it again; without waiting."""
+        memories = self._memories()
+        if place == "host":
+            self._away = self._copies.fill([_bytes_of(memory) for memory in memories])
+            for memory in memories:
+                memory.resize_(0)
+            return
+        for memory, copy in zip(memories, self._away, strict=True):
+            memory.resize_(copy.nbytes)
+            _bytes_of(memory).copy_(copy, non_blocking=True)
+        self._away = []
+
+    def _memories(self) -> list[torch.UntypedStorage]:
+        """Each once, in the order of the parameters."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for model in self._chunks:
+            buffered = {
+                parameter
+                for buffer in model.buffers + model.expert_parallel_buffers
+                if buffer.param_data is not None
+                for parameter in buffer.params
+            }
+            for parameter in model.module.parameters():
+                if parameter not in buffered:
+                    memory = parameter.untyped_storage()
+                    found.setdefault(memory._cdata, memory)
+        return list(found.values())
+
+
+def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
+    """All of it, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 logger = logging.getLogger(__name__)

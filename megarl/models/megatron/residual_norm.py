@@ -6,7 +6,7 @@ device. Megatron-Core's layers stay as they are: in the place of a layer's funct
 norm of the sum as well, and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very tensor.
 Where anything stands between the two (recomputation, the end of a pipeline stage) the norm computes its own.
 
-The sum is rounded to the layers' dtype; of a compiled sum the norm may be that of the unrounded one. Not run on a GPU yet.
+The sum is rounded to the layers' dtype; of a compiled sum the norm may be that of the unrounded one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.models.megatron.specs import PortableRMSNorm
 def _sum_and_norm(
     tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[..., H], [..., H], [H] -> the sum and its norm, [..., H], and the float32 inverse root mean square of the sum, [..., 1]."""
+    """[T, H], [T, H], [H] -> the sum and its norm, [T, H], and the float32 inverse root mean square of the sum, [T, 1]."""
     total = residual + tokens
     wide = total.to(_wide(total))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -38,7 +38,7 @@ def _sum_and_norm(
 def _gradients(
     of_total: torch.Tensor, of_norm: torch.Tensor, total: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of what was added, [..., H], and of the norm's weight, [H].
+    """Gradients of what was added, [T, H], and of the norm's weight, [H].
 
     With x the sum, r its inverse root mean square and n = x r: the norm's gradient of x is r (g - n mean(g n)) for g = weight times the
     gradient of the norm; that of the weight is the sum of n times the gradient of the norm over all tokens.
@@ -47,7 +47,7 @@ def _gradients(
     gradient = of_norm.to(scale.dtype)
     weighted = gradient * weight
     of_sum = scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True)) + of_total
-    return of_sum.to(total.dtype), (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    return of_sum.to(total.dtype), (gradient * normed).sum(0).to(weight.dtype)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -56,25 +56,32 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward, each made one operation; compiled once for all numbers of tokens."""
+    """Forward and backward, each made one operation, of rows of tokens one after another: compiled once for all numbers of tokens. Of three
+    dimensions the compiler would keep how the strides of two of them relate, which differs with every number of sequences."""
     return tuple(torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients))  # type: ignore[return-value]
 
 
 class SumAndNorm(torch.autograd.Function):
-    """``_sum_and_norm`` with its gradients."""
+    """``_sum_and_norm`` of [..., H], with its gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total, norm, scale = _compiled()[0](tokens, residual, weight, epsilon)
+        total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon)
         ctx.save_for_backward(total, scale, weight)
-        return total, norm
+        return total.view(tokens.shape), norm.view(tokens.shape)
 
     @staticmethod
     def backward(ctx: Any, of_total: torch.Tensor, of_norm: torch.Tensor) -> tuple[Any, ...]:
-        of_sum, of_weight = _compiled()[1](of_total, of_norm, *ctx.saved_tensors)
+        of_sum, of_weight = _compiled()[1](_rows(of_total), _rows(of_norm), *ctx.saved_tensors)
+        of_sum = of_sum.view(of_total.shape)
         return of_sum, of_sum, of_weight, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., H] as [T, H], contiguous."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
 class JoinedAdd:

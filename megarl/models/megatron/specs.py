@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from converters.mapping.rule import fused_norms
+from megarl.distributed.device import runtime
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
@@ -147,7 +148,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
     _ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=runtime().device)
         self.weight.sequence_parallel = config.sequence_parallel
 
     def leave(self, total: torch.Tensor, norm: torch.Tensor) -> None:

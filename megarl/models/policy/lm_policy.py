@@ -23,6 +23,7 @@ from megarl.config.backend import enabled_backend, scores
 from megarl.distributed.batch_checks import check_batch, check_scored_tokens
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.deadlines import PhaseDeadlines
+from megarl.distributed.device import FULL_FLOAT32, fast_pinning
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -638,17 +639,21 @@ def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
     """Environment variables that a backend's workers get beside those of the driver: its section's own, and what its layout wants.
 
     With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which they were launched, so that a
-    collective of Megatron-Core's tensor or context parallelism begins before the product of matrices that it is to run beside. A value of
-    the driver's environment stays.
+    collective of Megatron-Core's tensor or context parallelism begins before the product of matrices that it is to run beside. Products
+    of float32 are products of float32 (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else
+    a GPU's workers get see ``device.fast_pinning``. A value of the driver's environment stays.
     """
     backend = enabled_backend(config)
+    found = fast_pinning() if gpus else {}
     if backend == "fsdp1":
-        return {}
+        return found
     section: Mapping[str, Any] = config["megatron_cfg"] if backend == "megatron" else config["dtensor_cfg"]
-    found = {}
-    overlaps = backend == "megatron" and max(section["tensor_model_parallel_size"], section["context_parallel_size"]) > 1
-    if gpus and overlaps and env.text("CUDA_DEVICE_MAX_CONNECTIONS") is None:
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if gpus and backend == "megatron":
+        overlaps = max(section["tensor_model_parallel_size"], section["context_parallel_size"]) > 1
+        wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if overlaps else {}
+        if config["precision"] == "float32":
+            wanted |= FULL_FLOAT32
+        found |= {name: value for name, value in wanted.items() if env.text(name) is None}
     return {**found, **{name: str(value) for name, value in (section.get("env_vars") or {}).items()}}
 
 
