@@ -232,7 +232,8 @@ def generation(probe: Probe) -> Figures:
         tokens = int(answers[0]["generation_lengths"].sum())
         yield f"generation of {rows} answers, {turn}: tokens, s, tokens/s", [tokens, round(seconds, 2), round(tokens / seconds)]
         yield f"generation, {turn}: ms a token of each row", round(seconds / new * 1e3, 2)
-    probe.worker.finish_generation()
+    yield from _kernels_of(probe, "generation", lambda: probe.worker.generate(data=prompts))
+    probe.worker.prepare_for_training()
 
 
 def syncs(probe: Probe) -> Figures:
@@ -260,19 +261,23 @@ def syncs(probe: Probe) -> Figures:
 
 def kernels(probe: Probe) -> Figures:
     """Kernels of a training step, and the share of its time in which one runs."""
+    yield from _kernels_of(probe, "a training step", probe.train)
+
+
+def _kernels_of(probe: Probe, what: str, action: Callable[[], Any]) -> Figures:
     if not probe.on_gpu:
         return
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        seconds = probe.seconds(probe.train)
+        seconds = probe.seconds(action)
     rows = [event for event in recorded.key_averages() if event.self_device_time_total > 0]
     rows.sort(key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in rows) / 1e6
-    yield "kernels of a training step", sum(event.count for event in rows)
-    yield "kernel seconds, step seconds", [round(busy, 3), round(seconds, 3)]
+    yield f"kernels of {what}", sum(event.count for event in rows)
+    yield f"kernel seconds, seconds of {what}", [round(busy, 3), round(seconds, 3)]
     yield (
-        "longest kernels, ms and calls",
+        f"longest kernels of {what}, ms and calls",
         [[event.key[:100], round(event.self_device_time_total / 1e3, 1), event.count] for event in rows[:SHOWN]],
     )
 
