@@ -170,6 +170,10 @@ def causal_attention(
     if sinks is not None:
         return _with_sinks(query, key, value, scale, window, sinks, row_lengths)
     grouped = query.shape[1] != key.shape[1]
+    if grouped and queries == 1:
+        # all heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one keys would be repeated
+        each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
+        return _of_last_position(each, key, value, scale, window, row_lengths).flatten(1, 2).unsqueeze(2)
     narrow = window is not None and window < keys
     if queries == keys and not narrow and row_lengths is None:
         return scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
@@ -179,6 +183,24 @@ def causal_attention(
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
+def _of_last_position(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    row_lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """``causal_attention`` of the last position alone: [B, G, N, D], [B, G, K, D], [B, G, K, D] -> [B, G, N, D] of N heads a group."""
+    keys = key.shape[2]
+    mask = None
+    if row_lengths is not None or (window is not None and window < keys):
+        mask = _seen(1, keys, window, row_lengths, query.device)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+# every layer of a pass asks for the same one
+@functools.lru_cache(maxsize=2)
 def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
