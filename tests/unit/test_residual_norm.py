@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from megarl.models.megatron import residual_norm
 from megarl.models.megatron.residual_norm import JoinedAdd, SumAndNorm
@@ -52,6 +53,23 @@ def test_numbers_are_those_of_float64_within_the_dtype(dtype: torch.dtype) -> No
     right = torch.autograd.grad(sum((one * reader).sum() for one, reader in zip(expected, readers, strict=True)), exact)
     for one, other in zip(got, right, strict=True):
         torch.testing.assert_close(one.double(), other, atol=16 * rounding * other.abs().max().item(), rtol=0)
+
+
+def test_it_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and sequences in any number, whole tensors and views: after eight versions the compiler gives up, and every call is slow."""
+    counters = [CompileCounter(), CompileCounter()]
+    functions = (residual_norm._sum_and_norm, residual_norm._gradients)
+    compiled = tuple(torch.compile(function, dynamic=True, backend=counter) for function, counter in zip(functions, counters, strict=True))
+    monkeypatch.setattr(residual_norm, "_compiled", lambda: compiled)
+    weight = torch.ones(7, requires_grad=True)
+    for sizes in ((3, 2), (5, 1), (1, 4), (6, 3), (8, 8), (2, 9), (11, 5), (4, 12), (13, 2), (7, 3)):
+        tokens = torch.randn(*sizes, 7, requires_grad=True)
+        # as embeddings come: rows first, and then positions
+        residual = torch.randn(sizes[1], sizes[0], 7).transpose(0, 1)
+        for one, other in ((tokens, residual), (tokens, residual.contiguous()), (tokens, torch.randn(*sizes, 9)[..., :7])):
+            total, norm = SumAndNorm.apply(one, other, weight, EPSILON)
+            (total.sum() + norm.square().sum()).backward()
+    assert [counter.frame_count for counter in counters] == [1, 1]
 
 
 def norm_of(weight: torch.Tensor) -> PortableRMSNorm:

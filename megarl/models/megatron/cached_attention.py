@@ -7,6 +7,7 @@ are decoded, keys are rotated by the positions of their own rows before they are
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,13 @@ class DecodedRows:
     are_padded: bool
 
     def positions(self, new: int) -> torch.Tensor:
-        """[new, b] int64: the positions of the newest tokens; those of padding are 0."""
-        device = self.lengths.device
-        return (self.lengths - new + torch.arange(new, device=device)[:, None]).clamp(min=0)
+        """[new, b] int64: the positions of the newest tokens; those of padding are 0. All layers of a pass get the same tensor."""
+        return _newest(self.lengths, new)
+
+
+@functools.lru_cache(maxsize=2)
+def _newest(lengths: torch.Tensor, new: int) -> torch.Tensor:
+    return (lengths - new + torch.arange(new, device=lengths.device)[:, None]).clamp(min=0)
 
 
 class RowSelfAttention(SelfAttention):

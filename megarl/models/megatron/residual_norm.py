@@ -80,8 +80,10 @@ class SumAndNorm(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., H] as [T, H], contiguous."""
-    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    """[..., H] as [T, H], contiguous, and no view of another tensor: the compiler would keep the strides of that one too."""
+    rows = tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    alone = torch.empty(0, dtype=rows.dtype, device=rows.device)
+    return alone.set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
 
 
 class JoinedAdd:
