@@ -127,7 +127,7 @@ def _again(names: Sequence[str], quick: bool, options: Options) -> list[dict[str
 def _cases_that_take(options: Options) -> list[str]:
     """All cases that need no choice, or where something is chosen, those that follow it."""
     chosen = set(options.chosen)
-    return [name for name, case in CASES.items() if set(case.needs) <= chosen <= set(case.takes)]
+    return [name for name, case in CASES.items() if not case.by_name and set(case.needs) <= chosen <= set(case.takes)]
 
 
 def _fault(names: Sequence[str], options: Options) -> str:

@@ -15,6 +15,7 @@ class Case:
         takes: the options of ``benchmarks.options.Options`` that it follows.
         needs: those of them that it cannot do without; a run of all cases leaves it out where they are not chosen.
         load: processes that compute at the same time, and so the load that the case itself causes.
+        by_name: it is measured where it is named; a run of all cases leaves it out.
     """
 
     about: str
@@ -22,6 +23,7 @@ class Case:
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     load: float = 2.0
+    by_name: bool = False
 
 
 CASES = {
@@ -140,6 +142,7 @@ CASES = {
     "recover.kill": Case(
         "seconds from SIGKILL to a worker to the next finished step against a start from nothing",
         "benchmarks.cases.recover_kill",
+        by_name=True,
     ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

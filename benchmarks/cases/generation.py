@@ -35,7 +35,7 @@ def measure(quick: bool) -> Iterator[Point]:
     """Backends x lengths of the prompts."""
     from benchmarks import tiny
 
-    rows, repeats = (64, 3) if quick else (256, 5)
+    rows, repeats = (64, 3) if quick else (256, 4)
     with tempfile.TemporaryDirectory() as directory, WorkerPool() as pool:
         model = tiny.save_model(Path(directory) / "model", LONGEST, **SIZES)
         for backend in ("megatron", "dtensor", "fsdp1"):

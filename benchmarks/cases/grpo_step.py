@@ -54,7 +54,7 @@ def measure(quick: bool) -> Iterator[Point]:
                 [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 5)
                 ratio = "exactly 1" if on_policy else "to the policy before"
                 yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task, ratio))
-        repeats, narrow = 2 if quick else 5, _model(root / "narrow", parts=2)
+        repeats, narrow = 2 if quick else 4, _model(root / "narrow", parts=2)
         halves = {"dp": replace(task, prompts=task.prompts[::2]), "tp": replace(task, model=narrow)}
         for backend in BACKENDS:
             alone = ranks.run(1, _steps, _config(task, backend), task, repeats)

@@ -27,7 +27,7 @@ Judge = Callable[[Sequence[Task]], list[float | None]]
 
 def measure(quick: bool) -> Iterator[Point]:
     """Answers of ``CHARACTERS`` each, a tenth of them wrong; with one process of the pool, and with as many as this one may use."""
-    answers, repeats = (64, 3) if quick else (512, 4)
+    answers, repeats = (64, 3) if quick else (512, 3)
     spec = RewardSpec("math", timeout_s=60.0)
     by_itself = _judge(spec)
     cores = len(os.sched_getaffinity(0))
