@@ -7,24 +7,23 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 
-from megarl.algorithms.algorithm import ACTOR, REFERENCE, Algorithm, ModelSection, Parts, Role
+from megarl.algorithms.algorithm import ACTOR, REFERENCE, ModelSection, Parts, Role
+from megarl.algorithms.sampled import Sampled, SampledConfig, answer_metrics
 from megarl.config.distillation import TEACHER, TEACHERS, teachers_of_sources
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
-from megarl.observe.timing import Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
-    from megarl.rollout.collector import Rollouts
 
 TOPK = "topk"
 REVERSE_KL = "reverse_kl_advantage"
 
 
-class DistillationConfig(DistillationLossConfig):
+class DistillationConfig(SampledConfig, DistillationLossConfig):
     """On-policy distillation. ``teacher``, or one of ``teachers``, says what the policy learns from. ``loss_fn`` is the loss of
     `reverse_kl_advantage` alone."""
 
@@ -55,33 +54,10 @@ class DistillationConfig(DistillationLossConfig):
             ),
         ]
     ]
-    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
     num_generations_per_prompt: NotRequired[Annotated[int, Key("answers a prompt.", AT_LEAST_1, default=1)]]
-    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
-    max_num_epochs: NotRequired[
-        Annotated[
-            int | None,
-            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
-        ]
-    ]
-    val_period: NotRequired[Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]]
-    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
-    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
-    max_val_samples: NotRequired[
-        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
-    ]
-    val_batch_size: NotRequired[
-        Annotated[
-            int | None,
-            Key("prompts of a validation set that are generated together; null for the whole set in one call.", AT_LEAST_1, default=None),
-        ]
-    ]
-    val_num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("answers a prompt of a validation, as ``grpo.val_num_generations_per_prompt``.", AT_LEAST_1, default=1)]
-    ]
 
 
-class Distillation(Algorithm):
+class Distillation(Sampled):
     """One step samples responses, asks the teacher of each about its tokens, and trains on them. Rewards are only measured."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
@@ -102,22 +78,13 @@ class Distillation(Algorithm):
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.distillation_loss import DistillationLossFn
         from megarl.algorithms.loss_functions import ClippedPGLossFn
-        from megarl.rollout.collector import Collector
 
-        super().__init__(parts)
-        assert parts.environment is not None
-        self.run_config, self.config = parts.config, parts.config["distillation"]
-        self.seed = parts.config["seed"]
-        self.policy, self.models, self.turns = parts.models[ACTOR], parts.models, parts.turns
-        self.refit, self.timer, self.skipped = parts.refit, parts.timer, parts.skipped
-        self.train_data, self.validation_data = parts.train_data, parts.validation_data
-        self.sample_log, self.done_steps = parts.sample_log, 0
-        self.is_topk = self.config["mode"] == TOPK
-        self.loss_fn: Any = DistillationLossFn(self.config) if self.is_topk else ClippedPGLossFn(parts.config["loss_fn"])
+        self.is_topk = parts.config["distillation"]["mode"] == TOPK
+        super().__init__(
+            parts, DistillationLossFn(parts.config["distillation"]) if self.is_topk else ClippedPGLossFn(parts.config["loss_fn"])
+        )
         self.teachers = {role.section.rpartition(".")[2]: role for role in _teacher_roles(parts.config)}
         self.teacher_of_source = teachers_of_sources(parts.config)
-        stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
-        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
 
     @classmethod
     def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
@@ -127,10 +94,10 @@ class Distillation(Algorithm):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts, ask the teachers, and train on them."""
-        from megarl.algorithms.train_results import step_metrics, trained_sequences
+        from megarl.algorithms.train_results import step_metrics
         from megarl.rollout.collector import add_metrics, part_metrics
 
-        rollouts = self._sampled(step)
+        rollouts = self._next_answers(step)
         samples, records = rollouts.samples, [record.index for record in rollouts.records]
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
@@ -143,69 +110,27 @@ class Distillation(Algorithm):
             means = apart.sum(dim=1) / batch["token_mask"].sum(dim=1).clamp(min=1)
             self.sample_log.train(step, rollouts, means, batch.get("prev_logprobs"), self.train_data.sources)
         self.turns.take(ACTOR)
-        with self.timer.phase("train"):
-            self.policy.prepare_for_training()
-            result = self.skipped.train(self.policy, batch, self.loss_fn, step, records)
-            self.policy.finish_training()
-            self.timer.passed(trained_sequences(batch, result, self.loss_fn))
-        if self.refit is not None:
-            self.refit.stale = True
+        (result,) = self._train_policy(batch, step, rollouts)
         self.done_steps = step
         own = {
             **step_metrics(result, self.loss_fn),
             **_divergences(-apart, batch, rows_of),
-            **_sample_metrics(samples),
+            **answer_metrics(samples),
+            "num_tokens": int(samples["input_lengths"].sum()),
             **part_metrics([samples]),
             **of_pass,
             "epoch": self.sampler.epoch,
         }
         return add_metrics(own, [rollouts.metrics])
 
-    def validate(self) -> dict[str, float]:
-        """Figures of all validation sets (``validation_metrics``)."""
-        from megarl.rollout.evaluation import answer_set, validation_metrics, validation_sets
-
-        if self.validation_data is None:
-            return {}
-        self.turns.take(ACTOR)
-        size = self.config["val_batch_size"]
-        validated = [answer_set(self.collector, each, size) for each in validation_sets(self.run_config, self.validation_data)]
-        if self.refit is not None:
-            # the engines may have had its devices; whoever saves or exports next finds it there again
-            self.policy.prepare_for_lp_inference()
-        if self.sample_log is not None:
-            self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
-        return validation_metrics(validated)
-
-    def _sampled(self, step: int) -> Rollouts:
-        from megarl.rollout.samples import sampling_seeds
-
-        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
-        examples = self.train_data.select(self.sampler.take(prompts))
-        self.turns.take(ACTOR)
-        return self.collector.collect(examples, generations, sampling_seeds(self.seed, step, prompts, generations), weight_version=step - 1)
-
     def _own_columns(self, samples: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """What the loss reads that is the policy's own, and metrics of it: for a policy gradient the log-probabilities of the policy before
         the update, and of the reference where it is needed."""
-        from megarl.algorithms.train_results import scored_tokens
-        from megarl.distributed.batched_data_dict import BatchedDataDict
-        from megarl.rollout.samples import MODEL_INPUTS, mismatch_metrics
+        from megarl.rollout.samples import mismatch_metrics
 
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
-        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, "generation_logprobs": samples["generation_logprobs"]})
         if self.is_topk:
-            return batch, {}
-        passed = Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs))
-        self.policy.prepare_for_lp_inference()
-        with self.timer.phase("logprobs"):
-            batch["prev_logprobs"] = self.policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
-            self.timer.passed(passed)
-        if self.loss_fn.kl_penalty:
-            with self.timer.phase("reference_logprobs"):
-                reference = self.policy.get_reference_policy_logprobs(inputs, skip_masked=True)
-                batch["reference_policy_logprobs"] = reference["reference_logprobs"]
-                self.timer.passed(passed)
+            return self._batch_of(samples, previous=False, reference=False), {}
+        batch = self._batch_of(samples, previous=True, reference=bool(self.loss_fn.kl_penalty))
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         return batch, mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], counts)
 
@@ -277,19 +202,3 @@ def _divergences(apart: Tensor, batch: BatchedDataDict[Any], rows_of: Mapping[st
     name = "sampled_reverse_kl"
     of_each = {f"{name}/{teacher}": mean(rows) for teacher, rows in rows_of.items()} if len(rows_of) > 1 else {}
     return {name: mean(slice(None)), **of_each}
-
-
-def _sample_metrics(samples: BatchedDataDict[Any]) -> dict[str, float]:
-    """Figures of the samples; rewards without those that are masked, and the accuracy where it is not the reward."""
-    rewards = samples["reward"][~samples["masked"]]
-    found = {
-        "reward": float(rewards.mean()) if len(rewards) else 0.0,
-        "generation_length": float(samples["generation_lengths"].double().mean()),
-        "truncated": float(samples["truncated"].double().mean()),
-        "num_tokens": int(samples["input_lengths"].sum()),
-    }
-    if "accuracy" in samples:
-        accuracies = samples["accuracy"][~samples["masked"]]
-        accuracies = accuracies[~accuracies.isnan()]
-        found["accuracy"] = float(accuracies.mean()) if len(accuracies) else 0.0
-    return found

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.algorithms.algorithm import ACTOR, REFERENCE, REWARD_MODEL, Algorithm, ModelSection, Parts, Role
+from megarl.algorithms.algorithm import ACTOR, REFERENCE, REWARD_MODEL, ModelSection, Parts, Role
+from megarl.algorithms.sampled import Sampled, SampledConfig, answer_metrics, mean
 from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import model_sections
@@ -43,72 +44,9 @@ class AdvEstimatorConfig(TypedDict):
     ]
 
 
-class GRPOConfig(TypedDict):
-    """Group-relative policy optimisation."""
+class RewardedConfig(SampledConfig):
+    """Training on sampled answers by their rewards: what GRPO and PPO have in common."""
 
-    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
-    num_generations_per_prompt: Annotated[
-        int, Key("answers a prompt; 2 or more, but for `reinforce_plus_plus` without ``minus_baseline``.", AT_LEAST_1)
-    ]
-    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
-    max_num_epochs: NotRequired[
-        Annotated[
-            int | None,
-            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
-        ]
-    ]
-    adv_estimator: NotRequired[
-        Annotated[
-            AdvEstimatorConfig,
-            Key("how advantages are made of rewards.", default={"name": "grpo", "minus_baseline": False}),
-        ]
-    ]
-    advantage_clip_low: NotRequired[Annotated[float | None, Key("the least advantage; null for no bound.", Range(high=0), default=None)]]
-    advantage_clip_high: NotRequired[Annotated[float | None, Key("the largest advantage; null for no bound.", AT_LEAST_0, default=None)]]
-    normalize_rewards: NotRequired[Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]]
-    std: NotRequired[
-        Annotated[
-            Literal["population", "sample"],
-            Key(
-                "`population` divides the squares by the number n of answers, `sample` by n - 1; advantages of the first "
-                "are sqrt(n / (n - 1)) times those of the second, which TRL has: 1.155 times for 4 answers.",
-                default="population",
-            ),
-        ]
-    ]
-    use_leave_one_out_baseline: NotRequired[
-        Annotated[bool, Key("the baseline of an answer is the mean of the group's other answers.", default=True)]
-    ]
-    val_period: NotRequired[
-        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0, advice="write 0 for no validation")]
-    ]
-    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
-    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
-    max_val_samples: NotRequired[
-        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
-    ]
-    val_batch_size: NotRequired[
-        Annotated[
-            int | None,
-            Key(
-                "prompts of a validation set that are generated together; null for the whole set in one call. A policy that generates "
-                "itself takes ``policy.generation_batch_size`` answers at a time even so.",
-                AT_LEAST_1,
-                default=None,
-            ),
-        ]
-    ]
-    val_num_generations_per_prompt: NotRequired[
-        Annotated[
-            int,
-            Key(
-                "k, answers a prompt of a validation: several give mean@k, pass@k and majority@k, and need "
-                "``policy.generation.val_temperature``. A source of ``data.validation`` may say otherwise.",
-                AT_LEAST_1,
-                default=1,
-            ),
-        ]
-    ]
     reward_model_weight: NotRequired[
         Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
     ]
@@ -118,35 +56,12 @@ class GRPOConfig(TypedDict):
         ]
     ]
     max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
-    use_dynamic_sampling: NotRequired[
-        Annotated[
-            bool,
-            Key(
-                "leave out prompts whose answers are all as right as each other, and sample further prompts in their place until a step "
-                "has ``num_prompts_per_step`` (DAPO). Right is what the reward that tells right from wrong says, not the shaped reward.",
-                default=False,
-            ),
-        ]
-    ]
-    batch_multiplier: NotRequired[
-        Annotated[
-            float,
-            Key(
-                "with ``use_dynamic_sampling``, ``num_prompts_per_step`` times this prompts are sampled at a time. It changes how long a "
-                "step takes, not what it trains on.",
-                AT_LEAST_1,
-                default=1.0,
-            ),
-        ]
-    ]
-    dynamic_sampling_max_gen_batches: NotRequired[
-        Annotated[int, Key("so often at most, after which a step that is not full ends the run.", AT_LEAST_1, default=10)]
-    ]
     overlong_filtering: NotRequired[
         Annotated[
             bool,
             Key(
-                "answers that were cut off are left out of training; they stay in their groups, by which others are judged.", default=False
+                "answers that were cut off are left out of training; with GRPO they stay in their groups, by which others are judged.",
+                default=False,
             ),
         ]
     ]
@@ -176,7 +91,61 @@ class GRPOConfig(TypedDict):
     ]
 
 
-class GRPO(Algorithm):
+class GRPOConfig(RewardedConfig):
+    """Group-relative policy optimisation."""
+
+    num_generations_per_prompt: Annotated[
+        int, Key("answers a prompt; 2 or more, but for `reinforce_plus_plus` without ``minus_baseline``.", AT_LEAST_1)
+    ]
+    adv_estimator: NotRequired[
+        Annotated[
+            AdvEstimatorConfig,
+            Key("how advantages are made of rewards.", default={"name": "grpo", "minus_baseline": False}),
+        ]
+    ]
+    advantage_clip_low: NotRequired[Annotated[float | None, Key("the least advantage; null for no bound.", Range(high=0), default=None)]]
+    advantage_clip_high: NotRequired[Annotated[float | None, Key("the largest advantage; null for no bound.", AT_LEAST_0, default=None)]]
+    normalize_rewards: NotRequired[Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]]
+    std: NotRequired[
+        Annotated[
+            Literal["population", "sample"],
+            Key(
+                "`population` divides the squares by the number n of answers, `sample` by n - 1; advantages of the first "
+                "are sqrt(n / (n - 1)) times those of the second, which TRL has: 1.155 times for 4 answers.",
+                default="population",
+            ),
+        ]
+    ]
+    use_leave_one_out_baseline: NotRequired[
+        Annotated[bool, Key("the baseline of an answer is the mean of the group's other answers.", default=True)]
+    ]
+    use_dynamic_sampling: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "leave out prompts whose answers are all as right as each other, and sample further prompts in their place until a step "
+                "has ``num_prompts_per_step`` (DAPO). Right is what the reward that tells right from wrong says, not the shaped reward.",
+                default=False,
+            ),
+        ]
+    ]
+    batch_multiplier: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "with ``use_dynamic_sampling``, ``num_prompts_per_step`` times this prompts are sampled at a time. It changes how long a "
+                "step takes, not what it trains on.",
+                AT_LEAST_1,
+                default=1.0,
+            ),
+        ]
+    ]
+    dynamic_sampling_max_gen_batches: NotRequired[
+        Annotated[int, Key("so often at most, after which a step that is not full ends the run.", AT_LEAST_1, default=10)]
+    ]
+
+
+class GRPO(Sampled):
     """One step samples several responses to each of some prompts and trains on all of them."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
@@ -195,22 +164,10 @@ class GRPO(Algorithm):
 
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.loss_functions import ClippedPGLossFn
-        from megarl.rollout.collector import Collector
 
-        super().__init__(parts)
-        assert parts.environment is not None
-        self.run_config, self.config = parts.config, parts.config[self.section()]
-        self.seed = parts.config["seed"]
-        self.policy = parts.models[ACTOR]
-        self.refit = parts.refit
-        self.train_data, self.validation_data = parts.train_data, parts.validation_data
-        self.timer, self.skipped, self.turns = parts.timer, parts.skipped, parts.turns
-        self.sample_log, self.done_steps = parts.sample_log, 0
-        self.loss_fn = ClippedPGLossFn(parts.config["loss_fn"])
+        super().__init__(parts, ClippedPGLossFn(parts.config["loss_fn"]))
         self.reward_model = parts.models.get(REWARD_MODEL)
         self.reward_weights = {**weights_of_rewards(parts.config["env"]), REWARD_MODEL.name: self.config["reward_model_weight"]}
-        stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
-        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
         self.pad_token_id = parts.tokenizer.pad_token_id
 
     @classmethod
@@ -253,33 +210,17 @@ class GRPO(Algorithm):
 
     def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train on a batch with its advantages, so often; the metrics of that."""
-        from megarl.algorithms.train_results import metrics_of_epochs, trained_sequences
+        from megarl.algorithms.train_results import metrics_of_epochs
 
-        records, results = [record.index for record in rollouts.records], []
-        with self.timer.phase("train"):
-            self.policy.prepare_for_training()
-            for _ in range(epochs):
-                results.append(self.skipped.train(self.policy, batch, self.loss_fn, step, records))
-            self.policy.finish_training()
-            for result in results:
-                self.timer.passed(trained_sequences(batch, result, self.loss_fn))
-        if self.refit is not None:
-            self.refit.stale = True
-        return metrics_of_epochs(results, self.loss_fn)
+        return metrics_of_epochs(self._train_policy(batch, step, rollouts, epochs), self.loss_fn)
 
     def _sampled_at_once(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
-        """Answers to the next prompts, all of which the step trains on."""
-        from megarl.rollout.samples import sampling_seeds
-
-        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
-        seeds = sampling_seeds(self.seed, step, prompts, generations)
-        rollouts = self._collected(self.sampler.take(prompts), seeds, step)
+        rollouts = self._next_answers(step)
         return rollouts, rollouts.samples, {}
 
     def _collected(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts, with the score of the reward model in their rewards, where there is one."""
-        generations = self.config["num_generations_per_prompt"]
-        rollouts = self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
+        rollouts = super()._collected(indices, seeds, step)
         if self.reward_model is not None:
             self.turns.take(REWARD_MODEL)
             with self.timer.phase("reward_model"):
@@ -337,7 +278,7 @@ class GRPO(Algorithm):
         )
         filled = sampling.fill(step, self.sampler, collect)
         trained = filled.rollouts.samples
-        return filled.rollouts, filled.judged, {**filled.metrics, "filtered_reward": _mean(trained["reward"][~trained["masked"]])}
+        return filled.rollouts, filled.judged, {**filled.metrics, "filtered_reward": mean(trained["reward"][~trained["masked"]])}
 
     @property
     def needs_previous_logprobs(self) -> bool:
@@ -348,22 +289,6 @@ class GRPO(Algorithm):
         """
         bounds = [self.config[key] for key in ("max_token_mult_prob_error", "seq_logprob_error_threshold")]
         return not self.loss_fn.force_on_policy_ratio or self.loss_fn.use_kl_in_reward or bounds != [None, None]
-
-    def validate(self) -> dict[str, float]:
-        """Figures of all validation sets (``validation_metrics``)."""
-        from megarl.rollout.evaluation import answer_set, validation_metrics, validation_sets
-
-        if self.validation_data is None:
-            return {}
-        self.turns.take(ACTOR)
-        size = self.config["val_batch_size"]
-        validated = [answer_set(self.collector, each, size) for each in validation_sets(self.run_config, self.validation_data)]
-        if self.refit is not None:
-            # the engines may have had its devices; whoever saves or exports next finds it there again
-            self.policy.prepare_for_lp_inference()
-        if self.sample_log is not None:
-            self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
-        return validation_metrics(validated)
 
     def _judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
         """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch, by its ``sample_mask``.
@@ -412,25 +337,7 @@ class GRPO(Algorithm):
     def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the
         reference, where needed."""
-        from megarl.algorithms.train_results import scored_tokens
-        from megarl.distributed.batched_data_dict import BatchedDataDict
-        from megarl.rollout.samples import MODEL_INPUTS
-
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
-        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, "generation_logprobs": samples["generation_logprobs"]})
-        passed = Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs))
-        if self.needs_previous_logprobs or self.loss_fn.kl_penalty:
-            self.policy.prepare_for_lp_inference()
-        if self.needs_previous_logprobs:
-            with self.timer.phase("logprobs"):
-                batch["prev_logprobs"] = self.policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
-                self.timer.passed(passed)
-        if self.loss_fn.kl_penalty:
-            with self.timer.phase("reference_logprobs"):
-                reference = self.policy.get_reference_policy_logprobs(inputs, skip_masked=True)
-                batch["reference_policy_logprobs"] = reference["reference_logprobs"]
-                self.timer.passed(passed)
-        return batch
+        return self._batch_of(samples, previous=self.needs_previous_logprobs, reference=bool(self.loss_fn.kl_penalty))
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
@@ -441,24 +348,14 @@ def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
     return (advantages * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
 
 
-def _mean(values: Tensor) -> float:
-    """The mean; 0 where the environment masked all samples."""
-    return float(values.mean()) if len(values) else 0.0
-
-
 def _sample_metrics(judged: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor) -> dict[str, float]:
-    """Figures of the samples that a step judged, and of those that it trains on; rewards without those that are masked, and the accuracy
-    where it is not the reward."""
+    """Figures of the samples that a step judged, and of those that it trains on."""
     rewards = judged["reward"][~judged["masked"]]
-    accuracies = judged["accuracy"][~judged["masked"]] if "accuracy" in judged else None
     return {
-        **({} if accuracies is None else {"accuracy": _mean(accuracies[~accuracies.isnan()])}),
-        "reward": _mean(rewards),
+        **answer_metrics(judged),
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),
         "samples_without_signal": float((advantages == 0).all(dim=1).double().mean()),
-        "generation_length": float(judged["generation_lengths"].double().mean()),
-        "truncated": float(judged["truncated"].double().mean()),
         "num_tokens": int(samples["input_lengths"].sum()),
     }

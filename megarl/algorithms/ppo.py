@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
 
-from typing_extensions import TypedDict
-
 from megarl.algorithms.algorithm import ACTOR, CRITIC, ModelSection, Parts, Role
-from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.grpo import GRPO, RewardedConfig
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.errors import NonFiniteError
@@ -24,19 +22,11 @@ if TYPE_CHECKING:
     from megarl.rollout.collector import Rollouts
 
 
-class PPOConfig(TypedDict):
+class PPOConfig(RewardedConfig):
     """Proximal policy optimisation with a critic."""
 
-    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
     num_generations_per_prompt: NotRequired[
         Annotated[int, Key("answers a prompt. None is compared with the others, so that one is enough.", AT_LEAST_1, default=1)]
-    ]
-    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
-    max_num_epochs: NotRequired[
-        Annotated[
-            int | None,
-            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
-        ]
     ]
     gae_gamma: NotRequired[Annotated[float, Key("discount of what comes a token later.", SHARE, default=1.0)]]
     gae_lambda: NotRequired[
@@ -82,51 +72,6 @@ class PPOConfig(TypedDict):
     critic_warmup_steps: NotRequired[
         Annotated[int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)]
     ]
-    val_period: NotRequired[
-        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0, advice="write 0 for no validation")]
-    ]
-    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
-    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
-    max_val_samples: NotRequired[
-        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
-    ]
-    val_batch_size: NotRequired[
-        Annotated[
-            int | None, Key("prompts of a validation set that are generated together; null for the whole set.", AT_LEAST_1, default=None)
-        ]
-    ]
-    val_num_generations_per_prompt: NotRequired[Annotated[int, Key("answers a prompt of a validation, as of GRPO.", AT_LEAST_1, default=1)]]
-    reward_model_weight: NotRequired[
-        Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
-    ]
-    env_reward_weight: NotRequired[
-        Annotated[
-            float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)
-        ]
-    ]
-    max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
-    overlong_filtering: NotRequired[Annotated[bool, Key("answers that were cut off are left out of training.", default=False)]]
-    seq_logprob_error_threshold: NotRequired[
-        Annotated[
-            float | None,
-            Key(
-                "answers whose mean over tokens of exp(|log-probability where it was generated - log-probability of the policy|) is "
-                "larger are left out of training, as in GRPO; null leaves none out.",
-                AT_LEAST_1,
-                default=None,
-            ),
-        ]
-    ]
-    max_token_mult_prob_error: NotRequired[
-        Annotated[
-            float | None,
-            Key(
-                "the run stops before it trains on answers for which that mean over all tokens is larger; null never stops.",
-                AT_LEAST_1,
-                default=None,
-            ),
-        ]
-    ]
 
 
 class PPO(GRPO):
@@ -164,6 +109,10 @@ class PPO(GRPO):
         """The actor, the critic, and a reference where the loss has a divergence from it."""
         actor, *others = super().roles(config)
         return (actor, CRITIC, *others)
+
+    def is_warming_up(self, step: int) -> bool:
+        """Whether the critic alone is trained."""
+        return bool(step <= self.config["critic_warmup_steps"])
 
     def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
         return self._sampled_at_once(step)
@@ -242,6 +191,6 @@ class PPO(GRPO):
                 self.timer.passed(Sequences(of_critic["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
         metrics = {f"critic_{name}": value for name, value in metrics_of_epochs(results, self.value_loss).items()}
         self.turns.take(ACTOR)
-        if step <= self.config["critic_warmup_steps"]:
+        if self.is_warming_up(step):
             return metrics
         return {**super()._trained(batch, step, rollouts, self.config["ppo_epochs"]), **metrics}

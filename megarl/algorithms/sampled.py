@@ -1,0 +1,170 @@
+"""Training on answers that the policy samples: what GRPO, PPO and on-policy distillation have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
+from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
+from megarl.observe.timing import Sequences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.rollout.collector import Rollouts
+
+
+class SampledConfig(TypedDict):
+    """Steps and validation of a training on sampled answers."""
+
+    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
+    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_num_epochs: NotRequired[
+        Annotated[
+            int | None,
+            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+        ]
+    ]
+    val_period: NotRequired[
+        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0, advice="write 0 for no validation")]
+    ]
+    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
+    max_val_samples: NotRequired[
+        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
+    ]
+    val_batch_size: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "prompts of a validation set that are generated together; null for the whole set in one call. A policy that generates "
+                "itself takes ``policy.generation_batch_size`` answers at a time even so.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    val_num_generations_per_prompt: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "k, answers a prompt of a validation: several give mean@k, pass@k and majority@k, and need "
+                "``policy.generation.val_temperature``. A source of ``data.validation`` may say otherwise.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
+    ]
+
+
+class Sampled(Algorithm):
+    """One step samples answers to some prompts and trains on them; a validation judges answers to those of its own data.
+
+    Args:
+        parts: what it is made of.
+        loss_fn: of a global batch.
+    """
+
+    def __init__(self, parts: Parts, loss_fn: Any) -> None:
+        from megarl.rollout.collector import Collector
+
+        super().__init__(parts)
+        assert parts.environment is not None
+        self.run_config, self.config = parts.config, parts.config[self.section()]
+        self.seed, self.loss_fn = parts.config["seed"], loss_fn
+        self.policy, self.models, self.turns = parts.models[ACTOR], parts.models, parts.turns
+        self.refit, self.timer, self.skipped = parts.refit, parts.timer, parts.skipped
+        self.train_data, self.validation_data = parts.train_data, parts.validation_data
+        self.sample_log, self.done_steps = parts.sample_log, 0
+        stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
+        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
+
+    def validate(self) -> dict[str, float]:
+        """Figures of all validation sets (``validation_metrics``)."""
+        from megarl.rollout.evaluation import answer_set, validation_metrics, validation_sets
+
+        if self.validation_data is None:
+            return {}
+        self.turns.take(ACTOR)
+        size = self.config["val_batch_size"]
+        validated = [answer_set(self.collector, each, size) for each in validation_sets(self.run_config, self.validation_data)]
+        if self.refit is not None:
+            # the engines may have had its devices; whoever saves or exports next finds it there again
+            self.policy.prepare_for_lp_inference()
+        if self.sample_log is not None:
+            self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
+        return validation_metrics(validated)
+
+    def _next_answers(self, step: int) -> Rollouts:
+        """Answers to the next prompts, all of which the step trains on."""
+        from megarl.rollout.samples import sampling_seeds
+
+        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
+        return self._collected(self.sampler.take(prompts), sampling_seeds(self.seed, step, prompts, generations), step)
+
+    def _collected(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
+        """Answers to some prompts."""
+        self.turns.take(ACTOR)
+        generations = self.config["num_generations_per_prompt"]
+        return self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
+
+    def _batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
+        """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for, the log-probabilities of the
+        policy before the update, ``prev_logprobs``, and those of the reference, ``reference_policy_logprobs``."""
+        from megarl.algorithms.train_results import scored_tokens
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.samples import MODEL_INPUTS
+
+        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
+        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, "generation_logprobs": samples["generation_logprobs"]})
+        if not previous and not reference:
+            return batch
+        passed = Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs))
+        self.policy.prepare_for_lp_inference()
+        if previous:
+            with self.timer.phase("logprobs"):
+                batch["prev_logprobs"] = self.policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
+                self.timer.passed(passed)
+        if reference:
+            with self.timer.phase("reference_logprobs"):
+                found = self.policy.get_reference_policy_logprobs(inputs, skip_masked=True)
+                batch["reference_policy_logprobs"] = found["reference_logprobs"]
+                self.timer.passed(passed)
+        return batch
+
+    def _train_policy(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> list[dict[str, Any]]:
+        """Train on a batch, so often; the result of each time."""
+        from megarl.algorithms.train_results import trained_sequences
+
+        records, results = [record.index for record in rollouts.records], []
+        with self.timer.phase("train"):
+            self.policy.prepare_for_training()
+            for _ in range(epochs):
+                results.append(self.skipped.train(self.policy, batch, self.loss_fn, step, records))
+            self.policy.finish_training()
+            for result in results:
+                self.timer.passed(trained_sequences(batch, result, self.loss_fn))
+        if self.refit is not None:
+            self.refit.stale = True
+        return results
+
+
+def mean(values: Tensor) -> float:
+    """The mean; 0 of nothing, as where the environment masked all samples."""
+    return float(values.mean()) if len(values) else 0.0
+
+
+def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
+    """Figures of the answers that a step judged; rewards without those that are masked, and the accuracy where it is not the reward."""
+    counted = ~judged["masked"]
+    accuracies = judged["accuracy"][counted] if "accuracy" in judged else None
+    return {
+        **({} if accuracies is None else {"accuracy": mean(accuracies[~accuracies.isnan()])}),
+        "reward": mean(judged["reward"][counted]),
+        "generation_length": float(judged["generation_lengths"].double().mean()),
+        "truncated": float(judged["truncated"].double().mean()),
+    }
