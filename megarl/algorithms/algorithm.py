@@ -166,6 +166,11 @@ class Algorithm(ABC):
     def step(self, step: int) -> dict[str, float]:
         """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` (of the samples) among them."""
 
+    def is_warming_up(self, step: int) -> bool:
+        """Whether ``step`` is one of the first, which have not all the metrics of the others."""
+        del step
+        return False
+
     def validate(self) -> dict[str, float]:
         """Metrics on the validation data; empty without any. Changes nothing."""
         return {}

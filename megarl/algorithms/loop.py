@@ -123,8 +123,8 @@ def run_loop(
         reporting.look_around()
         stop.step_took(done - begun)
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
-        # a step that was skipped has not all of them
-        if checkpoints is not None and not train.get("skipped_steps"):
+        # a step that was skipped has not all of them, nor has a warm-up
+        if checkpoints is not None and not train.get("skipped_steps") and not algorithm.is_warming_up(step):
             checkpoints.require_metric(metrics)
         saves = checkpoints is not None and (checkpoints.due(step, schedule.total_steps) or stop.reason is not None)
         with at_step(step), ExitStack() as around_report:

@@ -207,6 +207,12 @@ def test_the_critic_is_trained_alone_at_first(tmp_path: Path, model: str, data: 
     assert ["train/loss" in row for row in rows(tmp_path)] == [False, False, True, True]
 
 
+def test_checkpoints_may_be_ranked_by_what_the_actor_says_once_it_is_trained(tmp_path: Path, model: str, data: str) -> None:
+    config = ppo(tmp_path, model, data, critic_warmup_steps=2, val_at_start=False, val_period=0)
+    config["checkpointing"] |= {"metric_name": "train/loss", "export_hf": False}
+    assert run(config, Models()) == 0
+
+
 def test_both_are_trained_on_a_step_as_often_as_they_are_told(tmp_path: Path, model: str, data: str) -> None:
     models = Models()
     config = ppo(tmp_path, model, data, ppo_epochs=2, critic_ppo_epochs=3, max_num_steps=1, val_period=0, val_at_start=False)
