@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +18,6 @@ from megarl.algorithms import run as algorithms_run
 from megarl.cli import main
 from tests.system.whole_runs import Launches, Material, make_material, write_config
 from tests.tiers import sampled, slow
-
-
-@pytest.fixture(scope="module")
-def launches() -> Iterator[Launches]:
-    started = Launches()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

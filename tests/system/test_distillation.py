@@ -3,7 +3,6 @@ as in another, and killed and resumed it ends as if nobody had disturbed it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,10 @@ import pytest
 import yaml
 
 from megarl.checkpoint.manifest import verify
-from tests.system.whole_runs import STEPS, Launches, Material, comparable, make_material, read_rows, write_config
+from tests.system.whole_runs import STEPS, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
 
 pytestmark = pytest.mark.timeout(1800)
-
-
-@pytest.fixture(scope="module")
-def launches() -> Iterator[Launches]:
-    started = Launches()
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("material"))
 
 
 def configuration(directory: Path, material: Material, **changes: Any) -> Path:
@@ -41,17 +28,11 @@ def configuration(directory: Path, material: Material, **changes: Any) -> Path:
     return config
 
 
-def finished(config: Path, run_dir: Path, launches: Launches) -> Path:
-    launch = launches.start(config, run_dir)
-    assert launch.finish() == 0, launch.output()[-5000:]
-    return run_dir
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, material: Material, launches: Launches) -> Path:
     """A run on tensor parallel 2 that nobody disturbed."""
     directory = tmp_path_factory.mktemp("whole")
-    return finished(configuration(directory, material), directory / "run", launches)
+    return launches.finish(configuration(directory, material), directory / "run")
 
 
 def files_of(run_dir: Path) -> dict[str, bytes]:
@@ -75,7 +56,7 @@ def test_killed_and_resumed_it_ends_as_undisturbed(whole: Path, tmp_path: Path, 
     launch = launches.start(config, tmp_path / "run")
     launch.await_moment(launch.logged(2))
     launch.kill_when(lambda: True)
-    finished(config, tmp_path / "run", launches)
+    launches.finish(config, tmp_path / "run")
     assert comparable(tmp_path / "run") == comparable(whole)
     files = files_of(tmp_path / "run")
     assert files and files == files_of(whole)
@@ -106,7 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_layout_has_the_same_curves(layout: str, whole: Path, tmp_path: Path, material: Material, launches: Launches) -> None:
     """To rounding: the same tokens are drawn, and the teacher says the same of them."""
-    other = finished(configuration(tmp_path / "config", material, **LAYOUTS[layout]), tmp_path / "run", launches)
+    other = launches.finish(configuration(tmp_path / "config", material, **LAYOUTS[layout]), tmp_path / "run")
     for ours, theirs in zip(comparable(other), comparable(whole), strict=True):
         for name in ("train/reward", "validation/accuracy", "train/num_tokens", "train/truncated"):
             assert ours.get(name) == theirs.get(name), (ours["step"], name)

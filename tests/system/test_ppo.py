@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.checkpoint.manifest import verify
-from tests.system.whole_runs import STEPS, Launches, Material, comparable, make_material, read_rows, write_config
+from tests.system.whole_runs import STEPS, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
 
 pytestmark = pytest.mark.timeout(1800)
@@ -21,28 +20,10 @@ SEED = 5
 
 
 @pytest.fixture(scope="module")
-def launches() -> Iterator[Launches]:
-    started = Launches()
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("material"))
-
-
-def finished(config: Path, run_dir: Path, launches: Launches) -> Path:
-    launch = launches.start(config, run_dir)
-    assert launch.finish() == 0, launch.output()[-5000:]
-    return run_dir
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, material: Material, launches: Launches) -> Path:
     """A run on tensor parallel 2 that nobody disturbed."""
     directory = tmp_path_factory.mktemp("whole")
-    return finished(write_config(directory / "ppo.yaml", "ppo", material), directory / "ppo", launches)
+    return launches.finish(write_config(directory / "ppo.yaml", "ppo", material), directory / "ppo")
 
 
 def files_of(run_dir: Path, role: str) -> dict[str, bytes]:
@@ -81,7 +62,7 @@ def test_killed_at_random_moments_both_models_end_as_undisturbed(
         assert all(verify(path) == [] for path in (tmp_path / "ppo" / "checkpoints").glob("step_*"))
     launch = launches.start(config, tmp_path / "ppo")
     launch.kill_when(launch.writing(STEPS))
-    finished(config, tmp_path / "ppo", launches)
+    launches.finish(config, tmp_path / "ppo")
     assert comparable(tmp_path / "ppo") == comparable(whole)
     for role in ("policy", "critic"):
         files = files_of(tmp_path / "ppo", role)
@@ -119,7 +100,7 @@ def test_another_layout_has_the_same_curves(layout: str, whole: Path, tmp_path: 
     config = tmp_path / "other.yaml"
     base = write_config(tmp_path / "ppo.yaml", "ppo", material)
     config.write_text(yaml.safe_dump({"defaults": str(base), **LAYOUTS[layout]}))
-    other = finished(config, tmp_path / "ppo", launches)
+    other = launches.finish(config, tmp_path / "ppo")
     for ours, theirs in zip(comparable(other), comparable(whole), strict=True):
         for name in ("train/reward", "validation/accuracy", "train/num_tokens", "train/truncated"):
             assert ours.get(name) == theirs.get(name), (ours["step"], name)

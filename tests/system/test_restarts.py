@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from megarl.observe.launches import ENGINES, FINISHED, WORKERS, read_launches
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
 from tests.system.test_resume import check_same, something_to_lose
-from tests.system.whole_runs import ROOT, STEPS, Launch, Launches, Material, make_material, read_rows, write_config
+from tests.system.whole_runs import ROOT, STEPS, Launch, Launches, Material, read_rows, write_config
 from tests.tiers import slow
 from tests.toys.engine_actor import FAULTS
 
@@ -41,18 +41,6 @@ ON_TOY_ENGINE = [
     "checkpointing.metric_name=null",
 ]
 SHORT_DEADLINES = ["++deadlines.step_s=25", "++deadlines.save_s=25"]
-
-
-@pytest.fixture(scope="module")
-def launches() -> Iterator[Launches]:
-    started = Launches()
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,24 +20,12 @@ import yaml
 from megarl.algorithms.stopping import STOPPED
 from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manifest import verify
-from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, make_material, read_rows, write_config
+from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
 
 # Five launches in one test: on a machine that does much else they take longer than the limit of other tests.
 pytestmark = pytest.mark.timeout(1800)
 Moment = Callable[[Launch], Callable[[], bool]]
-
-
-@pytest.fixture(scope="module")
-def launches() -> Iterator[Launches]:
-    started = Launches()
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("material"))
 
 
 def on_one_rank(config: Path) -> Path:
@@ -54,10 +42,8 @@ def whole_run(algorithm: str, directory: Path, material: Material, launches: Lau
 
 def finished(config: Path, run_dir: Path, launches: Launches) -> Path:
     """The directory of a run that nobody disturbed."""
-    launch = launches.start(config, run_dir)
-    assert launch.finish() == 0, launch.output()[-5000:]
-    check_leftovers(launch.run_dir, 1)
-    return launch.run_dir
+    check_leftovers(launches.finish(config, run_dir), 1)
+    return run_dir
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from megarl.checkpoint.manifest import verify
 from megarl.errors import WorkerLostError
 from megarl.observe.launches import read_launches
 from tests.system.test_resume import on_one_rank
-from tests.system.whole_runs import Launch, Launches, Material, comparable, make_material, write_config
+from tests.system.whole_runs import Launch, Launches, Material, comparable, write_config
 from tests.tiers import slow
 from tests.unpickling.watch import PickleWatch
 
@@ -33,18 +32,6 @@ TOTAL = 8
 MORE_STEPS = [f"grpo.max_num_steps={TOTAL}"]
 NEVER_DUE = 10_000
 OTHER_USER = 65534
-
-
-@pytest.fixture(scope="module")
-def launches() -> Iterator[Launches]:
-    started = Launches()
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("material"))
 
 
 def ray_directory(launch: Launch) -> Path:

@@ -259,6 +259,12 @@ class Launches:
         self.all.append(Launch(process, run_dir, output_file, time.time(), self._patience_s))
         return self.all[-1]
 
+    def finish(self, config: Path, run_dir: Path) -> Path:
+        """Run a configuration to its end, undisturbed; the run's directory."""
+        launch = self.start(config, run_dir)
+        assert launch.finish() == 0, launch.output()[-5000:]
+        return run_dir
+
     def close(self) -> None:
         """End everything."""
         for launch in self.all:
