@@ -8,7 +8,7 @@ frees it when the last of them is gone.
 
 On a GPU the slots are device memory, shared by CUDA's own handle. The handle is made once a buffer: each one that torch makes counts as a
 further reader to be waited for, and only the first is ever opened. It travels as numbers and bytes by name, and the reader takes no others:
-nothing that comes from the policy is unpickled. No GPU has run this yet.
+nothing that comes from the policy is unpickled.
 """
 
 from __future__ import annotations

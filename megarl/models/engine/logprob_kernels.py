@@ -3,8 +3,8 @@ backward.
 
 They compute what the PyTorch code of ``megarl.models.engine.logprobs`` computes, which is their reference. Triton's interpreter runs them
 on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and ``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for
-devices that are not there; they have not been run on a GPU, and their block sizes are not tuned. Equal inputs give equal bits: each row is
-summed by one program, in one order.
+devices that are not there. On an H200 they give the numbers of the CPU; their block sizes are not tuned. Equal inputs give equal bits: each
+row is summed by one program, in one order.
 
 Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding.
 """

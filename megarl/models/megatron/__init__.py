@@ -2,16 +2,33 @@
 
 Megatron-Core warns at import, on every rank, about each optional package that is absent. The choice of layer spec and optimizer is logged
 by us, once, so those warnings are silenced before Megatron is imported; and it chooses at import how its small functions are compiled, and
-whether there is a Transformer Engine.
+whether there is a Transformer Engine. What later releases say of their own plans to who builds on them, some of it for every layer, is
+nothing that a user can act on.
 """
 
+import logging
 import warnings
 
 from megarl.models.megatron.cuda_redirect import without_compiler
 from megarl.models.megatron.transformer_engine import find
 
+_TO_DEVELOPERS = {
+    "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
+"""How messages begin that are not shown, by the logger that gives them."""
+
+
+def _hide(name: str, beginning: str) -> None:
+    logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(beginning))
+
+
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.")
+for _name, _beginning in _TO_DEVELOPERS.items():
+    _hide(_name, _beginning)
 
 find()
 with without_compiler():

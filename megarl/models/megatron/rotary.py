@@ -138,7 +138,7 @@ if triton is not None:
 
 
 def by_kernel(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
-    """What ``rotated_by`` gives, in one kernel that rounds once. It has not been run on a GPU yet."""
+    """What ``rotated_by`` gives, in one kernel that rounds once."""
     tokens, rows, heads, width = tensor.shape
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     half = cosines.shape[-1] // 2

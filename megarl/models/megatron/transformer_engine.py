@@ -74,7 +74,7 @@ def _told(what: str, error: Exception) -> str:
 def try_it() -> Finding:
     """As ``find``, and where it was imported, one small layer runs forward and backward on the device of this process.
 
-    Libraries that load may still not fit the device or its driver. No random number of this process is used up. Not yet seen on a GPU.
+    Libraries that load may still not fit the device or its driver. No random number of this process is used up.
     """
     finding = find()
     if finding.reason is not None:
