@@ -46,7 +46,7 @@ def test_a_choice_that_no_case_can_follow_is_refused(capsys: pytest.CaptureFixtu
     assert "is no axis with its ranks" in capsys.readouterr().err
     assert "train.step" in command._cases_that_take(Options(layout=Layout(tp=2)))
     everything = command._cases_that_take(Options())
-    assert [name for name in CASES if name not in everything] == [name for name, case in CASES.items() if case.needs]
+    assert [name for name in CASES if name not in everything] == [name for name, case in CASES.items() if case.needs or case.by_name]
 
 
 class FakeCuda:
