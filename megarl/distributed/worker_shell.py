@@ -6,12 +6,19 @@ imports what workers need. Importing this file loads no torch: thread counts are
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import inspect
+import logging
 import os
+import shutil
 import socket
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +28,9 @@ from megarl import env
 from megarl.distributed import rendezvous
 from megarl.distributed.worker_stacks import register_stacks
 from megarl.errors import ClusterError, ConfigError
+
+logger = logging.getLogger(__name__)
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +77,33 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
     return found, {}
 
 
+def own_compile_cache() -> None:
+    """Have ``torch.compile`` keep what it compiles where nobody else can write: it unpickles what it finds there.
+    ``TORCHINDUCTOR_CACHE_DIR`` stays where it is set.
+
+    By default that is a directory in the machine's temporary one, by the name of the user, and whoever makes it first may write into it.
+    """
+    if env.text(_COMPILE_CACHE):
+        return
+    usual = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        usual.mkdir(mode=0o700)
+    found = usual.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        env.set_variables({_COMPILE_CACHE: str(usual)})
+        return
+    other = tempfile.mkdtemp(prefix="megarl-compiled-")
+    atexit.register(shutil.rmtree, other, ignore_errors=True)
+    logger.warning("%s is not this user's alone: what torch.compile makes is kept in %s, and not beyond this run", usual, other)
+    env.set_variables({_COMPILE_CACHE: other})
+
+
 class WorkerShell:
     """Body of the actor. One instance lives in one process and constructs at most one worker."""
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         env.set_variables(environment)
+        own_compile_cache()
         self._name = name
         self._worker: Any = None
         register_stacks(name)
