@@ -44,6 +44,8 @@ SEQUENCES = (2, 16, 64)
 EXPERTS = (8, 32)
 MOST_OPERATIONS = 700
 """Of a global batch of one micro-batch of four layers, forward and backward, until the optimizer's step."""
+FUSED_SHARE = 0.8
+"""Of the operations, what is left where functions are fused: 0.70 of training and 0.75 of log-probabilities when this was set."""
 VIEWS = frozenset(
     (
         "_reshape_alias",
@@ -206,7 +208,8 @@ def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
 def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None:
     """Fail where functions that torch.compile fuses do not save operations, or make a micro-batch wait."""
     for name in ("train_operations", "logprob_operations"):
-        assert compiled[name] < plain[name], f"{name}: {compiled[name]} with fusions, {plain[name]} without"
+        bound = FUSED_SHARE * plain[name]
+        assert compiled[name] <= bound, f"{name}: {compiled[name]} with fusions, {plain[name]} without, of which {bound:g} are the most"
     assert compiled["train_syncs"] == compiled["logprob_syncs"] == 0, f"a micro-batch waits for the device: {compiled}"
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.utils import make_viewless_tensor
 from torch._dynamo.testing import CompileCounter
 
 from megarl.models.megatron import residual_norm
@@ -94,6 +95,7 @@ def test_a_norm_is_taken_for_its_own_tensor_alone() -> None:
     add = JoinedAdd(norm)(True, False)
     assert is_joined(norm, add((tokens, None), residual, 0.0))
     total = add((tokens, None), residual, 0.0)
+    assert total._base is None and make_viewless_tensor(total, requires_grad=True, keep_graph=True) is total
     assert not is_joined(norm, total.detach())
     # asked again, it is not there
     total = add((tokens, None), residual, 0.0)

@@ -70,7 +70,8 @@ class SumAndNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon)
         ctx.save_for_backward(total, scale, weight)
-        return total.view(tokens.shape), norm.view(tokens.shape)
+        # Megatron-Core's layers put another tensor in the place of a view, of which the norm would not be there
+        return total.view(tokens.shape).detach(), norm.view(tokens.shape).detach()
 
     @staticmethod
     def backward(ctx: Any, of_total: torch.Tensor, of_norm: torch.Tensor) -> tuple[Any, ...]:
@@ -80,10 +81,8 @@ class SumAndNorm(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., H] as [T, H], contiguous, and no view of another tensor: the compiler would keep the strides of that one too."""
-    rows = tensor.reshape(-1, tensor.shape[-1]).contiguous()
-    alone = torch.empty(0, dtype=rows.dtype, device=rows.device)
-    return alone.set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
+    """[..., H] as [T, H], contiguous, and detached: of a view of another tensor the compiler would keep the strides of that one too."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous().detach()
 
 
 class JoinedAdd:
