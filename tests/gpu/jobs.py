@@ -23,7 +23,7 @@ from tests.dist import dtensor_jobs, fsdp1_jobs, reference
 from tests.dist.jobs import build, dealt, full_weights
 
 Batch = Mapping[str, torch.Tensor]
-BUILDERS = {"dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
+BUILDERS = {"megatron": build, "dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
 
 
 def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
@@ -80,9 +80,9 @@ def transformers_greedy(model: Path, batch: Batch, new_tokens: int, stop: int | 
     return rows
 
 
-def greedy(config: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+def greedy(config: Mapping[str, Any], batch: Batch, backend: str = "megatron") -> dict[str, Any]:
     """What the worker generates, and the log-probabilities that get_logprobs gives the same tokens."""
-    worker = build(config, init_optimizer=False, init_reference_model=False)
+    worker = BUILDERS[backend](config, init_optimizer=False, init_reference_model=False)
     output = worker.generate(data=BatchedDataDict(batch), greedy=True)
     again = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
     recomputed = worker.get_logprobs(data=BatchedDataDict(again))["logprobs"]
@@ -165,16 +165,6 @@ def train_on(backend: str, config: Mapping[str, Any], batches: list[Batch], move
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in worker.backend.export_hf()}
     worker.backend.close()
     return {"measured": measured, "weights": weights, **seen}
-
-
-def greedy_on(backend: str, config: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
-    """What a worker of DTensor or FSDP1 generates, and the log-probabilities that get_logprobs gives the same tokens."""
-    worker = BUILDERS[backend](config, init_optimizer=False, init_reference_model=False)
-    output = worker.generate(data=BatchedDataDict(batch), greedy=True)
-    again = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
-    recomputed = worker.get_logprobs(data=BatchedDataDict(again))["logprobs"]
-    worker.backend.close()
-    return {**dict(output), "recomputed": recomputed}
 
 
 def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, directory: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_offload_frees_memory_and_changes_nothing(cuda: DeviceProcess, tiny_mode
 def test_greedy_answers_equal_transformers(cuda: DeviceProcess, tiny_models: dict[str, Path], backend: str, family: str) -> None:
     batch = {key: value for key, value in make_batch(rows=6, length=9, seed=5).items() if key in ("input_ids", "input_lengths")}
     expected = cuda.run(jobs.transformers_greedy, tiny_models[family], batch, 8, 2)
-    output = cuda.run(jobs.greedy_on, backend, config_of(backend, tiny_models[family]), batch)
+    output = cuda.run(jobs.greedy, config_of(backend, tiny_models[family]), batch, backend)
     lengths = output["unpadded_sequence_lengths"].tolist()
     assert [ids[:length].tolist() for ids, length in zip(output["output_ids"], lengths, strict=True)] == expected
     answered = output["logprobs"] != 0

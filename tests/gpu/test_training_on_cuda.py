@@ -73,7 +73,7 @@ def test_recomputed_activations_change_nothing(cuda: DeviceProcess, wide_models:
     recomputed = cuda.run(rank_jobs.train, packed(wide_models[family], recompute=True), BATCHES[:2], NLLLoss())
     # on a device backward passes may add in another order, and a compiled norm, which is made together with the sum in front of it unless
     # recomputation stands between them, is that of the sum before it is rounded to 16 bits
-    assert ON_GPU or recomputed["losses"][0] == kept["losses"][0]
+    assert (ON_GPU and not WITH_TE) or recomputed["losses"][0] == kept["losses"][0]
     torch.testing.assert_close(torch.tensor(recomputed["losses"][0]), torch.tensor(kept["losses"][0]), atol=0, rtol=1e-3)
     close = {"atol": 0, "rtol": 1e-2 if ON_GPU else 1e-5}
     torch.testing.assert_close(torch.tensor(recomputed["losses"]), torch.tensor(kept["losses"]), **close)

@@ -169,38 +169,25 @@ def causal_attention(
     queries, keys = query.shape[2], key.shape[2]
     if sinks is not None:
         return _with_sinks(query, key, value, scale, window, sinks, row_lengths)
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and queries == 1:
-        # all heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one keys would be repeated
-        each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
-        return _of_last_position(each, key, value, scale, window, row_lengths).flatten(1, 2).unsqueeze(2)
     narrow = window is not None and window < keys
+    if queries == 1:
+        # the heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one keys would be repeated
+        each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
+        mask = _seen_by_last(keys, window, row_lengths, query.device) if narrow or row_lengths is not None else None
+        return scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
+    grouped = query.shape[1] != key.shape[1]
     if queries == keys and not narrow and row_lengths is None:
-        return scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
-    mask = None
-    if queries > 1 or narrow or row_lengths is not None:
-        mask = _seen(queries, keys, window if narrow else None, row_lengths, query.device)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    mask = _seen(queries, keys, window, row_lengths, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _of_last_position(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    row_lengths: torch.Tensor | None,
-) -> torch.Tensor:
-    """``causal_attention`` of the last position alone: [B, G, N, D], [B, G, K, D], [B, G, K, D] -> [B, G, N, D] of N heads a group."""
-    keys = key.shape[2]
-    mask = None
-    if row_lengths is not None or (window is not None and window < keys):
-        mask = _seen(1, keys, window, row_lengths, query.device)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-
-
-# every layer of a pass asks for the same one
+# every layer of a pass asks for the same one, which is small: that of a whole prompt would keep its memory
 @functools.lru_cache(maxsize=2)
+def _seen_by_last(keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    return _seen(1, keys, window, row_lengths, device)
+
+
 def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
