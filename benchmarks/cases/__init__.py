@@ -144,5 +144,10 @@ CASES = {
         "benchmarks.cases.recover_kill",
         by_name=True,
     ),
+    "critic.cost": Case(
+        "values and training of PPO's critic against log-probabilities and training of the actor, each backend",
+        "benchmarks.cases.critic_cost",
+        takes=("device", "model", "tokens"),
+    ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

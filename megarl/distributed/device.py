@@ -27,19 +27,6 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NVTE_ALLOW_N
 
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 """Environment in which cuBLAS rounds no operand of a float32 product to TF32, whoever calls it; read when it starts."""
-_PINNING = {"pinned_use_cuda_host_register": "True", "pinned_num_register_threads": "8"}
-
-
-def fast_pinning() -> dict[str, str]:
-    """Environment with which torch takes page-locked memory on several threads: the first offload of a model waits for it.
-
-    On an H200 8.6 GB/s instead of 2.5. What this environment says of torch's allocator stays.
-    """
-    # the newer name stands above the older one
-    name = "PYTORCH_ALLOC_CONF" if env.text("PYTORCH_ALLOC_CONF") else "PYTORCH_CUDA_ALLOC_CONF"
-    given = [part for part in (env.text(name) or "").split(",") if part]
-    said = {part.partition(":")[0].strip() for part in given}
-    return {name: ",".join([*given, *(f"{key}:{value}" for key, value in _PINNING.items() if key not in said)])}
 
 
 @dataclass(frozen=True, slots=True)

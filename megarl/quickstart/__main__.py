@@ -127,7 +127,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     from transformers.utils import logging as hugging_face_logging
 
     from megarl.observe.plots import plot_run
-    from megarl.quickstart.material import evaluate_checkpoint, make_model, write_problems
+    from megarl.quickstart.material import evaluate_checkpoint, make_model, write_pairs, write_problems
 
     hugging_face_logging.disable_progress_bar()  # bars of a tiny model's files say nothing
     started = time.monotonic()
@@ -140,6 +140,8 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         make_model(model, seed)
         write_problems(demonstrations, TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
         write_problems(train, TRAIN_PROBLEMS, seed)
+        write_pairs(data / "pairs.jsonl", TRAIN_PROBLEMS, seed)
+        write_pairs(data / "validation-pairs.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
         write_problems(validation, VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
 
     console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[changes.backend]}")

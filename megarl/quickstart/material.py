@@ -19,7 +19,7 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -152,20 +152,27 @@ def generate_problems(count: int, seed: int, split: Split = "train", mistake_sha
     Raises:
         DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is no probability.
     """
+    if not 0.0 <= mistake_share <= 1.0:
+        raise DataError(f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true answers only")
+    care = random.Random(f"mistakes {seed}")
+    return [
+        Problem(exercise.prompt, exercise.mistake if care.random() < mistake_share else exercise.answer)
+        for exercise in _exercises(count, seed, split)
+    ]
+
+
+def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = False) -> Iterator[_Exercise]:
+    """That many exercises of a split; if asked for, those alone whose answer and mistake differ."""
     if count < 1:
         raise DataError(f"count = {count!r}: at least one problem must be asked for. Fix: count >= 1")
     if split not in get_args(Split):
         raise DataError(f"split = {split!r}: the splits are {', '.join(get_args(Split))}. Fix: name one of them")
-    if not 0.0 <= mistake_share <= 1.0:
-        raise DataError(f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true answers only")
-    draw, care = random.Random(f"problems {seed}"), random.Random(f"mistakes {seed}")
-    problems: list[Problem] = []
-    while len(problems) < count:
+    draw, made = random.Random(f"problems {seed}"), 0
+    while made < count:
         exercise = draw.choice(_KINDS)(draw)
-        if split_of(exercise.prompt) == split:
-            answer = exercise.mistake if care.random() < mistake_share else exercise.answer
-            problems.append(Problem(exercise.prompt, answer))
-    return problems
+        if split_of(exercise.prompt) == split and not (only_with_mistake and exercise.mistake == exercise.answer):
+            made += 1
+            yield exercise
 
 
 def write_problems(path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> Path:
@@ -174,10 +181,24 @@ def write_problems(path: str | Path, count: int, seed: int, split: Split = "trai
     Raises:
         DataError: see ``generate_problems``.
     """
-    problems = generate_problems(count, seed, split, mistake_share)
+    return _write_lines(path, map(asdict, generate_problems(count, seed, split, mistake_share)))
+
+
+def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train") -> Path:
+    """Write pairs of answers to ``path``, one JSON object ``{"prompt": str, "chosen": str, "rejected": str}`` a line: the true answer and
+    the careless pupil's, of problems where they differ. They are those problems of ``generate_problems`` with the same arguments.
+
+    Raises:
+        DataError: see ``generate_problems``.
+    """
+    exercises = _exercises(count, seed, split, only_with_mistake=True)
+    return _write_lines(path, ({"prompt": each.prompt, "chosen": each.answer, "rejected": each.mistake} for each in exercises))
+
+
+def _write_lines(path: str | Path, records: Iterable[Mapping[str, str]]) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems), encoding="utf-8")
+    target.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return target
 
 

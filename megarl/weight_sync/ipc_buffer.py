@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megarl import env
+from megarl.distributed.allocator import AllocatorOptions
 from megarl.errors import RefitError
 
 _TOKEN_BYTES = 16
@@ -332,18 +332,16 @@ def _plain_segments() -> Iterator[None]:
     CUDA's handles are for memory of ``cudaMalloc``. What grows is handed over by a file descriptor that the reader fetches from the
     policy's process, which needs rights that many containers have not.
     """
-    chosen = next((value for value in map(env.text, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")) if value), "")
-    name = "expandable_segments"
-    if f"{name}:true" not in chosen.lower().replace(" ", ""):
+    options = AllocatorOptions.of_environment()
+    if not options.expandable:
         yield
         return
-    kept = [option for option in chosen.split(",") if name not in option]
     # each call sets all options anew
-    _set_allocator(",".join([*kept, f"{name}:False"]))
+    _set_allocator(str(options.with_expandable(False)))
     try:
         yield
     finally:
-        _set_allocator(chosen)
+        _set_allocator(str(options))
 
 
 def _set_allocator(options: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megarl.checkpoint.manifest import verify
-from tests.system.whole_runs import STEPS, Launches, Material, comparable, read_rows, write_config
+from tests.system.whole_runs import ON_TORCH, STEPS, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
 
 pytestmark = pytest.mark.timeout(1800)
@@ -71,15 +71,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         },
         "teacher": {"megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}},
     },
-    "fsdp1": {
-        "policy": {
-            "megatron_cfg": {"enabled": False},
-            "optimizer": {
-                "name": "torch.optim.AdamW",
-                "kwargs": {"lr": "${policy.learning_rate}", "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1.0e-8},
-            },
-        }
-    },
+    **ON_TORCH,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.manifest import verify
-from tests.system.whole_runs import STEPS, Launches, Material, comparable, read_rows, write_config
+from tests.system.whole_runs import ON_TORCH, STEPS, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
 
 pytestmark = pytest.mark.timeout(1800)
@@ -79,15 +79,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "critic-divided-otherwise": {
         "critic": {"train_micro_batch_size": 2, "megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}}
     },
-    "fsdp1": {
-        "policy": {
-            "megatron_cfg": {"enabled": False},
-            "optimizer": {
-                "name": "torch.optim.AdamW",
-                "kwargs": {"lr": "${policy.learning_rate}", "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1.0e-8},
-            },
-        }
-    },
+    **ON_TORCH,
 }
 
 

@@ -35,6 +35,17 @@ LONGEST_FAREWELL_S = 30.0
 """That workers, Ray and its agents may outlive their driver."""
 _POLL_S = 0.02
 _FIND_S = 0.5
+_ADAM = {
+    "name": "torch.optim.AdamW",
+    "kwargs": {"lr": "${policy.learning_rate}", "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1.0e-8},
+}
+ON_TORCH: dict[str, dict[str, Any]] = {
+    "dtensor": {
+        "policy": {"megatron_cfg": {"enabled": False}, "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}, "optimizer": _ADAM}
+    },
+    "fsdp1": {"policy": {"megatron_cfg": {"enabled": False}, "optimizer": _ADAM}},
+}
+"""What puts a configuration of ``write_config`` on the torch backends, with the same optimizer."""
 _CLOCKS = ("time", "timing/", "performance/")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,10 +93,21 @@ def of_megarl(settings: dict[str, Any]) -> tuple[float, Tensor]:
 
 
 def of_trl(settings: dict[str, Any]) -> tuple[float, Tensor]:
-    """``GRPOTrainer._compute_loss`` on a trainer that has the settings and, in the place of a model, the log-probabilities."""
-    trainer = pytest.importorskip("trl").GRPOTrainer
     data = fixed_batch()
     logprobs = data["current"][:, 1:].clone().requires_grad_()
+    loss = loss_of_trl(settings, data, logprobs)
+    return float(loss.detach()), torch.autograd.grad(loss, logprobs)[0]
+
+
+def loss_of_trl(settings: Mapping[str, Any], data: Mapping[str, Tensor], logprobs: Tensor) -> Tensor:
+    """``GRPOTrainer._compute_loss`` on a trainer that has the settings and, in the place of a model, log-probabilities.
+
+    Args:
+        settings: of a case.
+        data: [B, 1 + T]; all rows count.
+        logprobs: [B, T].
+    """
+    trainer = pytest.importorskip("trl").GRPOTrainer
     ratios = torch.exp(data["prev_logprobs"] - data["generation_logprobs"])[:, 1:] if "mode" in settings else None
     if ratios is not None:
         # as _generate_and_score_completions makes them
@@ -123,7 +135,7 @@ def of_trl(settings: dict[str, Any]) -> tuple[float, Tensor]:
         **{name: has[name] for name in ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta")},
     )
     mask = data["token_mask"][:, 1:]
-    ids = torch.zeros(4, LONGEST, dtype=torch.int64)
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
     inputs = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": mask[:, :1].long(),
@@ -135,8 +147,7 @@ def of_trl(settings: dict[str, Any]) -> tuple[float, Tensor]:
         "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": ratios,
     }
-    loss = trainer._compute_loss(stand_in, None, inputs)
-    return float(loss.detach()), torch.autograd.grad(loss, logprobs)[0]
+    return trainer._compute_loss(stand_in, None, inputs)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
 
-from megarl.distributed.device import DeviceRuntime, fast_pinning
+from megarl.distributed.allocator import fast_pinning
+from megarl.distributed.device import DeviceRuntime
 from megarl.errors import ConfigError
 from megarl.models.policy import PolicyConfig, utils
 from megarl.models.policy.lm_policy import worker_environment
@@ -73,10 +74,14 @@ def test_a_profiler_where_its_pattern_matches(monkeypatch: pytest.MonkeyPatch) -
         ("expandable_segments:True", 8, RuntimeError),
     ],
 )
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, set_before: str | None, capability: int, after: str | type[Exception]
+    monkeypatch: pytest.MonkeyPatch, variable: str, set_before: str | None, capability: int, after: str | type[Exception]
 ) -> None:
-    variable = "PYTORCH_CUDA_ALLOC_CONF"
+    other = "PYTORCH_ALLOC_CONF" if variable == "PYTORCH_CUDA_ALLOC_CONF" else "PYTORCH_CUDA_ALLOC_CONF"
+    # without a value, the newer variable is as good as not set
+    variable = variable if set_before else "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(other, "")
     monkeypatch.setenv(variable, set_before or "")
     configure_expandable_segments()
     assert os.environ[variable] == (set_before or ""), "on a CPU nothing is done"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.quickstart.material import Problem, generate_problems, read_problems, split_of, write_problems
+from megarl.quickstart.material import Problem, generate_problems, read_problems, split_of, write_pairs, write_problems
 
 
 def solve(prompt: str) -> int:
@@ -128,3 +128,16 @@ def test_bad_arguments_are_refused() -> None:
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(DataError, match="mistake_share"):
             generate_problems(3, 1, "train", share)
+
+
+def test_pairs_have_the_true_and_the_careless_answer_of_problems_where_they_differ(tmp_path: Path) -> None:
+    file = write_pairs(tmp_path / "new" / "pairs.jsonl", 401, 7, "validation")
+    pairs = [json.loads(line) for line in file.read_text().splitlines()]
+    true, careless = generate_problems(901, 7, "validation"), generate_problems(901, 7, "validation", 1.0)
+    expected = [
+        {"prompt": one.prompt, "chosen": one.answer, "rejected": other.answer}
+        for one, other in zip(true, careless, strict=True)
+        if one != other
+    ]
+    assert len(pairs) == 401 and pairs == expected[:401]
+    assert all(pair["chosen"] == str(solve(pair["prompt"])) for pair in pairs)

@@ -20,12 +20,14 @@ from megarl.quickstart.material import make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
-QUICKSTART = [CONFIGS / "quickstart" / f"{name}.yaml" for name in ("sft", "grpo", "ppo", "distillation")]
+QUICKSTART = [CONFIGS / "quickstart" / f"{name}.yaml" for name in ("sft", "grpo", "ppo", "distillation", "dpo", "rm")]
 # laid over a recipe by --with: the files, and what they are laid over
 LAYERS = [
     *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],
     *[(CONFIGS / "quickstart" / f"{backend}.yaml", recipe) for backend in ("dtensor", "fsdp1") for recipe in QUICKSTART],
 ]
+# algorithms of the GRPO family, laid over a GRPO recipe
+FAMILY = sorted(CONFIGS / "base" / f"{name}.yaml" for name in ("gspo", "cispo", "dr-grpo", "rloo", "reinforce-plus-plus", "dapo"))
 # the same for what generates, with what a user writes beside them
 HALF_A_NODE = "policy.generation.colocated.resources.gpus_per_node=4"
 ENGINES = [
@@ -96,6 +98,11 @@ def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_a
     assert "a device that policy and engine share" not in dry_run(capsys, recipe, "~policy.generation.backend")
 
 
+def _configuration(said: str) -> str:
+    """The YAML in what a dry run says."""
+    return said.split(" ranks:")[0].split("\n", 1)[1].rsplit("\n", 1)[0]
+
+
 @pytest.mark.parametrize("recipe", QUICKSTART, ids=[recipe.stem for recipe in QUICKSTART])
 def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "published" not in dry_run(capsys, recipe, *models(recipe, model_of_quickstart))
@@ -104,11 +111,16 @@ def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: P
 @pytest.mark.parametrize(("layer", "recipe"), LAYERS, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe in LAYERS])
 def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = models(recipe, model_of_quickstart)
-    dtensor = yaml.safe_load(
-        dry_run(capsys, recipe, "--with", str(layer), *overrides).split(" ranks:")[0].split("\n", 1)[1].rsplit("\n", 1)[0]
-    )
+    dtensor = yaml.safe_load(_configuration(dry_run(capsys, recipe, "--with", str(layer), *overrides)))
     assert dtensor["policy"]["dtensor_cfg"]["enabled"] is (layer.stem == "dtensor")
     assert not dtensor["policy"]["megatron_cfg"]["enabled"]
+
+
+@pytest.mark.parametrize("layer", FAMILY, ids=[layer.stem for layer in FAMILY])
+def test_a_dry_run_of_every_algorithm_of_the_family_passes(layer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"
+    plain, changed = (yaml.safe_load(_configuration(dry_run(capsys, recipe, *words))) for words in ([], ["--with", str(layer)]))
+    assert {name for name in changed if changed[name] != plain[name]} <= {"grpo", "loss_fn"} and changed != plain
 
 
 @pytest.mark.parametrize(("layer", "recipe", "beside"), ENGINES, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES])
@@ -126,7 +138,7 @@ def test_a_dry_run_of_every_engine_passes(
 
 def test_no_configuration_is_left_out() -> None:
     reached: set[Path] = set()
-    pending = [*RECIPES, *QUICKSTART, *[layer for layer, _ in LAYERS], *[layer for layer, _, _ in ENGINES]]
+    pending = [*RECIPES, *QUICKSTART, *FAMILY, *[layer for layer, _ in LAYERS], *[layer for layer, _, _ in ENGINES]]
     while pending:
         path = pending.pop().resolve()
         if path not in reached:

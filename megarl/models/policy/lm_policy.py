@@ -23,7 +23,8 @@ from megarl.config.backend import enabled_backend, scores
 from megarl.distributed.batch_checks import check_batch, check_scored_tokens
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.deadlines import PhaseDeadlines
-from megarl.distributed.device import FULL_FLOAT32, fast_pinning
+from megarl.distributed.allocator import fast_pinning
+from megarl.distributed.device import FULL_FLOAT32
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -641,7 +642,7 @@ def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
     With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which they were launched, so that a
     collective of Megatron-Core's tensor or context parallelism begins before the product of matrices that it is to run beside. Products
     of float32 are products of float32 (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else
-    a GPU's workers get see ``device.fast_pinning``. A value of the driver's environment stays.
+    a GPU's workers get see ``allocator.fast_pinning``. A value of the driver's environment stays.
     """
     backend = enabled_backend(config)
     found = fast_pinning() if gpus else {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megarl import env
+from megarl.distributed.allocator import AllocatorOptions
 from megarl.distributed.device import runtime
 from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from megarl.errors import ConfigError, Violation
@@ -26,8 +27,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-_EXPANDABLE = "expandable_segments"
 _HOPPER = 9
 
 
@@ -74,20 +73,21 @@ def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
 def configure_expandable_segments() -> None:
     """Let torch's CUDA allocator grow its segments (``PYTORCH_CUDA_ALLOC_CONF``) on devices from Hopper on.
 
-    To be called before anything is allocated. What the variable says of it already stays; without a CUDA device nothing is done.
+    To be called before anything is allocated. What the environment says of it already stays; without a CUDA device nothing is done.
 
     Raises:
         RuntimeError: the variable asks for it on an older device, where weights could not be handed to an engine.
     """
     if not runtime().is_cuda:
         return
-    chosen = env.text(_ALLOCATOR, "") or ""
+    options = AllocatorOptions.of_environment()
     if torch.cuda.get_device_capability(runtime().device)[0] >= _HOPPER:
-        if _EXPANDABLE not in chosen:
-            env.set_variables({_ALLOCATOR: ",".join(filter(None, (chosen, f"{_EXPANDABLE}:True")))})
-    elif f"{_EXPANDABLE}:true" in chosen.lower():
+        if options.expandable is None:
+            env.set_variables(options.with_expandable(True).as_environment())
+    elif options.expandable:
         raise RuntimeError(
-            f"{_ALLOCATOR} = {chosen!r}: {_EXPANDABLE} needs a device from Hopper on (compute capability {_HOPPER}.0). Fix: take it out"
+            f"{options.variable} = {str(options)!r}: expandable_segments needs a device from Hopper on (compute capability {_HOPPER}.0). "
+            "Fix: take it out"
         )
 
 

@@ -1,0 +1,58 @@
+"""Three steps of training with each of TRL's losses of GRPO: plain transformers under TRL's own code, and Megatron on two replicas, packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.loss_functions import ClippedPGLossFn
+from tests.dist import jobs, reference
+from tests.dist.batches import make_batch
+from tests.dist.pool import WorkerPool
+from tests.models import policy_config
+from tests.tiers import slow
+from tests.unit.test_losses_of_trl import CASES, DEFAULTS, loss_of_trl
+
+pytest.importorskip("trl")
+
+
+class Loss:
+    """A loss of TRL as the reference calls one."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+
+    def __call__(self, data: Any, sequences: Any, tokens: Any, next_token_logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return loss_of_trl(self._settings, data, next_token_logprobs), {}
+
+
+def answers(seed: int) -> dict[str, torch.Tensor]:
+    """Rows that all count, each with all tokens behind its first ones: TRL has a column for every token of an answer."""
+    batch = make_batch(rows=8, length=12, seed=seed)
+    place = torch.arange(12)[None]
+    inside = (place < batch["input_lengths"][:, None]) & (place > 0)
+    # near enough to one another that ratios are on both sides of their bounds
+    near = {name: batch[name] / 3 - 4 for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")}
+    return {**batch, **near, "token_mask": inside.float(), "sample_mask": torch.ones(8)}
+
+
+@slow
+@pytest.mark.parametrize("name", CASES)
+def test_three_steps_of_trl(pool: WorkerPool, tiny_models: dict[str, Path], name: str) -> None:
+    theirs, settings, _ = CASES[name]
+    config = policy_config(tiny_models["llama"], mbs=2, clip=0.5, batching="packed")
+    batches = [answers(seed) for seed in (1, 2, 3)]
+    trainer = reference.ReferenceTrainer(reference.load(tiny_models["llama"]).double(), config)
+    exact = [{column: values.double() if values.is_floating_point() else values for column, values in batch.items()} for batch in batches]
+    losses, norms = zip(*(trainer.step(batch, Loss(theirs)) for batch in exact), strict=True)
+    assert len(set(losses)) == 3 and min(norms) > 1e-4
+    for result in pool.run(2, jobs.train, config, batches, ClippedPGLossFn({**DEFAULTS, **settings})):  # type: ignore[typeddict-item]
+        torch.testing.assert_close([step[0] for step in result["losses"]], list(losses), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result["norms"], list(norms), atol=1e-6, rtol=1e-5)
+        weights = trainer.model.state_dict()
+        for key, tensor in result["weights"].items():
+            difference = (tensor - weights[key]).norm() / weights[key].norm()
+            assert difference < 1e-5, f"{key}: relative difference {difference:.2e}"
