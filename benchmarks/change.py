@@ -7,14 +7,17 @@ For one ratio, with medians m, the shift in the direction that is worse is::
 
 The spread of repeats is the distance between their quartiles over their median. Where there are several earlier runs of a case, m_before is
 the median of their medians, spread_before the largest of their spreads, and *between* the distance of the largest and the smallest of their
-medians over m_before: memory lies elsewhere in each process, which no repeat within one shows. A ratio
+medians over m_before: memory lies elsewhere in each process, which no repeat within one shows. Few runs may be near one another by chance.
+So *between* counts REACH / d times, with d the mean range of that many normal numbers of deviation 1 (Tippett, 1925), and what three
+quarters of the ratios of the case are apart, *usual*, counts for all of them. A ratio
 
-* *fell* when shift > max(FLOOR, TIMES * spread_before, TIMES * between), and *gained* when the shift the other way is as large;
+* *fell* when shift > max(FLOOR, TIMES * spread_before, REACH / d * between, REACH / d * usual), and *gained* when the shift the other way
+  is as large;
 * is *unsteady* when spread_after is larger than spread_before by more than that bound, whatever its median: a stall in some repeats.
 
-For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat, and TIMES * between, of three runs, on average 3.4
-of one run. The later run's own spread widens no bound, so a noisy run cannot pass by being noisy. Absolute numbers never count: they belong
-to their machine.
+For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat, and REACH / d * between on average REACH of one run.
+The later run's own spread widens no bound, so a noisy run cannot pass by being noisy. Absolute numbers never count: they belong to their
+machine.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from typing import Any
 
 FLOOR = 0.05
 TIMES = 2.0
+REACH = 3.4
+_MEAN_RANGES = (1.128, 1.693, 2.059, 2.326, 2.534)
+"""Of two to six normal numbers of deviation 1; more are taken for six."""
 FELL, UNSTEADY, GAINED, SAME, MISSING = "fell", "unsteady", "gained", "same", "missing"
 BAD = (FELL, UNSTEADY, MISSING)
 
@@ -88,8 +94,11 @@ def _of_case(runs: Sequence[Result], after: Result) -> Iterator[Change]:
                 if summary["unit"].startswith("ratio to ") and summary["median"] > 0:
                     summaries.setdefault((name_of(point["parameters"]), metric), []).append(summary)
     points = {name_of(point["parameters"]): point["metrics"] for point in after["points"]}
-    for (name, metric), of_runs in summaries.items():
-        yield judged(after["case"], name, metric, joined(of_runs), points.get(name, {}).get(metric))
+    before = {key: joined(of_runs) for key, of_runs in summaries.items()}
+    distances = [summary["between"] for summary in before.values() if "between" in summary]
+    usual = statistics.quantiles(distances, n=4, method="inclusive")[2] if len(distances) > 1 else 0.0
+    for (name, metric), summary in before.items():
+        yield judged(after["case"], name, metric, summary, points.get(name, {}).get(metric), usual)
 
 
 def joined(runs: Sequence[Summary]) -> Summary:
@@ -105,13 +114,22 @@ def joined(runs: Sequence[Summary]) -> Summary:
         "max": max(run["max"] for run in runs),
         "spread": max(map(spread_of, runs)),
         "between": (max(medians) - min(medians)) / middle,
+        "runs": len(runs),
     }
 
 
-def judged(case: str, point: str, metric: str, before: Summary, after: Summary | None) -> Change:
-    """The verdict on one ratio."""
+def judged(case: str, point: str, metric: str, before: Summary, after: Summary | None, usual: float = 0.0) -> Change:
+    """The verdict on one ratio.
+
+    Args:
+        case, point, metric: which.
+        before: of the earlier repeats and runs.
+        after: of the later run; None where it has none.
+        usual: what earlier runs of ratios of this case are apart.
+    """
     spread = spread_of(before)
-    allowed = max(FLOOR, TIMES * spread, TIMES * before.get("between", 0.0))
+    reach = REACH / _MEAN_RANGES[min(before.get("runs", 2) - 2, len(_MEAN_RANGES) - 1)]
+    allowed = max(FLOOR, TIMES * spread, reach * before.get("between", 0.0), reach * usual)
     if after is None or after["median"] <= 0:
         return Change(case, point, metric, before, None, 0.0, allowed, MISSING)
     quotient = after["median"] / before["median"]

@@ -1,6 +1,6 @@
 """Vocabulary-parallel log-probabilities on one rank against what a plain loop writes: log_softmax of float32 logits, then gather.
 
-Time and peak memory of the forward pass and of forward and backward; errors of both against float64.
+Time and counted memory of the forward pass and of forward and backward; errors of both against float64.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.memory import MEBIBYTE, peak_of
+from benchmarks.memory import Allocations
 from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
@@ -54,15 +54,22 @@ def _forward_backward(function: LogprobFunction, logits: torch.Tensor, targets: 
 
 def _metrics(logits: torch.Tensor, targets: torch.Tensor, repeats: int) -> dict[str, Metric]:
     metrics = _errors(logits, targets)
-    logits_mib = logits.numel() * logits.element_size() / MEBIBYTE
+    logits_bytes = logits.numel() * logits.element_size()
     for name, run in (("forward", _forward), ("forward_backward", _forward_backward)):
         actions = {"ours": partial(run, _ours, logits, targets), "eager": partial(run, _eager, logits, targets)}
         seconds = in_turn(actions, repeats=repeats)
         metrics[f"{name}_time"] = Metric.ratio("eager", seconds["ours"], seconds["eager"])
-        peaks = {which: [peak_of(action) for _ in range(min(repeats, 3))] for which, action in actions.items()}
-        metrics[f"{name}_memory"] = Metric.ratio("eager", peaks["ours"], peaks["eager"])
-        metrics[f"{name}_memory_of_logits"] = Metric.of("ratio to the logits' own bytes", [peak / logits_mib for peak in peaks["ours"]])
+        peaks = {which: _allocated(action) for which, action in actions.items()}
+        metrics[f"{name}_memory"] = Metric.ratio("eager", [peaks["ours"]], [peaks["eager"]])
+        metrics[f"{name}_memory_of_logits"] = Metric.of("ratio to the logits' own bytes", [peaks["ours"] / logits_bytes])
     return metrics
+
+
+def _allocated(action: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the tensors that are there at the worst moment, its result among them, counted: where they lie differs by process."""
+    with Allocations() as allocations:
+        action()
+    return allocations.peak
 
 
 def _errors(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, Metric]:

@@ -17,7 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks import results_file
 from benchmarks.baseline import differences, unusable_cases
 from benchmarks.cases import CASES, Case
-from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, joined, judged, spread_of
+from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, changes, joined, judged, spread_of
 from benchmarks.compare import LOOKS, check, compare
 from benchmarks.marks import is_loaded, marks_of
 from benchmarks.options import Options
@@ -95,11 +95,26 @@ def test_a_ratio_is_judged_by_the_spread_of_the_baseline(before: dict[str, Any],
 def test_several_runs_of_a_baseline_say_how_far_runs_are_apart() -> None:
     apart = joined([summary(1.0, 0.02), summary(1.3, 0.04), summary(1.1)])
     assert (apart["median"], apart["spread"], apart["between"]) == (1.1, 0.04, pytest.approx(0.3 / 1.1))
-    for median, verdict in ((1.69, SAME), (1.71, FELL), (0.7, GAINED)):
+    # three runs: 3.4 / 1.693 times what they are apart
+    for median, verdict in ((1.70, SAME), (1.71, FELL), (0.7, GAINED)):
         assert judged("case", "point", "metric", apart, summary(median)).verdict == verdict
     runs = [result(wall=wall) for wall in (1.0, 1.2)]
     assert check(runs, [result(wall=1.4)])[0]
     assert not check(runs[1:], [result(wall=1.4)])[0]
+
+
+def test_two_runs_that_are_near_by_chance_are_judged_by_what_the_others_of_the_case_are_apart() -> None:
+    def of_case(*medians: float) -> dict[str, Any]:
+        metrics = {f"ratio {place}": summary(median) for place, median in enumerate(medians)}
+        return {"case": "case", "points": [{"parameters": {}, "metrics": metrics}]}
+
+    apart = [of_case(1.0, 1.0, 1.0, 1.0, 1.0), of_case(1.0, 1.04, 1.04, 1.04, 1.9)]
+    usual = 0.04 / 1.02
+    for later, verdict in ((1 + 3.4 / 1.128 * usual - 1e-3, SAME), (1 + 3.4 / 1.128 * usual + 1e-3, FELL)):
+        [first, *_] = changes(apart, [of_case(later, 1.0, 1.0, 1.0, 1.0)])
+        assert (first.metric, first.verdict) == ("ratio 0", verdict), "one that is far apart does not widen the others' bound"
+    [alone] = changes([of_case(1.0)], [of_case(1.06)])
+    assert alone.verdict == FELL
 
 
 def test_a_disturbance_passes_and_a_change_stays() -> None:
