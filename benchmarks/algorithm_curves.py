@@ -2,7 +2,7 @@
 
 All runs start from the same model, which has learned from a careless pupil. Those that sample answers are drawn over one another by their
 greedy accuracy; preference, reward model and distillation by their own measures. The first seed runs once more in each other layout, and
-what the curves then differ by is said. Runs that are finished in ``--work`` are not run again.
+what its curves then differ by is said. Runs that are finished in ``--work`` are not run again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _of_algorithm(name: str, way: Way, work: Path, seeds: Sequence[int]) -> dict[str, Any]:
     curves = {seed: _curves(_rows(name, way, work, seed), way) for seed in seeds}
-    first, last = ({measure: statistics.mean(each[measure][1][end] for each in curves.values()) for measure in way.measures} for end in (0, -1))
+    first, last = (
+        {measure: statistics.mean(each[measure][1][end] for each in curves.values()) for measure in way.measures} for end in (0, -1)
+    )
     result: dict[str, Any] = {"mean": {"first": first, "last": last}, "seeds": curves, "layouts": {}}
     for layout in LAYOUTS:
         result["layouts"][layout] = differences(_rows(name, way, work, seeds[0]), _rows(name, way, work, seeds[0], layout))
@@ -145,15 +147,23 @@ COMPARED = ("train/reward", "train/loss", "train/grad_norm", ACCURACY)
 
 
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the curves of two layouts differ by: the largest difference of a metric over all steps by its largest value, and up to which
-    step the rewards of the samples are equal."""
+    """What the curves of two layouts differ by.
+
+    A token whose random number lies within rounding of the bound between two tokens is drawn otherwise, and with it all that follows. So
+    the largest difference of a metric, by its largest value, is that over the steps before the first one with another reward.
+    """
+    both = list(zip(ours, theirs, strict=True))
+    apart = min((one["step"] for one, other in both if one.get("train/reward") != other.get("train/reward")), default=STEPS + 1)
     largest = {}
     for metric in COMPARED:
-        pairs = [(one[metric], other[metric]) for one, other in zip(ours, theirs, strict=True) if one.get(metric) is not None]
+        pairs = [(one[metric], other[metric]) for one, other in both if one["step"] < apart and one.get(metric) is not None]
         if pairs:
             largest[metric] = max(abs(one - other) for one, other in pairs) / (max(abs(one) for one, _ in pairs) or 1.0)
-    apart = [one["step"] for one, other in zip(ours, theirs, strict=True) if one.get("train/reward") != other.get("train/reward")]
-    return {"largest_difference": largest, "samples_equal_before_step": min(apart, default=STEPS + 1)}
+    return {
+        "steps_with_equal_rewards": apart - 1,
+        "largest_difference": largest,
+        "last": [rows[-1].get(ACCURACY) for rows in (ours, theirs)],
+    }
 
 
 def _greedy(work: Path, runs: Sequence[Path]) -> dict[str, Any]:

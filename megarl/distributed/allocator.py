@@ -28,7 +28,7 @@ class AllocatorOptions:
     def of_environment() -> AllocatorOptions:
         """Those that torch finds in this process's environment; none of the older variable where nothing is set."""
         variable = next((name for name in VARIABLES if env.text(name)), VARIABLES[-1])
-        parts = (part.strip() for part in env.text(variable, "").split(","))
+        parts = (part.strip() for part in (env.text(variable) or "").split(","))
         return AllocatorOptions(variable, tuple(part for part in parts if part))
 
     def __str__(self) -> str:

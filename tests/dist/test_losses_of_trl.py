@@ -1,4 +1,4 @@
-"""Three steps of training with each of TRL's losses of GRPO: plain transformers under TRL's own code, and Megatron on two replicas, packed."""
+"""Three steps with each of TRL's losses of GRPO: plain transformers under TRL's own code, and Megatron on two replicas, packed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class Loss:
         return loss_of_trl(self._settings, data, next_token_logprobs), {}
 
 
-def answers(seed: int) -> dict[str, torch.Tensor]:
+def answers(model: Path, seed: int) -> dict[str, torch.Tensor]:
     """Rows that all count, each with all tokens behind its first ones: TRL has a column for every token of an answer."""
     batch = make_batch(rows=8, length=12, seed=seed)
     place = torch.arange(12)[None]
     inside = (place < batch["input_lengths"][:, None]) & (place > 0)
-    # near enough to one another that ratios are on both sides of their bounds
-    near = {name: batch[name] / 3 - 4 for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")}
+    # near the model's own, so that ratios are on both sides of their bounds and no divergence is clamped, which TRL does not do
+    own = reference.logprobs_of(model, batch, 1.0)
+    near = {name: own + batch[name] / 3 + 0.5 for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")}
     return {**batch, **near, "token_mask": inside.float(), "sample_mask": torch.ones(8)}
 
 
@@ -44,7 +45,7 @@ def answers(seed: int) -> dict[str, torch.Tensor]:
 def test_three_steps_of_trl(pool: WorkerPool, tiny_models: dict[str, Path], name: str) -> None:
     theirs, settings, _ = CASES[name]
     config = policy_config(tiny_models["llama"], mbs=2, clip=0.5, batching="packed")
-    batches = [answers(seed) for seed in (1, 2, 3)]
+    batches = [answers(tiny_models["llama"], seed) for seed in (1, 2, 3)]
     trainer = reference.ReferenceTrainer(reference.load(tiny_models["llama"]).double(), config)
     exact = [{column: values.double() if values.is_floating_point() else values for column, values in batch.items()} for batch in batches]
     losses, norms = zip(*(trainer.step(batch, Loss(theirs)) for batch in exact), strict=True)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.allocator import fast_pinning
+from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import FULL_FLOAT32, runtime
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from megarl.patched import patched

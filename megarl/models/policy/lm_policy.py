@@ -20,10 +20,10 @@ from megarl import env
 from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend, scores
+from megarl.distributed.allocator import fast_pinning
 from megarl.distributed.batch_checks import check_batch, check_scored_tokens
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
 from megarl.distributed.deadlines import PhaseDeadlines
-from megarl.distributed.allocator import fast_pinning
 from megarl.distributed.device import FULL_FLOAT32
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
