@@ -148,6 +148,7 @@ CASES = {
         "values and training of PPO's critic against log-probabilities and training of the actor, each backend",
         "benchmarks.cases.critic_cost",
         takes=("device", "model", "tokens"),
+        by_name=True,
     ),
     "memory.context": Case("memory of a training step on 2 and 4 context ranks against one rank", "benchmarks.cases.memory_context"),
 }

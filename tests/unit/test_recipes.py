@@ -117,10 +117,16 @@ def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_qui
 
 
 @pytest.mark.parametrize("layer", FAMILY, ids=[layer.stem for layer in FAMILY])
-def test_a_dry_run_of_every_algorithm_of_the_family_passes(layer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"
-    plain, changed = (yaml.safe_load(_configuration(dry_run(capsys, recipe, *words))) for words in ([], ["--with", str(layer)]))
-    assert {name for name in changed if changed[name] != plain[name]} <= {"grpo", "loss_fn"} and changed != plain
+def test_a_dry_run_of_every_algorithm_of_the_family_passes(
+    layer: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over a recipe that says nothing of advantages, and over one that says how they are made."""
+    for recipe in (CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml", CONFIGS / "quickstart" / "grpo.yaml"):
+        overrides = models(recipe, model_of_quickstart)
+        plain, changed = (
+            yaml.safe_load(_configuration(dry_run(capsys, recipe, *words, *overrides))) for words in ([], ["--with", str(layer)])
+        )
+        assert {name for name in changed if changed[name] != plain[name]} <= {"grpo", "loss_fn"} and changed != plain
 
 
 @pytest.mark.parametrize(("layer", "recipe", "beside"), ENGINES, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES])
