@@ -64,8 +64,8 @@ def empty_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
 
 
 def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int) -> dict[str, int]:
-    """Load the optimizer's state that ``save_and_count`` saved in pieces, once into all of it (``whole``) and once in slices (``slices``), and
-    save it as ``again``.
+    """Load the optimizer's state that ``save_and_count`` saved in pieces, once into all of it (``whole``) and once in slices
+    (``slices``), and save it as ``again``.
 
     Returns:
         The most bytes that either allocates on this rank beyond the state itself, by name.

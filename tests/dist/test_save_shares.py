@@ -85,9 +85,7 @@ def test_ranks_share_out_what_the_first_one_would_write(
 @sampled(1)
 @pytest.mark.parametrize("part", save_jobs.PARTS)
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_disk_that_fails_at_a_later_rank(
-    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, failing: int, part: str
-) -> None:
+def test_a_disk_that_fails_at_a_later_rank(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, failing: int, part: str) -> None:
     """All ranks hear of it, nothing is left, and the next save is whole."""
     config = policy_config(tiny_models["qwen2-tied"], gbs=12, mbs=1)
     for said, *left in pool.run(3, save_jobs.save_where_a_disk_fails, config, BATCH, tmp_path, failing, part):
@@ -110,9 +108,7 @@ TORCH: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @sampled(2)
 @pytest.mark.parametrize("layout", TORCH)
-def test_ranks_of_the_torch_backends_share_out_a_save(
-    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
-) -> None:
+def test_ranks_of_the_torch_backends_share_out_a_save(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
     backend, world, changes = TORCH[layout]
     make = {"dtensor": dtensor_config, "fsdp1": fsdp1_config}[backend]
     pool.run(world, save_jobs.save_once, backend, make(tiny_models["qwen2"], gbs=12, mbs=1, **changes), BATCH, tmp_path)
