@@ -120,14 +120,17 @@ def save_where_a_disk_fails(config: Mapping[str, Any], batch: Mapping[str, Any],
 
 
 def written(directory: Path) -> Counter[int]:
-    """Bytes of tensors that each rank wrote, by rank."""
+    """Bytes of tensors that each rank wrote, by rank. There is nothing in its file that the index does not know."""
     index = read_plain_index(directory)
     found: Counter[int] = Counter()
+    lengths: Counter[str] = Counter()
     for place, where in index.storage_data.items():
+        lengths[where.relative_path] += where.length
         entry = index.state_dict_metadata[place.fqn]
         if hasattr(entry, "chunks"):
             (sizes,) = (chunk.sizes for chunk in entry.chunks if chunk.offsets == place.offset)
             found[int(where.relative_path.split("_")[2])] += sizes.numel() * entry.properties.dtype.itemsize
+    assert lengths == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}, "something was written twice"
     return found
 
 
