@@ -16,7 +16,7 @@ import torch.distributed as dist
 from converters.checkpoint.safetensors_file import bytes_of, whole
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.checkpoint.restricted import read_plain_index
+from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
 from megarl.errors import MegarlError
 from megarl.models.megatron import sharded_save, state_stream
 from megarl.models.megatron.parallel import holders
@@ -141,7 +141,7 @@ def largest_piece(directory: Path) -> int:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two parts of checkpoints: names, shapes, dtypes, bits; objects beside them."""
+    """What differs between two parts of checkpoints: names, shapes, dtypes, bits; objects, and the other files, beside them."""
     ours, theirs = TorchDistCheckpoint(one), TorchDistCheckpoint(other)
     found = sorted(set(ours) ^ set(theirs)) + sorted(set(ours.objects) ^ set(theirs.objects))
     for key in sorted(set(ours) & set(theirs)):
@@ -149,7 +149,15 @@ def differences(one: Path, other: Path) -> list[str]:
             found.append(f"{key}: shape or dtype")
         elif bytes_of(ours.read(key, whole(ours.shape(key)))) != bytes_of(theirs.read(key, whole(theirs.shape(key)))):
             found.append(f"{key}: values")
-    return found + [key for key in sorted(set(ours.objects) & set(theirs.objects)) if ours.read_object(key) != theirs.read_object(key)]
+    found += [key for key in sorted(set(ours.objects) & set(theirs.objects)) if ours.read_object(key) != theirs.read_object(key)]
+    beside, others = _files_beside(one), _files_beside(other)
+    return found + [name for name in sorted(set(beside) | set(others)) if beside.get(name) != others.get(name)]
+
+
+def _files_beside(directory: Path) -> dict[str, bytes]:
+    """Files that hold neither tensors nor where they lie."""
+    there = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".distcp" and path.name != METADATA_FILE]
+    return {path.name: path.read_bytes() for path in there}
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
